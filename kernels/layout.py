@@ -40,6 +40,11 @@ class KvLayout:
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size
         return elements * self.dtype.itemsize
 
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of one block in the view: [num_layers, 2, block_size, num_kv_heads, head_dim]."""
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
     def view(self, arena_bytes: torch.Tensor) -> torch.Tensor:
         """View an arena as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], without a copy.
 
@@ -55,5 +60,4 @@ class KvLayout:
         require(flat, op, argument, problem, arena_bytes.dtype, arena_bytes.shape)
         whole = num_bytes > 0 and num_bytes % self.block_bytes == 0
         require(whole, op, argument, "must be whole blocks of {} bytes, has {}", self.block_bytes, num_bytes)
-        shape = (-1, self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
-        return arena_bytes.view(self.dtype).view(shape)
+        return arena_bytes.view(self.dtype).view(-1, *self.view_shape)

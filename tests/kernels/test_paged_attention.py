@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.worlds import edge_lengths, make_world, random_queries
 
 from kernels import reference
 from kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kernels.paged_attention_decode import paged_attention_decode, plan_decode
 from kernels.paged_attention_prefill import paged_attention_prefill
+from tests.kernels.worlds import edge_lengths, make_world, random_queries
 
 SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

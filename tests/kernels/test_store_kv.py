@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.worlds import make_world
 
 from kernels import reference
 from kernels.copy_blocks import copy_blocks
 from kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kernels.store_kv import plan_store, store_kv
+from tests.kernels.worlds import make_world
 
 
 def tokens(num_tokens, num_heads=2, head_dim=8, dtype=torch.float32):
