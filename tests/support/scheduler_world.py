@@ -1,4 +1,4 @@
-"""A scheduler driven against FakeCache and a shadow memory, step by step, without a loop or a model.
+"""A scheduler driven against NaiveCache and a shadow memory, step by step, without a loop or a model.
 
 The oracle is content: every slot holds the prefix that wrote it, and before a row computes, its table is read back and
 must spell its tokens. The next token is a function of (tokens, continuation), so outputs are known beforehand.
@@ -11,7 +11,7 @@ import numpy as np
 from engine_service.plan import Limits, Work
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
-from tests.support.fake_cache import FakeCache, OutOfSequencesError
+from tests.support.naive_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
 
@@ -41,7 +41,7 @@ class World:
         chunk_size: int = 8,
         max_running: int = 32,
     ) -> None:
-        self.cache = FakeCache(num_blocks, block_size, max_sequences)
+        self.cache = NaiveCache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
         limits = Limits(block_size, num_blocks - 1, limit, max_sequences, max_running, token_budget, chunk_size)
         self.limits = limits

@@ -1,4 +1,4 @@
-"""FakeCache: the cache service's Step on dicts and lists, for tests of the scheduler alone.
+"""NaiveCache: the cache service's Step on dicts and lists, for tests of the scheduler alone.
 
 As plain as can be: holders are counted by looking at all tables, evictions take the longest prefix. It refuses whatever
 breaks the protocol, and counts what the scheduler's tests ask about.
@@ -51,7 +51,7 @@ class FakeAnswer:
         return self
 
 
-class FakeCache:
+class NaiveCache:
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int = 256) -> None:
         self.block_size = block_size
         self.max_sequences = max_sequences
