@@ -6,7 +6,7 @@ running. Failures come out as KvkeeperError.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -191,4 +191,4 @@ class AsyncStream:
 
 def _requests(request: Any) -> Any:
     """A stream of requests is given as a list, so that a repeat can send it again."""
-    return iter(request) if isinstance(request, Sequence) else request
+    return iter(request) if isinstance(request, list) else request
