@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_service.request import RequestState, SequenceState
+from tests.support.core_cache import CoreCache
+from tests.support.naive_cache import NaiveCache
 from tests.support.scheduler_world import World, expected_output, make_request
 
 
@@ -232,6 +234,7 @@ arrivals = st.lists(
     max_running=st.sampled_from([1, 2, 3, 32]),
     max_sequences=st.sampled_from([1, 2, 4, 64]),
     refused_forks=st.integers(0, 3),
+    make_cache=st.sampled_from([NaiveCache, CoreCache]),
 )
 def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     arrivals: list[tuple[list[int], int, int, int, int, int | None]],
@@ -242,10 +245,11 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     max_running: int,
     max_sequences: int,
     refused_forks: int,
+    make_cache: type[NaiveCache] | type[CoreCache],
 ) -> None:
     longest = max(len(prompt) + max_new for prompt, max_new, *_ in arrivals)
     num_blocks = 1 + -(-longest // block_size) + spare_blocks
-    world = World(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running)
+    world = World(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running, make_cache)
     world.cache.num_refused_forks_to_come = refused_forks
     for prompt, max_new, n, priority, delay, cancel_after in arrivals:
         for _ in range(delay):
@@ -260,7 +264,8 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
             expected = expected_output(request, sequence.index)
             assert output == expected[: len(output)]
             assert output == expected or request in world.cancelled
-    if not world.scheduler.num_preemptions and max_running == 32 and max_sequences == 64 and not refused_forks:
+    roomy = min(max_running, token_budget) >= 32 and max_sequences == 64
+    if roomy and not refused_forks and not world.scheduler.num_preemptions:
         prompt_keys = [key for key in world.computed if key[2] < len(world.requests[key[0]].prompt)]
         assert all(continuation == 0 for _, continuation, _ in prompt_keys), "the prompt belongs to the first"
         assert all(world.computed[key] == 1 for key in prompt_keys)

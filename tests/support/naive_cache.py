@@ -60,6 +60,10 @@ class NaiveCache:
         self.index: dict[tuple[int, ...], int] = {}
         self.num_refused_forks_to_come = 0
 
+    @property
+    def num_reusable_blocks(self) -> int:
+        return len(self.free_blocks()) + len(self.evictable())
+
     def create(self, sequence_id: int, tokens: list[int], max_len: int) -> None:
         assert sequence_id not in self.sequences
         assert 0 < len(tokens) < max_len

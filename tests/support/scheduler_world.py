@@ -5,12 +5,15 @@ must spell its tokens. The next token is a function of (tokens, continuation), s
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from engine_service.plan import Limits, Work
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
+from tests.support.core_cache import CoreCache
 from tests.support.naive_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
@@ -40,8 +43,9 @@ class World:
         token_budget: int = 64,
         chunk_size: int = 8,
         max_running: int = 32,
+        make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
     ) -> None:
-        self.cache = NaiveCache(num_blocks, block_size, max_sequences)
+        self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
         limits = Limits(block_size, num_blocks - 1, limit, max_sequences, max_running, token_budget, chunk_size)
         self.limits = limits
@@ -115,7 +119,7 @@ class World:
         self.step()
         assert not self.cache.sequences
         assert not self.scheduler.running.by_id
-        assert len(self.cache.free_blocks()) + len(self.cache.evictable()) == self.limits.num_usable_blocks
+        assert self.cache.num_reusable_blocks == self.limits.num_usable_blocks
 
     def check_outputs(self) -> None:
         for request in self.requests:
