@@ -55,7 +55,11 @@ TINY_MODELS = (
     TinyModel("llama", "Llama"),
     TinyModel("llama_tied", "Llama", {"tie_word_embeddings": True}),
     TinyModel("llama_llama3_rope", "Llama", {"rope_parameters": _LLAMA3_ROPE}),
-    TinyModel("llama_biased_linear_rope", "Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE}),
+    TinyModel(
+        "llama_biased_linear_rope",
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE},
+    ),
     TinyModel("mistral", "Mistral", {"sliding_window": None}),
     TinyModel("mistral_window", "Mistral", {"sliding_window": 8}),
     TinyModel("qwen2", "Qwen2"),
@@ -66,11 +70,11 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
-)  # fmt: skip
+)
 
 
 def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_shard_size: str = "1GB") -> Path:
-    """Write config.json and safetensors of a random model; biases and norms are random too, so that losing one shows."""
+    """Write config.json and safetensors of a random model; random biases and norms too, so that losing one shows."""
     config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})
     torch.manual_seed(seed)
     with _quiet():
