@@ -8,6 +8,7 @@ takes the short way, through its top candidates, gets the bits that the long way
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from kernels.checks import require, require_cpu
@@ -62,42 +63,74 @@ def sample_rows(logits: torch.Tensor, params: SamplingTensors, uniforms: torch.T
     vocab_size = logits.shape[1]
     top_k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab_size), vocab_size)
     short = top_k <= min(_MOST_CANDIDATES, vocab_size - 1)
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    rows = torch.nonzero(short).flatten()
-    if rows.numel():
-        values, ids = logits[rows].topk(int(top_k[rows].max()) + 1)
-        last = top_k[rows, None] - 1
-        # Which of several tokens tied at the threshold topk returns is arbitrary; such rows take the long way.
-        tied = (values.gather(1, last) == values.gather(1, last + 1)).flatten()
-        beyond = torch.arange(values.shape[1]) > last
-        weights = _filtered_weights(values.masked_fill(beyond, -torch.inf), params.take(rows))
-        ids, order = ids.sort(dim=1)
-        picked = _inverse_cdf(weights.gather(1, order), uniforms[rows])
-        tokens[rows] = ids.gather(1, picked[:, None]).flatten()
-        short[rows[tied]] = False
-    rows = torch.nonzero(~short).flatten()
-    if rows.numel():
-        values, ids = logits[rows].sort(dim=1, descending=True)
-        threshold = values.gather(1, top_k[rows, None] - 1)
-        weights = _filtered_weights(values.masked_fill(values < threshold, -torch.inf), params.take(rows))
-        tokens[rows] = _inverse_cdf(torch.zeros_like(weights).scatter_(1, ids, weights), uniforms[rows])
+    if bool(short.all()):
+        tokens, tied = _sample_short(logits, top_k, params, uniforms)
+        if not bool(tied.any()):
+            return tokens
+        long = torch.nonzero(tied).flatten()
+    else:
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        rows = torch.nonzero(short).flatten()
+        if rows.numel():
+            tokens[rows], tied = _sample_short(logits[rows], top_k[rows], params.take(rows), uniforms[rows])
+            short[rows] = ~tied
+        long = torch.nonzero(~short).flatten()
+    tokens[long] = _sample_long(logits[long], top_k[long], params.take(long), uniforms[long])
     return tokens
 
 
-def _filtered_weights(values: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Weights [R, C] in float64, 1 for the likeliest and 0 where filtered, of values sorted from large to small."""
-    wide = values.double()
-    weights = torch.exp((wide - wide[:, :1]) / params.temperature[:, None])
-    running = weights.cumsum(1)
-    before = torch.nn.functional.pad(running[:, :-1], (1, 0))
-    top_p = params.top_p[:, None]
-    num_kept = ((before < top_p * running[:, -1:]) | (top_p >= 1)).sum(1, keepdim=True)
-    threshold = weights.gather(1, (num_kept - 1).clamp(min=0))
-    threshold = torch.maximum(threshold, params.min_p[:, None])
-    weights = weights.masked_fill(weights < threshold, 0)
+def _sample_short(
+    logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Through the top candidates: token ids [R], and the rows [R] for which that was wrong.
+
+    Which of several tokens tied at the threshold topk returns is arbitrary, so rows with such a tie are.
+    """
+    ranked, ids = logits.topk(int(top_k.max()) + 1)
+    last = top_k[:, None] - 1
+    threshold = ranked.gather(1, last)
+    tied = (threshold == ranked.gather(1, last + 1)).flatten()
+    ids, order = ids.sort(dim=1)
+    picked = _draw(ranked.gather(1, order), ranked, threshold, params, uniforms)
+    return ids.gather(1, picked[:, None]).flatten(), tied
+
+
+def _sample_long(
+    logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """Through the whole vocabulary, ranked only if a filter asks for ranks. numpy sorts many times faster."""
+    if bool((top_k < logits.shape[1]).any()) or bool((params.top_p < 1).any()):
+        ranked = torch.from_numpy(-np.sort(-logits.numpy(), axis=1))
+        threshold = ranked.gather(1, top_k[:, None] - 1)
+    else:
+        ranked, threshold = logits.amax(dim=1, keepdim=True), torch.full((1, 1), -torch.inf)
+    return _draw(logits, ranked, threshold, params, uniforms)
+
+
+def _draw(
+    values: torch.Tensor, ranked: torch.Tensor, threshold: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """Index [R] into values [R, C], which are in token order.
+
+    Args:
+        ranked: the same values, or those of them that filters by rank need, from large to small.
+        threshold: [R, 1], the smallest value that top_k keeps.
+    """
+    most, temperature = ranked[:, :1].double(), params.temperature[:, None]
+    if bool((params.top_p < 1).any()):
+        running = ((ranked.double() - most) / temperature).exp_().masked_fill_(ranked < threshold, 0).cumsum(1)
+        num_below = (running < params.top_p[:, None] * running[:, -1:]).sum(1, keepdim=True)
+        by_top_p = ranked.gather(1, num_below.clamp_(max=ranked.shape[1] - 1))
+        threshold = torch.where(params.top_p[:, None] < 1, torch.maximum(threshold, by_top_p), threshold)
+    scaled = (values.double() - most) / temperature
+    # Compared as values, never as exponentials, which may differ in the last bit between two places of an array.
+    dropped = values < threshold
+    if bool((params.min_p > 0).any()):
+        dropped |= scaled < params.min_p[:, None].log()
+    weights = scaled.exp_().masked_fill_(dropped, 0)
     if bool((params.typical_p < 1).any()):
         weights = _typical_weights(weights, params.typical_p[:, None])
-    return weights
+    return _inverse_cdf(weights, uniforms)
 
 
 def _typical_weights(weights: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
