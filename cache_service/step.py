@@ -15,7 +15,6 @@ from cache_service.owner import Owner
 from cache_service.sequence import SequenceTable
 from cache_service.types import MAX_ID, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
-
 _NO_SLOTS = np.empty(0, np.int64)
 
 
