@@ -1,7 +1,7 @@
 """A service as a child process: its own session, so that Ctrl-C reaches only who started it, and an end with it.
 
-The child asks the kernel to be stopped when its parent is gone (services.py); it is ended with SIGTERM, after a grace with
-SIGKILL.
+The child asks the kernel to be stopped when its parent is gone (services.py); it is ended with SIGTERM, after a grace
+with SIGKILL.
 """
 
 import asyncio
@@ -37,12 +37,8 @@ class ServiceProcess:
         return self._process.returncode
 
     def how_it_ended(self) -> str:
-        code = self.exit_code
-        return (
-            f"was ended by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
+        code = self._process.returncode or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     async def end(self, grace_s: float) -> None:
         """Ask it to stop and kill it after the grace. Returns when it is gone."""

@@ -13,7 +13,7 @@ async def until_serving(address: str) -> None:
     """Returns when the service serves; the caller decides how long that may take."""
     door = AsyncDoor(address, CallOptions(timeout_s=5.0, retry_s=0.0), health_pb2_grpc.HealthStub)
     try:
-        while not await _is_serving(door):
+        while not await _is_serving(door):  # noqa: ASYNC110  the event is in another process
             await asyncio.sleep(_POLL_S)
     finally:
         await door.close()

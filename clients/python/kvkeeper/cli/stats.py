@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """Every field under the protocol's own name, zeros included; 64-bit integers as text, as JSON of protobuf has them."""
+    """Every field by its name in the protocol, zeros included; 64-bit integers are texts, as in JSON of protobuf."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 

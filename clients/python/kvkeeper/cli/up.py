@@ -1,7 +1,7 @@
 """`kvkeeper up`: both services as processes of their own, ended together.
 
-The cache service comes first and goes last, so that an engine never looks for what is not there. When one ends by itself
-the other is ended too and one line says why. However `up` itself ends, nothing is left behind.
+The cache service comes first and goes last, so that an engine never looks for what is not there. When one ends by
+itself the other is ended too and one line says why. However `up` itself ends, nothing is left behind.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_USAGE
@@ -84,26 +84,27 @@ class _Pair:
         for signum in _STOP_SIGNALS:
             loop.add_signal_handler(signum, self._on_signal, signum)
         try:
-            await self._serve()
+            return await self._serve()
         except _Stopped as stopped:
             return 128 + stopped.signum
         except _ServiceEnded as ended:
-            others = "".join(
-                f"; ending the {other.name} service" for other in self._running if other is not ended.service
-            )
-            print(f"kvkeeper: the {ended.service.name} service {ended.service.how_it_ended()}{others}", file=sys.stderr)
-            return EXIT_USAGE if ended.service.exit_code == EXIT_USAGE else EXIT_FAILED
+            service = ended.service
+            others = "".join(f"; ending the {other.name} service" for other in self._running if other is not service)
+            print(f"kvkeeper: the {service.name} service {service.how_it_ended()}{others}", file=sys.stderr)
+            return EXIT_USAGE if service.exit_code == EXIT_USAGE else EXIT_FAILED
         finally:
             for service in reversed(self._running):
                 await service.end(_GRACE_S)
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> NoReturn:
+        """Start both, say so, and wait. Ends with _Stopped or _ServiceEnded."""
         args = self._args
         for name, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
             self._running.append(await ServiceProcess.start(name, self._flags[name]))
             await self._unless_ended(until_serving(address))
         print(await self._unless_ended(_ready_text(args)), flush=True)
-        await self._unless_ended(asyncio.Event().wait())
+        while True:
+            await self._unless_ended(asyncio.Event().wait())
 
     async def _unless_ended(self, work: Awaitable[Any]) -> Any:
         """What the work gives. Raises _Stopped or _ServiceEnded when that comes first."""
@@ -130,12 +131,10 @@ class _Pair:
 
 
 async def _ready_text(args: argparse.Namespace) -> str:
-    async with (
-        AsyncCacheClient(args.cache_listen) as cache_client,
-        AsyncEngineClient(args.engine_listen) as engine_client,
-    ):
-        capabilities, model = await cache_client.capabilities(), await engine_client.model()
-    pools = [pool_line(pool) for pool in capabilities.pools]
+    async with AsyncCacheClient(args.cache_listen) as cache_client:
+        pools = [pool_line(pool) for pool in (await cache_client.capabilities()).pools]
+    async with AsyncEngineClient(args.engine_listen) as engine_client:
+        model = await engine_client.model()
     command = ["kvkeeper", "generate", "def fibonacci(n):"]
     if args.engine_listen != engine.DEFAULT_TARGET:
         command += ["--engine", args.engine_listen]
@@ -192,11 +191,16 @@ def _split(words: Sequence[str], args: argparse.Namespace) -> dict[str, list[str
 
 def _is_taken(address: str) -> bool:
     """Whether somebody accepts connections there: its health would be taken for our service's."""
-    if address.startswith("unix:"):
-        family, where = socket.AF_UNIX, address.removeprefix("unix:")
-    else:
-        host, _, port = address.rpartition(":")
-        family, where = (socket.AF_INET6 if ":" in host else socket.AF_INET), (host.strip("[]"), int(port))
+    host, _, port = address.rpartition(":")
+    try:
+        if address.startswith("unix:"):
+            return _accepts(socket.AF_UNIX, address.removeprefix("unix:"))
+        return _accepts(socket.AF_INET6 if ":" in host else socket.AF_INET, (host.strip("[]"), int(port)))
+    except (ValueError, OSError):
+        return False  # no such address: the service says what is wrong with it
+
+
+def _accepts(family: socket.AddressFamily, where: Any) -> bool:
     with socket.socket(family) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(where) == 0
