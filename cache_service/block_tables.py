@@ -13,7 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NULL_BLOCK, Executor, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
@@ -268,8 +268,7 @@ class BlockTables:
         log.copy_destinations.extend(copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
             log.update(int(seqs.ids[slot]), table_idx, block)
-        # A copy that the engine runs is done with its step; one that the service runs, before the step is answered.
-        owner.drop(self.pool, sources, until=owner.step_id - (owner.executor is Executor.CACHE))
+        owner.drop(self.pool, sources, until=owner.step_id)  # the copy still reads them
         self.counters.num_copies_on_write += len(due)
 
     def _allocate(self, log: StepLog, count: int, roots: Int32Array) -> Int32Array:

@@ -8,11 +8,14 @@ overlay that shows each item the sequences as the items before it leave them.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_service.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
 from cache_service.owner import Owner
 from cache_service.sequence import SequenceTable
 from cache_service.types import MAX_ID, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
+
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +43,20 @@ def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Step
     start_slots = _check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids):
         return StepPlan(commit_slots, start_slots, _check_in_order(sequences, owner, batch, commit_slots, start_slots))
-    reserve_slots = owner.ids.find(batch.reserve_ids)
+    if not len(batch.reserve_ids):
+        return StepPlan(commit_slots, start_slots, _NO_SLOTS)
+    # In steady decoding a step reserves for the sequences whose past step it commits.
+    same = len(commit_slots) > 0 and np.array_equal(batch.reserve_ids, batch.commit_ids)
+    reserve_slots = commit_slots if same else owner.ids.find(batch.reserve_ids)
     _check_distinct(reserve_slots, "reserve_sequence_ids")
     _check_lengths(batch)
-    running = sequences.states[reserve_slots] == SequenceState.RUNNING
-    if not running.all():
-        at = int(np.argmin(running))
-        raise wrong_state(int(batch.reserve_ids[at]), int(sequences.states[reserve_slots[at]]))
-    over = batch.reserve_max > sequences.max_tokens[reserve_slots]
-    if over.any():
-        raise too_long("reserve_max_tokens", int(sequences.max_tokens[reserve_slots[int(np.argmax(over))]]))
+    bad = sequences.states[reserve_slots] != SequenceState.RUNNING
+    bad |= batch.reserve_max > sequences.max_tokens[reserve_slots]
+    if bad.any():
+        slot, sequence_id = reserve_slots[int(np.argmax(bad))], int(batch.reserve_ids[int(np.argmax(bad))])
+        if sequences.states[slot] != SequenceState.RUNNING:
+            raise wrong_state(sequence_id, int(sequences.states[slot]))
+        raise too_long("reserve_max_tokens", int(sequences.max_tokens[slot]))
     return StepPlan(commit_slots, start_slots, reserve_slots)
 
 
@@ -63,46 +70,62 @@ def too_long(field: str, limit: int) -> InvalidField:
 
 
 def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
-    slots = owner.ids.find(batch.commit_ids)
-    if len(slots) == 0:
+    if not len(batch.commit_ids):
         if len(batch.commit_tokens):
             raise InvalidField("token ids without a commit", field="commit_token_ids")
-        return slots
+        return _NO_SLOTS
+    slots = owner.ids.find(batch.commit_ids)
     _check_distinct(slots, "commit_sequence_ids")
-    running = sequences.states[slots] == SequenceState.RUNNING
-    if not running.all():
-        at = int(np.argmin(running))
-        raise wrong_state(int(batch.commit_ids[at]), int(sequences.states[slots[at]]))
-    if int(batch.commit_num_new.min()) < 0 or int(batch.commit_num_new.sum(dtype=np.int64)) != len(batch.commit_tokens):
+    num_new = batch.commit_num_new
+    if int(num_new.min()) < 0 or int(num_new.sum(dtype=np.int64)) != len(batch.commit_tokens):
         raise InvalidField("counts of new tokens do not add up to the tokens", field="commit_num_new_tokens")
     if len(batch.commit_tokens) and int(batch.commit_tokens.min()) < 0:
         raise InvalidField("token ids are 0 to 2^31 - 1", field="commit_token_ids", limit=2**31 - 1)
-    num_tokens = sequences.num_tokens[slots].astype(np.int64) + batch.commit_num_new
-    if (num_tokens > sequences.max_tokens[slots]).any():
-        raise too_long("commit_token_ids", int(sequences.max_tokens[slots].min()))
-    granted = np.where(
-        sequences.last_reserve_step[slots] <= batch.completed_step_id,
-        sequences.num_reserved[slots],
-        sequences.num_reserved_before[slots],
-    )
+    num_tokens = sequences.num_tokens[slots] + num_new.astype(np.int64)
+    granted = sequences.num_reserved[slots]
+    running_step = sequences.last_reserve_step[slots] > batch.completed_step_id
+    if running_step.any():
+        granted = np.where(running_step, sequences.num_reserved_before[slots], granted)
     limit = np.minimum(num_tokens, granted)
-    bad = (batch.commit_lens < sequences.num_committed[slots]) | (batch.commit_lens > limit)
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise InvalidField(
-            f"sequence {int(batch.commit_ids[at])} may be committed from {int(sequences.num_committed[slots[at]])} up to "
-            f"{int(limit[at])} tokens, as completed step {batch.completed_step_id} left it",
-            field="commit_num_tokens",
-            limit=int(limit[at]),
-            sequence_id=int(batch.commit_ids[at]),
-        )
+    lens = batch.commit_lens
+    bad = (lens < sequences.num_committed[slots]) | (lens > limit) | (num_tokens > sequences.max_tokens[slots])
+    # A waiting sequence has nothing reserved; only a length of 0 could pass for it.
+    if bad.any() or not int(lens.min()):
+        _refuse_commit(sequences, batch, slots, bad, num_tokens, limit)
     return slots
 
 
+def _refuse_commit(
+    sequences: SequenceTable,
+    batch: StepBatch,
+    slots: Int64Array,
+    bad: npt.NDArray[np.bool_],
+    num_tokens: Int64Array,
+    limit: Int64Array,
+) -> None:
+    """Raises what is wrong with the first bad commit; a commit of nothing to a running sequence is lawful."""
+    bad |= sequences.states[slots] != SequenceState.RUNNING
+    if not bad.any():
+        return
+    at = int(np.argmax(bad))
+    slot, sequence_id = slots[at], int(batch.commit_ids[at])
+    if sequences.states[slot] != SequenceState.RUNNING:
+        raise wrong_state(sequence_id, int(sequences.states[slot]))
+    if num_tokens[at] > sequences.max_tokens[slot]:
+        raise too_long("commit_token_ids", int(sequences.max_tokens[slot]))
+    raise InvalidField(
+        f"sequence {sequence_id} may be committed from {int(sequences.num_committed[slot])} up to {int(limit[at])} tokens, "
+        f"as completed step {batch.completed_step_id} left it",
+        field="commit_num_tokens",
+        limit=int(limit[at]),
+        sequence_id=sequence_id,
+    )
+
+
 def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
+    if not len(batch.start_ids):
+        return _NO_SLOTS
     slots = owner.ids.find(batch.start_ids)
-    if len(slots) == 0:
-        return slots
     _check_distinct(slots, "start_sequence_ids")
     for sequence_id, slot in zip(batch.start_ids.tolist(), slots.tolist(), strict=True):
         if sequences.states[slot] != SequenceState.WAITING:

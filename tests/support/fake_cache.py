@@ -1,8 +1,8 @@
 """A cache service that follows a script: for the faults that a real one does not show on demand.
 
 It sees and answers raw bytes, so that a test can compare what a repeat sent with what was sent first. Each call takes
-the next entry of the script of its method: a message is the answer, a Refusal the status, SILENCE no answer at all. HANG_UP
-ends a stream in good order instead of an answer, LEAVE after one.
+the next entry of the script of its method: a message is the answer, a Refusal the status, SILENCE no answer at all.
+HANG_UP ends a stream in good order instead of an answer, LEAVE after one.
 """
 
 import asyncio
