@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import structlog
 import torch
+from kvkeeper.client.cache import AsyncCacheSession
 
 from engine_service.generation import Generation
 from engine_service.kv_memory import KvMemory
@@ -36,7 +37,6 @@ from engine_service.sampler import SampledTokens, SamplingRow, sample
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.stats import EngineStats
-from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -93,6 +93,21 @@ class Engine:
         """Take no more requests; run_session ends once the open ones have."""
         self._stopping = True
         self._wake_up()
+
+    def close(self) -> None:
+        """After the last session."""
+        self._worker.shutdown()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
+    async def wait_for_stop(self, seconds: float) -> None:
+        """So long, or until the engine is stopped."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not self._stopping and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            self._wake.clear()
+            await self._pause(left)
 
     def fail_all(self, refusal: Refusal) -> None:
         """End all open requests. While there is a session, their blocks go back with the next step."""

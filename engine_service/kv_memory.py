@@ -8,16 +8,16 @@ import contextlib
 
 import structlog
 import torch
-
-from engine_service.config import EngineConfig
-from engine_service.model_runner import Runner
-from engine_service.plan import Limits, Plan
-from engine_service.served_model import ServedModel
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
+
+from engine_service.config import EngineConfig
+from engine_service.model_runner import Runner
+from engine_service.plan import Limits, Plan
+from engine_service.served_model import ServedModel
 
 log = structlog.get_logger()
 
@@ -29,8 +29,14 @@ class KvMemory:
 
     def __init__(self, session: AsyncCacheSession, arena: Arena, runner: Runner) -> None:
         self.session = session
-        self.runner: Runner | None = runner
+        self._runner: Runner | None = runner
         self._arena = arena
+
+    @property
+    def runner(self) -> Runner:
+        """The model on this memory, until close."""
+        assert self._runner is not None, "the memory is unmapped"
+        return self._runner
 
     async def step(self, plan: Plan, completed_step_id: int | None = None) -> StepResult:
         """Send the plan. Raises KvkeeperError."""
@@ -39,7 +45,7 @@ class KvMemory:
 
     async def close(self) -> None:
         """Unmap, then end the session. No thread may be computing. Errors are logged: there is nobody to act on them."""
-        self.runner = None
+        self._runner = None
         drained = True
         try:
             self._arena.close()

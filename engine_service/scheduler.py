@@ -108,7 +108,9 @@ class Scheduler:
         self._releases.clear()
         self._num_live = 0
         self._hold_starts, self._refused, self._num_available = False, None, None
-        return [request for request in {sequence.request: None for sequence in self._waiting} if request.max_len > limits.max_len]
+        return [
+            request for request in {sequence.request: None for sequence in self._waiting} if request.max_len > limits.max_len
+        ]
 
     @property
     def num_waiting(self) -> int:

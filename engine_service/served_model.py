@@ -7,22 +7,27 @@ and weights), shape, rope parameters, window. The tokenizer is not part of that:
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
 from engine_service.model.config import CONFIG_FILE, ModelConfig
 from engine_service.model.decoder import Decoder
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from engine_service.model.json_file import read_json_object
-from engine_service.model.loader import load_model
+from engine_service.model.loader import DtypeChoice, load_model
 from engine_service.model.safetensors_files import list_weight_files
 from engine_service.model_runner import ModelRunner, Runner, kv_layout_of
+from engine_service.text import ModelText
+from engine_service.tokenizer import Tokenizer
 from kernels.layout import KvLayout
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _KV_DTYPES = {
     torch.float16: pb.KV_DTYPE_FLOAT16,
@@ -42,11 +47,16 @@ class ServedModel:
     vocab_size: int
     max_len: int
     compute_dtype: str
-    eos_token_ids: tuple[int, ...]
+    text: ModelText
     layout: Callable[[int], KvLayout]
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
     sliding_window: int = 0
     rope_parameters: str = ""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return self.text.tokenizer.eos_ids if self.text.tokenizer else frozenset()
 
     def kv_spec(self, block_size: int) -> pb.KvSpec:
         """What must be equal for another engine to share this one's KV."""
@@ -72,7 +82,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     if config.model == HASH_TOY:
         return _hash_toy()
     folder = Path(config.model).resolve()
-    decoder, model_config = load_model(folder, dtype=config.dtype, progress=config.progress)
+    decoder, model_config = load_model(folder, dtype=cast(DtypeChoice, config.dtype), progress=config.progress)
     return _from_folder(folder, decoder, model_config)
 
 
@@ -83,11 +93,11 @@ def _from_folder(folder: Path, decoder: Decoder, config: ModelConfig) -> ServedM
         model_id=folder.name,
         revision=_revision(folder),
         architecture=str(architectures[0]),
-        num_parameters=decoder.num_parameters,
+        num_parameters=_num_parameters(folder, config),
         vocab_size=config.vocab_size,
         max_len=config.max_position,
         compute_dtype=str(decoder.dtype).removeprefix("torch."),
-        eos_token_ids=(),
+        text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
         layout=lambda block_size: kv_layout_of(config, decoder.dtype, block_size),
         make_runner=lambda kv_view, layout: ModelRunner(decoder, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
@@ -105,7 +115,7 @@ def _hash_toy() -> ServedModel:
         vocab_size=config.vocab_size,
         max_len=config.max_position,
         compute_dtype="uint64",
-        eos_token_ids=(),
+        text=ModelText(None),
         layout=config.kv_layout,
         make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout),
     )
@@ -119,3 +129,15 @@ def _revision(folder: Path) -> str:
             digest.update(f"{path.name}\n{path.stat().st_size}\n".encode())
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def _num_parameters(folder: Path, config: ModelConfig) -> int:
+    """Elements of the weight files; what is tied counts once, also where old files hold it twice."""
+    count = 0
+    for path in list_weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                if name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+                    continue
+                count += math.prod(file.get_slice(name).get_shape())
+    return count

@@ -3,8 +3,9 @@
 Owns the code of each reason; the proto's ErrorReason says the same in its comments.
 """
 
+from typing import Any
+
 import grpc
-import grpc.aio
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
@@ -49,6 +50,6 @@ def to_status(refusal: Refusal) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
+async def abort(context: Any, refusal: Refusal) -> None:
     """End the call with the refusal's Status; raises grpc's own exception for that."""
     await context.abort_with_status(rpc_status.to_status(to_status(refusal)))
