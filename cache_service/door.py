@@ -65,7 +65,7 @@ async def _guarded(method: str, context: Context, call: Awaitable[Any]) -> Any:
         return await call
     except CacheError as error:
         await abort(context, error)
-    except grpc.RpcError, grpc.aio.UsageError:
+    except (grpc.RpcError, grpc.aio.UsageError):
         raise
     except Exception:
         log.exception("broken_invariant", method=method)

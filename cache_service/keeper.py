@@ -17,7 +17,7 @@ import structlog
 
 from cache_service.arena.attach import AttachRefused, Grant
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
-from cache_service.manager import CloseResult
+from cache_service.step_core import CloseResult
 from cache_service.registry import Pool, PoolRegistry
 from cache_service.session import Session, SessionTable
 from cache_service.types import Executor, SessionId

@@ -99,7 +99,7 @@ async def _process(*args: str) -> AsyncIterator[None]:
     try:
         while b"ready" not in (line := await ready.readline()):
             if not line:
-                raise RuntimeError(f"{args} ended before it was ready")
+                raise RuntimeError(f"{args} ended before it was ready: {(await process.communicate())[1].decode()[-400:]}")
         yield
     finally:
         if process.returncode is None:
