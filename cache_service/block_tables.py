@@ -85,8 +85,8 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             num_full = lens // self._block_size
-            behind = num_full > seqs.num_published[slots]
-            if behind.any():
+            behind = np.flatnonzero(num_full > seqs.num_published[slots])
+            if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
@@ -225,7 +225,7 @@ class BlockTables:
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
-            due = self._copies_due(slot, table_len)
+            due = self._copies_due(slot, table_len, want)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
@@ -235,7 +235,10 @@ class BlockTables:
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1
                 continue
-            self._copy_on_write(owner, log, slot, due)
+            if len(due):
+                self._copy_on_write(owner, log, slot, due)
+            if granted > seqs.num_committed[slot]:
+                seqs.may_copy[slot] = False
             blocks = self._allocate(log, seqs.num_blocks(granted) - table_len, seqs.roots[slot])
             seqs.tables[slot, table_len : table_len + len(blocks)] = blocks
             seqs.num_reserved_before[slot] = held
@@ -246,10 +249,10 @@ class BlockTables:
             reserved[row] = granted
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
-    def _copies_due(self, slot: int, table_len: int) -> Int64Array:
-        """Table indices behind the committed length whose blocks somebody else holds; the index is a holder (R5)."""
+    def _copies_due(self, slot: int, table_len: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
         seqs = self.sequences
-        if not seqs.may_copy[slot]:
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
             return np.empty(0, np.int64)
         first = int(seqs.num_committed[slot]) // self._block_size
         blocks = seqs.tables[slot, first:table_len]
@@ -257,9 +260,6 @@ class BlockTables:
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self.sequences
-        seqs.may_copy[slot] = False
-        if not len(due):
-            return
         sources = seqs.tables[slot, due]
         copies = self.pool.allocate(len(due))
         self.last_roots[copies] = seqs.roots[slot]
