@@ -16,6 +16,9 @@ from cache_service.sequence import SequenceTable
 from cache_service.types import MAX_ID, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
 _NO_SLOTS = np.empty(0, np.int64)
+# Comparing an array with an enum member takes 5 us, with a number of its own type less than 1. And count_nonzero looks at a
+# mask in a fifth of the time of any(). Both matter here: these checks are a third of a step.
+_RUNNING = np.int8(SequenceState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,6 @@ def too_long(field: str, limit: int) -> InvalidField:
 
 
 def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
-    """The slots. All conditions are one mask, because each look at a mask costs as much as ten sums."""
     if not len(batch.commit_ids):
         if len(batch.commit_tokens):
             raise InvalidField("token ids without a commit", field="commit_token_ids")
@@ -71,11 +73,11 @@ def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> 
     num_tokens = sequences.num_tokens[slots].astype(np.int64) + num_new
     bad = (lens < sequences.num_committed[slots]) | (lens > granted) | (lens > num_tokens)
     bad |= num_tokens > sequences.max_tokens[slots]
-    bad |= sequences.states[slots] != SequenceState.RUNNING
+    bad |= sequences.states[slots] != _RUNNING
     one_each = len(tokens) == len(slots)
     if one_each:
         bad |= (num_new != 1) | (tokens < 0)
-    if not one_each or bad.any():
+    if not one_each or np.count_nonzero(bad):
         _refuse_commits(sequences, batch, slots, bad, num_tokens, granted)
     return slots
 
@@ -116,9 +118,9 @@ def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch
         return _NO_SLOTS
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
     least, most = batch.reserve_min, batch.reserve_max
-    bad = (sequences.states[slots] != SequenceState.RUNNING) | (most > sequences.max_tokens[slots])
+    bad = (sequences.states[slots] != _RUNNING) | (most > sequences.max_tokens[slots])
     bad |= (least < 1) | (least > most)
-    if bad.any():
+    if np.count_nonzero(bad):
         _check_lengths(batch)
         slot, sequence_id = slots[int(np.argmax(bad))], int(batch.reserve_ids[int(np.argmax(bad))])
         if sequences.states[slot] != SequenceState.RUNNING:
