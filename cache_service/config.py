@@ -21,6 +21,7 @@ ENVIRONMENT_PREFIX = "KVKEEPER_CACHE_"
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
+_MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -55,8 +56,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_listen(self.listen)
-        if len(os.fsencode(self.runtime_dir)) > MAX_SOCKET_PATH_BYTES - 40:
-            raise ConfigError(f"--runtime-dir: a path of at most {MAX_SOCKET_PATH_BYTES - 40} bytes, for the sockets in it")
+        if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
+            raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         _check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
         _check_range("num_pools", self.num_pools, 1, 64)
         if self.num_blocks is not None:

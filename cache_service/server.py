@@ -51,6 +51,7 @@ class RunningServer:
     _attach: AttachServer
     _health: health.aio.HealthServicer
     _lock: SocketLock | None
+    _is_stopped: bool = False
 
     async def drain(self) -> None:
         """Refuses new sessions, and waits for the live ones to close, but no longer than configured."""
@@ -63,7 +64,10 @@ class RunningServer:
             log.warning("drain_timeout", num_sessions=len(self.keeper.sessions))
 
     async def stop(self) -> None:
-        """Ends what still runs, gives the memory back and removes the sockets."""
+        """Ends what still runs, gives the memory back and removes the sockets. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self.keeper.is_draining = True
         self.keeper.stop()
         await self._grpc.stop(grace=0.2)
