@@ -16,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 import structlog
 import torch
-from kvkeeper.client.cache import AsyncCacheSession
 
 from engine_service.generation import Generation
 from engine_service.kv_memory import KvMemory
@@ -37,6 +36,7 @@ from engine_service.sampler import SampledTokens, SamplingRow, sample
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.stats import EngineStats
+from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable
 
 import grpc
-from kvkeeper.client.cache import AsyncCacheSession
-from kvkeeper.client.errors import KvkeeperError
 
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import Request, Sequence
 from engine_service.scheduler import Scheduler
+from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.errors import KvkeeperError
 
 _RETRY_S = 0.05  # slots that another engine holds come free without a word to us
 
