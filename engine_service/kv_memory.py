@@ -81,7 +81,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     return Limits(
         block_size=pool.block_size,
         max_len=min(bounds),
-        max_live_sequences=pool.max_sequences,
+        max_known_sequences=pool.max_sequences,
         max_running=min(config.max_sequences, pool.max_sequences),
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,

@@ -73,13 +73,13 @@ class SequenceCreator:
                 sequence.sequence_id, sequence.token_ids, request.max_len, request.tenant, request.priority
             )
         except KvkeeperError as error:
-            self._scheduler.create_refused(sequence)
+            self._scheduler.waiting.create_refused(sequence)
             if error.reason == "OUT_OF_SEQUENCES":
                 return False
             if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
             self._fail(request, RequestFailed(f"the cache service refused it: {error.reason}"))
         else:
-            self._scheduler.created(sequence)
+            self._scheduler.waiting.created(sequence)
             self._wake.set()
         return True
