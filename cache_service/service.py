@@ -19,7 +19,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import convert, door, kv_io, kv_spec
 from cache_service.config import CacheConfig
-from cache_service.errors import CacheError, InvalidField, UnknownSession, WrongMode
+from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
@@ -251,7 +251,7 @@ class CacheService:
         live.core.use_mode(SessionMode.ONE_ITEM)
         try:
             yield live
-        except CacheError:
+        except Exception:
             live.core.mode = mode
             raise
 

@@ -100,7 +100,7 @@ class StepHandler:
         session.use_mode(SessionMode.STEPS)
         try:
             reply = live.pool.manager.step(session.id, batch)
-        except CacheError:
+        except Exception:
             session.mode = mode
             raise
         answer = convert.step_response(reply, step_id, session.epoch)
