@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine_service.request import RequestState, SequenceState
 from tests.support.core_cache import CoreCache
-from tests.support.naive_cache import NaiveCache
+from tests.support.scheduler_cache import NaiveCache
 from tests.support.scheduler_world import World, expected_output, make_request
 
 

@@ -14,7 +14,7 @@ from engine_service.plan import Limits, Work
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
 from tests.support.core_cache import CoreCache
-from tests.support.naive_cache import NaiveCache, OutOfSequencesError
+from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
 
