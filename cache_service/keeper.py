@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.arena.attach import AttachRefused, Grant
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
@@ -22,6 +21,7 @@ from cache_service.registry import Pool, PoolRegistry
 from cache_service.session import Session, SessionTable
 from cache_service.step_core import CloseResult
 from cache_service.types import Executor, SessionId
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import structlog
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import kv_spec
 from cache_service.arena.shared_memory import ByteArray, OutOfMemory, SharedMemoryArena, copy_blocks
@@ -17,6 +16,7 @@ from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
 from cache_service.types import Copies, PoolConfig, SessionId
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
 

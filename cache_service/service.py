@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Protocol
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-
 from cache_service import convert, door, kv_io, kv_spec
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
@@ -24,6 +22,7 @@ from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_T
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _Position = tuple[str, int]  # session id, sequence id: the order of lists
@@ -129,6 +128,7 @@ class CacheService:
 
     async def commit_sequence(self, request: pb.CommitSequenceRequest) -> pb.CommitSequenceResponse:
         tokens = convert.token_ids(request.token_ids, at_least=0)
+        convert.check_range("num_tokens", request.num_tokens, 0, 2**31 - 1)
         with self._one_item(request) as live:
             sequence_id = convert.sequence_id(request.sequence_id)
             live.pool.manager.commit(live.core.id, sequence_id, request.num_tokens, request.first_token_idx, tokens)

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import DecodeError
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import convert
 from cache_service.door import EOF, MAX_MESSAGE_BYTES
@@ -17,6 +16,7 @@ from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Copies, Executor
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _parse = pb.StepRequest.FromString
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import errors, status
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, Api, refusal
 
 PROTO = Path(pb.__file__).with_name("cache_service.proto")

@@ -5,9 +5,9 @@ import threading
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, le32, le64, refusal, serving
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 
 from cache_service.__main__ import main
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from tests.support.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 import grpc
 import grpc.aio
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import Api, ManualClock, int32s, le32, le64, refusal
 
 
