@@ -101,12 +101,16 @@ class World:
         ):
             if result == StartResult.STARTED:
                 fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
-        for block in fresh:
+        # Where the service copies, a source may be granted again in the same step, after its copy.
+        reused = {source for source, _ in copies} & fresh if engine.executor is Executor.CACHE else set()
+        for block in fresh - reused:
             self.memory.spoil(block)
         device = DeviceStep(plan.batch.step_id, copies)
         if engine.executor is Executor.CACHE:
             self.memory.copy(copies)
             device.copies = []
+        for block in reused - {destination for _, destination in copies}:
+            self.memory.spoil(block)
         for (sequence_id, _, _), result, hit, reserved in zip(
             plan.starts, reply.start_results.tolist(), reply.start_hits.tolist(), reply.start_reserved.tolist(), strict=True
         ):
