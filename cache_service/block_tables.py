@@ -85,7 +85,7 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             num_full = lens // self._block_size
-            behind = num_full > seqs.num_published[slots]
+            behind = (num_full > seqs.num_published[slots]) & (seqs.last_copy_step[slots] <= owner.completed_step_id)
             if behind.any():
                 self._publish(owner, log, slots[behind], num_full[behind])
 
@@ -264,6 +264,7 @@ class BlockTables:
         copies = self.pool.allocate(len(due))
         self.last_roots[copies] = seqs.roots[slot]
         seqs.tables[slot, due] = copies
+        seqs.last_copy_step[slot] = owner.step_id
         log.copy_sources.extend(sources.tolist())
         log.copy_destinations.extend(copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
