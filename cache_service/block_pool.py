@@ -49,6 +49,8 @@ class BlockPool:
     @property
     def num_quarantined(self) -> int:
         """Blocks in no table that an ended session may still write."""
+        if not len(self._quarantined):
+            return 0
         return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
 
     @property

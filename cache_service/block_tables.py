@@ -13,7 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NULL_BLOCK, Executor, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
@@ -62,6 +62,7 @@ class BlockTables:
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
+        self._offsets = np.arange(config.block_size, dtype=np.int32)
         self._prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
@@ -85,8 +86,10 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             num_full = lens // self._block_size
-            behind = (num_full > seqs.num_published[slots]) & (seqs.last_copy_step[slots] <= owner.completed_step_id)
-            if behind.any():
+            behind = (num_full > seqs.num_published[slots]).nonzero()[0]
+            if len(behind):
+                behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
+            if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
@@ -189,14 +192,14 @@ class BlockTables:
         num_new = -(-wanted // self._block_size) - table_lens
         total = int(num_new.sum())
         seqs.num_accesses[slots] += 1
-        if total > self.pool.num_available or seqs.may_copy[slots].any():
+        if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         seqs.num_reserved_before[slots] = held
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
         if not total:
             return Grants(wanted, np.empty(0, np.int32), np.empty(0, np.int32))
-        growing = np.flatnonzero(num_new)
+        growing = num_new.nonzero()[0]
         places = table_lens[growing]
         if total > len(growing):
             counts = num_new[growing]
@@ -269,8 +272,7 @@ class BlockTables:
         log.copy_destinations.extend(copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
             log.update(int(seqs.ids[slot]), table_idx, block)
-        # A copy that the engine runs is done with its step; one that the service runs, before the step is answered.
-        owner.drop(self.pool, sources, until=owner.step_id - (owner.executor is Executor.CACHE))
+        owner.drop(self.pool, sources, until=owner.step_id)  # the copy still reads them
         self.counters.num_copies_on_write += len(due)
 
     def _allocate(self, log: StepLog, count: int, roots: Int32Array) -> Int32Array:
@@ -288,20 +290,20 @@ class BlockTables:
         """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
         seqs, size = self.sequences, self._block_size
         first = seqs.num_published[slots]
-        one = num_full - first == 1
-        if one.any():
-            rows, places = slots[one], first[one]
-            tokens = seqs.tokens[rows[:, None], places[:, None] * size + np.arange(size)]
-            nodes = self.index.insert_each(seqs.last_nodes[rows], tokens, seqs.tables[rows, places])
-            self._settle(owner, log, rows, places, nodes)
-            seqs.last_nodes[rows] = nodes
-        for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
-            places = np.arange(start, end)
-            tokens = seqs.tokens[slot, start * size : end * size]
-            nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-            self._settle(owner, log, np.full(len(places), slot), places, nodes)
-            seqs.last_nodes[slot] = nodes[-1]
         seqs.num_published[slots] = num_full
+        one = num_full - first == 1
+        if np.count_nonzero(one) < len(one):
+            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
+                tokens = seqs.tokens[slot, start * size : end * size]
+                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+                seqs.last_nodes[slot] = nodes[-1]
+            slots, first = slots[one], first[one]
+        if len(slots):
+            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
+            self._settle(owner, log, slots, first, nodes)
+            seqs.last_nodes[slots] = nodes
 
     def _settle(
         self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array
@@ -312,7 +314,7 @@ class BlockTables:
         known = self.index.block_of_node[nodes]
         twice = known != own
         pool.indexed[known] = True
-        if not twice.any():
+        if not np.count_nonzero(twice):
             return
         slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
         pool.acquire(known)

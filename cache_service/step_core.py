@@ -5,6 +5,7 @@ says. Also what a session leaves behind when it ends: its cached blocks, and the
 may call, and whether a call is a repeat, is session.py's.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from cache_service.types import (
 )
 
 _NO_BLOCKS = np.empty(0, np.int32)
+_NO_IDS = np.empty(0, np.int64)
 _NO_GRANTS = Grants(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
 
 
@@ -147,19 +149,24 @@ class StepCore:
         tables, log = self.tables, StepLog()
         self.revision += 1
         tables.counters.num_steps += 1
+        forks: list[ItemResult] = []
+        starts: list[StartResult] = []
+        refused: set[int] = set()
         if len(plan.commit_slots):
-            tables.commit(owner, log, plan.commit_slots, batch.commit_lens, batch.commit_num_new, batch.commit_tokens)
-        forks, refused = self._fork_all(owner, batch)
+            lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
+            tables.commit(owner, log, plan.commit_slots, lens, num_new, tokens)
+        if len(batch.fork_children):
+            forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
-            if sequence_id not in refused:
-                tables.truncate(owner, owner.ids.find(np.array([sequence_id]))[0], num_tokens)
+            slot = owner.ids.get(sequence_id)
+            if slot is not None:
+                tables.truncate(owner, slot, num_tokens)
         if len(batch.release_ids):
-            gone = [sequence_id for sequence_id in batch.release_ids.tolist() if sequence_id not in refused]
-            tables.release(owner, owner.ids.find(np.array(gone, np.int64)).tolist())
-        starts = [
-            self._start(owner, log, *item)
-            for item in zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
-        ]
+            slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
+            tables.release(owner, [slot for slot in slots if slot is not None])
+        if len(plan.start_slots):
+            items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
+            starts = [self._start(owner, log, *item) for item in items]
         grants = self._reserve_all(owner, log, batch, plan, refused)
         return self._reply(log, forks, starts, plan, grants)
 
@@ -189,7 +196,7 @@ class StepCore:
         if plan.reserve_slots is not None:
             return self.tables.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
         there = np.array([sequence_id not in refused for sequence_id in batch.reserve_ids.tolist()])
-        slots = owner.ids.find(batch.reserve_ids[there])
+        slots = owner.ids.find(batch.reserve_ids[there], "reserve_sequence_ids")
         grants = self.tables.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
         reserved = np.zeros(len(there), np.int32)
         reserved[there] = grants.reserved
@@ -202,20 +209,20 @@ class StepCore:
         # A start that was refused holds nothing, so its row tells zeros by itself.
         tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
         return StepReply(
-            fork_results=np.array(forks, np.int32),
-            start_results=np.array(starts, np.int32),
-            start_hits=seqs.num_hit[plan.start_slots],
-            start_reserved=seqs.num_reserved[plan.start_slots],
-            start_num_blocks=np.array([len(table) for table in tables], np.int32),
-            start_block_ids=np.concatenate([_NO_BLOCKS, *tables]),
+            fork_results=_int32(forks),
+            start_results=_int32(starts),
+            start_hits=seqs.num_hit[plan.start_slots] if tables else _NO_BLOCKS,
+            start_reserved=seqs.num_reserved[plan.start_slots] if tables else _NO_BLOCKS,
+            start_num_blocks=_int32([len(table) for table in tables]),
+            start_block_ids=np.concatenate(tables) if tables else _NO_BLOCKS,
             reserve_reserved=grants.reserved,
             new_block_item_idx=grants.item_idx,
             new_block_ids=grants.blocks,
-            update_ids=np.array(log.update_ids, np.int64),
-            update_table_idx=np.array(log.update_table_idx, np.int32),
-            update_block_ids=np.array(log.update_blocks, np.int32),
-            copy_sources=np.array(log.copy_sources, np.int32),
-            copy_destinations=np.array(log.copy_destinations, np.int32),
+            update_ids=np.array(log.update_ids, np.int64) if log.update_ids else _NO_IDS,
+            update_table_idx=_int32(log.update_table_idx),
+            update_block_ids=_int32(log.update_blocks),
+            copy_sources=_int32(log.copy_sources),
+            copy_destinations=_int32(log.copy_destinations),
             num_free=len(pool.free),
             num_evictable=pool.num_evictable,
             num_fenced=pool.num_fenced,
@@ -248,3 +255,8 @@ class StepCore:
         if seqs.states[slot] != SequenceState.RUNNING:
             return _NO_BLOCKS
         return seqs.table(slot)[int(seqs.num_committed[slot]) // self.config.block_size :]
+
+
+def _int32(values: Sequence[int]) -> Int32Array:
+    """An array; the empty one is shared, because most lists of most steps are empty."""
+    return np.array(values, np.int32) if values else _NO_BLOCKS

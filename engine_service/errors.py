@@ -1,0 +1,55 @@
+"""Errors of the engine service. Each says what is wrong and carries the data that its handler needs."""
+
+
+class ModelError(Exception):
+    """Base of what can be wrong with a model folder."""
+
+
+class ModelFileMissingError(ModelError):
+    """The folder, or a file that it must hold, is not there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} does not exist")
+        self.what = what
+
+
+class ModelConfigError(ModelError):
+    """A JSON file of the model is malformed, or a value in it is missing or impossible."""
+
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(f"{file}: {problem}")
+        self.file = file
+        self.problem = problem
+
+
+class UnsupportedModelError(ModelError):
+    """The model is fine, but it needs something that is not built here."""
+
+    def __init__(self, feature: str, found: object, supported: str) -> None:
+        super().__init__(f"{feature} {found!r} is not supported; supported: {supported}")
+        self.feature = feature
+        self.found = found
+        self.supported = supported
+
+
+class WeightsError(ModelError):
+    """A weight file is damaged, or a tensor in it is missing, unexpected or of another shape."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}: {problem}")
+        self.where = where
+        self.problem = problem
+
+
+class TokenizerError(ModelError):
+    """The tokenizer's files cannot be used, or a chat template refuses its messages."""
+
+
+class SamplingParamsError(ValueError):
+    """A sampling parameter is out of range."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} must be {allowed}, is {value!r}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed

@@ -1,0 +1,117 @@
+"""Decoder: the forward pass of a Llama-like decoder-only transformer, for every family in config.py.
+
+Follows transformers' modeling_llama in the order of its operations, so that float32 logits agree to 1e-5. Projections
+that read the same input are one matrix. K and V live in the arena and nowhere else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine_service.model.attention import AttentionMetadata, attend
+from engine_service.model.config import ModelConfig
+from engine_service.model.rope import RotaryTable
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.silu_and_mul import silu_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. H hidden, D head_dim, N and M query and kv heads, I intermediate; a bias or norm may be absent.
+
+    Attributes:
+        qkv: [(N + 2 M) D, H]: queries, keys, values; qkv_bias [(N + 2 M) D].
+        qk_norm: [N + M, D], the norm's weight for every query and key head.
+        o: [H, N D]; gate_up: [2 I, H], gate first; down: [H, I].
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+class Decoder:
+    """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        self.config = config
+        self.dtype = weights.embed.dtype
+        self.device = weights.embed.device
+        self._weights = weights
+        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        max_position: int,
+        kv_view: torch.Tensor,
+        metadata: AttentionMetadata,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute a step's tokens, writing their K and V into the arena.
+
+        Args:
+            token_ids, positions: int64 [T]; max_position is the highest of the positions.
+            kv_view: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], the model's dtype.
+            metadata: of the step.
+            logit_rows: int64 [R], the tokens whose logits are wanted.
+
+        Returns:
+            Logits, float32 [R, vocab_size].
+        """
+        weights, eps = self._weights, self.config.rms_norm_eps
+        rotation = self._rotary.rows(positions, max_position)
+        residual: torch.Tensor | None = None
+        x = functional.embedding(token_ids, weights.embed)
+        for index, layer in enumerate(weights.layers):
+            x, residual = rms_norm(x, layer.input_norm, eps, residual)
+            x = self._attention(x, layer, rotation, kv_view[:, index], metadata, self.config.windows[index])
+            if index + 1 == len(weights.layers):  # K and V are written: only the wanted rows go on
+                x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
+            x = functional.linear(x, layer.o, layer.o_bias)
+            x, residual = rms_norm(x, layer.post_norm, eps, residual)
+            x = silu_and_mul(functional.linear(x, layer.gate_up, layer.gate_up_bias))
+            x = functional.linear(x, layer.down, layer.down_bias)
+        x, _ = rms_norm(x, weights.norm, eps, residual)
+        return functional.linear(x, weights.lm_head).float()
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        layer: LayerWeights,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        kv_layer: torch.Tensor,
+        metadata: AttentionMetadata,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Heads' outputs [T, N * D], before the output projection."""
+        config = self.config
+        num_rotated = config.num_heads + config.num_kv_heads
+        qkv = functional.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if layer.qk_norm is not None:
+            qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+        qk = rotary(qk, *rotation)
+        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+        return attend(q, k, v, kv_layer, metadata, config.scale, window).flatten(1)

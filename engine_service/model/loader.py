@@ -1,0 +1,75 @@
+"""load_model: a Hugging Face folder in, a Decoder out.
+
+Weights are read one tensor at a time, straight into the fused matrices of the decoder, and converted on the way to
+the dtype that is computed in.
+"""
+
+import sys
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from engine_service.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from engine_service.model.config import ModelConfig, read_model_config
+from engine_service.model.decoder import Decoder
+from engine_service.model.safetensors_files import iterate_tensors, list_weight_files
+from engine_service.model.weight_map import allocate_weights
+
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: DtypeChoice = "auto", progress: bool = True
+) -> tuple[Decoder, ModelConfig]:
+    """Load the model in `folder`.
+
+    Args:
+        device: where its weights go.
+        dtype: what it computes in. auto: the weights' own dtype, but float32 on a CPU.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        ModelFileMissingError: the folder, config.json, or a weight file is absent.
+        ModelConfigError: config.json or the index is malformed.
+        UnsupportedModelError: another architecture, rope type, weight format, or dtype.
+        WeightsError: a damaged file; a tensor missing, unexpected, or of another shape.
+    """
+    folder, device = Path(folder), torch.device(device)
+    if not folder.is_dir():
+        raise ModelFileMissingError(f"model folder {folder}")
+    config = read_model_config(folder)
+    files = list_weight_files(folder)
+    weights, destinations = allocate_weights(config, _compute_dtype(config, device, dtype), device)
+    num_bytes = sum(file.stat().st_size for file in files)
+    bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
+    with bar:
+        for file_name, name, tensor in iterate_tensors(files):
+            bar.update(tensor.nbytes)
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+                continue  # written by old versions of transformers; follows from config.json
+            destination = destinations.pop(name, None)
+            if destination is None:
+                raise WeightsError(file_name, f"tensor {name} is not part of this model, or is stored twice")
+            if tuple(tensor.shape) != destination.shape:
+                problem = f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}"
+                raise WeightsError(file_name, problem)
+            if tensor.dtype not in _DTYPES.values():
+                raise UnsupportedModelError("weight dtype", str(tensor.dtype), ", ".join(_DTYPES))
+            destination.part.copy_(tensor)
+    if destinations:
+        raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
+    return Decoder(config, weights), config
+
+
+def _compute_dtype(config: ModelConfig, device: torch.device, choice: DtypeChoice) -> torch.dtype:
+    # On a CPU float32 is the fast one, and what numerics are held to.
+    name: str = choice
+    if choice == "auto":
+        name = "float32" if device.type == "cpu" else config.weights_dtype or "bfloat16"
+    if name not in _DTYPES:
+        raise UnsupportedModelError("dtype", name, ", ".join(("auto", *_DTYPES)))
+    return _DTYPES[name]

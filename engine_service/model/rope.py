@@ -1,0 +1,50 @@
+"""Cosines and sines of the rotary embedding, by position, in the form that kernels.rotary takes."""
+
+import math
+
+import torch
+
+from engine_service.model.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Angle per position [head_dim / 2], float32, in the order of operations of transformers.
+
+    llama3 divides long wavelengths by `factor`, keeps short ones, and blends in between (Llama 3.1).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    freqs = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return freqs / rope.factor
+    if rope.kind == "llama3":
+        wavelens = 2 * math.pi / freqs
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        long, short = rope.original_max_position / low, rope.original_max_position / high
+        blend = (rope.original_max_position / wavelens - low) / (high - low)
+        blended = (1 - blend) * freqs / rope.factor + blend * freqs
+        freqs = torch.where(wavelens > long, freqs / rope.factor, torch.where(wavelens < short, freqs, blended))
+    return freqs
+
+
+class RotaryTable:
+    """Rows (cos, cos) and (-sin, sin) of the positions seen so far; grows by doubling.
+
+    Growing keeps a model of a million positions from paying for them at start.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, num_positions: int = 1024) -> None:
+        self._freqs = inverse_frequencies(rope, head_dim)
+        self._dtype = dtype
+        self._fill(num_positions)
+
+    def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [T, head_dim], for int64 positions [T], the highest of which is `max_position`."""
+        if max_position >= self._cos.shape[0]:
+            self._fill(1 << max_position.bit_length())
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _fill(self, num_positions: int) -> None:
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(self._dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(self._dtype)

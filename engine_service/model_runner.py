@@ -1,0 +1,88 @@
+"""ModelRunner: the model on the memory of the cache service.
+
+Turns a Batch into tensors, runs the decoder on the arena that it was given, and returns logits. It holds no K or V of
+its own and knows no sequence: whose blocks they are is in the block tables.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine_service.batch import Batch
+from engine_service.errors import ModelError
+from engine_service.model.attention import build_attention_metadata
+from engine_service.model.config import ModelConfig
+from engine_service.model.decoder import Decoder
+from kernels.copy_blocks import copy_blocks
+from kernels.layout import KvLayout
+
+
+class Runner(Protocol):
+    """What the engine's loop needs of a model; ModelRunner and the hash toy both are one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    def forward(self, batch: Batch) -> torch.Tensor: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+
+def kv_layout_of(config: ModelConfig, dtype: torch.dtype, block_size: int) -> KvLayout:
+    """The layout of the blocks that a model of this config, computing in `dtype`, needs."""
+    return KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
+
+
+class ModelRunner:
+    """A decoder on an arena."""
+
+    def __init__(self, model: Decoder, kv_view: torch.Tensor, layout: KvLayout) -> None:
+        """
+        Args:
+            model: the loaded decoder.
+            kv_view: KvLayout.view of the arena, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+            layout: the arena's.
+
+        Raises:
+            ModelError: the arena's layout is not the model's.
+        """
+        needed = kv_layout_of(model.config, model.dtype, layout.block_size)
+        if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != layout.dtype:
+            raise ModelError(f"the arena's layout {layout} is not the model's {needed}")
+        self._model = model
+        self._kv_view = kv_view
+        self._layout = layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the batch's tokens, writing their K and V into their slots.
+
+        Returns:
+            Logits of batch.logit_rows, float32 [R, vocab_size].
+        """
+        windows, dtype = self._model.config.windows, self._model.dtype
+        metadata = build_attention_metadata(batch, self._kv_view[:, 0], windows, dtype)
+        return self._model.forward(
+            torch.from_numpy(batch.token_ids),
+            torch.from_numpy(batch.positions),
+            int(batch.positions.max()),
+            self._kv_view,
+            metadata,
+            torch.from_numpy(batch.logit_rows),
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""
+        copy_blocks(self._kv_view, pairs)

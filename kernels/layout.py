@@ -1,0 +1,63 @@
+"""The layout of KV memory: what a block's bytes mean.
+
+Block-major: one block is contiguous over all layers, [num_layers, 2, block_size, num_kv_heads, head_dim], so that it
+moves between tiers, or is copied on write, with one copy. The second axis is K, then V. Block 0 is the null block:
+never allocated, the target of padding.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.checks import require
+
+NULL_BLOCK_ID: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape and dtype of one block.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim, block_size: counts, at least 1; block_size is in tokens.
+        dtype: torch dtype of K and V elements.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            require(getattr(self, name) >= 1, "KvLayout", name, "must be at least 1, is {}", getattr(self, name))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: 2 x layers x heads x dim x block size x element size."""
+        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size
+        return elements * self.dtype.itemsize
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """Shape of one block in the view: [num_layers, 2, block_size, num_kv_heads, head_dim]."""
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    def view(self, arena_bytes: torch.Tensor) -> torch.Tensor:
+        """View an arena as [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], without a copy.
+
+        Args:
+            arena_bytes: uint8 [num_blocks * block_bytes], contiguous, at least one block (the null block).
+
+        Raises:
+            KernelArgumentError: another dtype, not contiguous, or not a whole number of blocks.
+        """
+        op, argument, num_bytes = "KvLayout.view", "arena_bytes", arena_bytes.numel()
+        flat = arena_bytes.dtype is torch.uint8 and arena_bytes.dim() == 1 and arena_bytes.is_contiguous()
+        problem = "must be contiguous uint8 of one dimension, is {} {}"
+        require(flat, op, argument, problem, arena_bytes.dtype, arena_bytes.shape)
+        whole = num_bytes > 0 and num_bytes % self.block_bytes == 0
+        require(whole, op, argument, "must be whole blocks of {} bytes, has {}", self.block_bytes, num_bytes)
+        return arena_bytes.view(self.dtype).view(-1, *self.view_shape)

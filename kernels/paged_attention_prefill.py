@@ -1,0 +1,128 @@
+"""paged_attention_prefill: several queries per sequence (ragged), causal, over a cached prefix and their own keys.
+
+The CPU path runs torch's fused attention once per sequence on keys gathered head by head; a chunk is large, so the
+call's cost does not show. Gather rows and masks are the same for all layers and are planned once per step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.paged_attention_decode import kv_head_rows, require_tables
+
+_OP = "paged_attention_prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """One sequence's queries, first <= token row < last.
+
+    Attributes:
+        kv_rows: int64 [2 * num_kv_heads * T], head-sized rows of a layer: all keys, then all values.
+        mask: [Q, T], 0 or -inf, the query's dtype; None: plainly causal, Q == T.
+    """
+
+    first: int
+    last: int
+    kv_rows: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What a step's prefill attention reads, for one window; the same for all layers."""
+
+    chunks: tuple[PrefillChunk, ...]
+
+
+def plan_prefill(
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    kv_layer: torch.Tensor,
+    dtype: torch.dtype,
+    window: int | None,
+) -> PrefillPlan:
+    """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]."""
+    require_index(_OP, "block_tables", block_tables, 2)
+    require_index(_OP, "seq_lens", seq_lens, 1)
+    require_index(_OP, "query_start_loc", query_start_loc, 1)
+    require_kv_layer(_OP, kv_layer)
+    tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
+    locs = query_start_loc.numpy().astype(np.int64)
+    require_tables(_OP, tables, lens, kv_layer)
+    fits = len(locs) == len(lens) + 1 and locs[0] == 0 and bool((np.diff(locs) >= 0).all())
+    require(fits, _OP, "query_start_loc", "must rise from 0, with one entry more than there are sequences")
+    require(bool((np.diff(locs) <= lens).all()), _OP, "seq_lens", "must count the queries in")
+    chunks = []
+    for index, (first, last) in enumerate(zip(locs[:-1].tolist(), locs[1:].tolist(), strict=True)):
+        if first == last:
+            continue
+        seq_len, num_queries = int(lens[index]), last - first
+        start = 0 if window is None else max(0, seq_len - num_queries - window + 1)
+        keys = np.arange(start, seq_len)
+        rows = kv_head_rows(tables[index : index + 1], keys[None], kv_layer)
+        mask = None
+        if num_queries != len(keys) or (window is not None and window < seq_len):
+            ahead = torch.from_numpy(keys[None] - np.arange(seq_len - num_queries, seq_len)[:, None])
+            dead = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
+            mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)
+        chunks.append(PrefillChunk(first, last, rows, mask))
+    return PrefillPlan(tuple(chunks))
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    plan: PrefillPlan | None = None,
+) -> torch.Tensor:
+    """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
+
+    Args:
+        q: [T, num_heads, head_dim], num_heads a multiple of num_kv_heads, the cache's dtype.
+        kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], with the queries' own K and V stored already.
+        block_tables: int32 [S, max_blocks]; entries beyond a sequence's length are not read.
+        seq_lens: int32 [S], context and queries.
+        query_start_loc: int32 [S + 1]; sequence s has the queries [query_start_loc[s], query_start_loc[s + 1]).
+        scale: factor of the scores.
+        window: keys visible to a query, itself included; None: all before it.
+        plan: plan_prefill of the same arguments, to share its work over layers.
+
+    Returns:
+        [T, num_heads, head_dim]; rows beyond the last sequence's are zero.
+
+    Raises:
+        KernelArgumentError: shapes or dtypes that do not fit, or a table that is too short or leaves the arena.
+        UnsupportedDeviceError: not on a CPU.
+    """
+    require_cpu(_OP, q)
+    num_kv_heads, head_dim = kv_layer.shape[3:]
+    fits = q.dim() == 3 and q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim
+    require(fits, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
+    require(q.dtype == kv_layer.dtype, _OP, "q", "must be {}, is {}", kv_layer.dtype, q.dtype)
+    if plan is None:
+        plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window)
+    covered = plan.chunks[-1].last if plan.chunks else 0
+    require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
+    rows = slot_rows(kv_layer, head_dim)
+    group = q.shape[1] // num_kv_heads
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for chunk in plan.chunks:
+        part = slice(chunk.first, chunk.last)
+        # Heads of one group share K and V: a stride of zero, not a copy. [num_kv_heads, group, T, head_dim]
+        kv = rows.index_select(0, chunk.kv_rows).view(2, num_kv_heads, 1, -1, head_dim)
+        kv = kv.expand(-1, -1, group, -1, -1)
+        heads = q[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            heads, kv[0], kv[1], attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
+        )
+        out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+    return out

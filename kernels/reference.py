@@ -1,0 +1,107 @@
+"""Plain-torch references of the ops, with the same signatures. Written to be read: token by token, float64 inside."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Reference of store_kv.store_kv."""
+    block_size = kv_layer.shape[2]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_layer[slot // block_size, 0, slot % block_size] = k[row]
+            kv_layer[slot // block_size, 1, slot % block_size] = v[row]
+
+
+def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Reference of copy_blocks.copy_blocks."""
+    for source, destination in pairs:
+        arena[destination] = arena[source].clone()
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Reference of paged_attention_decode.paged_attention_decode."""
+    out = torch.zeros_like(q)
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len:
+            k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
+            out[seq] = _attend(q[seq], k, v, seq_len - 1, scale, window)
+    return out
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Reference of paged_attention_prefill.paged_attention_prefill."""
+    out = torch.zeros_like(q)
+    locs = query_start_loc.tolist()
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
+        context_len = seq_len - (locs[seq + 1] - locs[seq])
+        for row in range(locs[seq], locs[seq + 1]):
+            out[row] = _attend(q[row], k, v, context_len + row - locs[seq], scale, window)
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference of rms_norm.rms_norm."""
+    if residual is not None:
+        x = x.add_(residual)
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+    return normed.to(x.dtype), x
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Reference of rotary.rotary: (a, b) -> (a cos - b sin, b cos + a sin) of the two halves."""
+    half = x.shape[2] // 2
+    a, b = x[..., :half].double(), x[..., half:].double()
+    c, s = cos[:, None, half:].double(), sin[:, None, half:].double()
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Reference of silu_and_mul.silu_and_mul."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [seq_len, num_kv_heads, head_dim] in float64, read through the block table."""
+    block_size = kv_layer.shape[2]
+    slots = [(int(table[i // block_size]), i % block_size) for i in range(seq_len)]
+    k = torch.stack([kv_layer[block, 0, offset] for block, offset in slots]).double()
+    v = torch.stack([kv_layer[block, 1, offset] for block, offset in slots]).double()
+    return k, v
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """One query [num_heads, head_dim] at `position` over the keys it may see."""
+    first = 0 if window is None else max(0, position - window + 1)
+    k, v = k[first : position + 1], v[first : position + 1]
+    group = q.shape[0] // k.shape[1]
+    heads = []
+    for head, query in enumerate(q.double()):
+        scores = k[:, head // group] @ query * scale
+        heads.append(torch.softmax(scores, dim=0) @ v[:, head // group])
+    return torch.stack(heads).to(q.dtype)

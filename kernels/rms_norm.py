@@ -1,0 +1,38 @@
+"""rms_norm: root-mean-square layer norm, optionally fused with the residual addition before it (arXiv 1910.07467)."""
+
+import torch
+
+from kernels.checks import require, require_cpu
+
+_OP = "rms_norm"
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise the last dimension of x, or of x + residual.
+
+    Args:
+        x: [..., D]. With a residual, x is overwritten by the sum.
+        weight: [D], or [H, D] for x [..., H, D] (a weight per head, so that queries and keys share one call).
+        eps: added to the mean square.
+        residual: shape and dtype of x, or None.
+
+    Returns:
+        The normalised tensor, and the sum that was normalised (x itself without a residual): the next residual.
+
+    Raises:
+        KernelArgumentError: shapes or dtypes that do not fit.
+        UnsupportedDeviceError: not on a CPU.
+    """
+    require_cpu(_OP, x)
+    fits = weight.dim() <= 2 and weight.shape == x.shape[x.dim() - weight.dim() :]
+    require(fits, _OP, "weight", "{} must be the end of x's shape {}", weight.shape, x.shape)
+    require(weight.dtype == x.dtype, _OP, "weight", "must be {}, is {}", x.dtype, weight.dtype)
+    if residual is not None:
+        fits = residual.shape == x.shape and residual.dtype == x.dtype
+        require(fits, _OP, "residual", "must be {} {}", x.dtype, x.shape)
+        x = x.add_(residual)
+    if weight.dim() == 1:
+        return torch.rms_norm(x, (x.shape[-1],), weight, eps), x
+    return torch.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight), x

@@ -1,0 +1,43 @@
+"""The layout: bytes of a block, the view, refusals."""
+
+import pytest
+import torch
+
+from kernels.errors import KernelArgumentError
+from kernels.layout import KvLayout
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float16, block_size=4)
+
+
+def test_block_bytes_counts_both_k_and_v_of_all_layers():
+    assert LAYOUT.block_bytes == 2 * 3 * 2 * 8 * 4 * 2
+
+
+def test_one_block_is_contiguous_bytes_of_the_arena():
+    arena_bytes = torch.zeros(5 * LAYOUT.block_bytes, dtype=torch.uint8)
+    view = LAYOUT.view(arena_bytes)
+    assert view.shape == (5, 3, 2, 4, 2, 8)
+    view[2].fill_(1.0)
+    rows = arena_bytes.view(5, -1)
+    assert bool((rows[2].view(torch.float16) == 1).all())
+    assert not rows[[0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize(
+    "arena",
+    [
+        torch.zeros(LAYOUT.block_bytes + 1, dtype=torch.uint8),
+        torch.zeros(0, dtype=torch.uint8),
+        torch.zeros(LAYOUT.block_bytes, dtype=torch.int8),
+        torch.zeros(2, LAYOUT.block_bytes, dtype=torch.uint8),
+        torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8)[::2],
+    ],
+)
+def test_view_refuses_what_is_not_whole_blocks_of_bytes(arena):
+    with pytest.raises(KernelArgumentError, match="arena_bytes"):
+        LAYOUT.view(arena)
+
+
+def test_counts_must_be_positive():
+    with pytest.raises(KernelArgumentError, match="num_kv_heads"):
+        KvLayout(1, 0, 8, torch.float32, 4)

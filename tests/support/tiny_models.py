@@ -1,0 +1,150 @@
+"""Tiny random models in Hugging Face folders, and the reference logits that an engine is held to.
+
+A case is built with weights at 0.1, where a lost token shows, and read by transformers twice: eager attention is the
+reference, and its distance from SDPA in the same run says how much of a difference means nothing.
+"""
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A family and what differs from the common tiny config."""
+
+    name: str
+    family: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+TINY_MODELS = (
+    TinyModel("llama", "Llama"),
+    TinyModel("llama_tied", "Llama", {"tie_word_embeddings": True}),
+    TinyModel("llama_llama3_rope", "Llama", {"rope_parameters": _LLAMA3_ROPE}),
+    TinyModel("llama_biased_linear_rope", "Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE}),
+    TinyModel("mistral", "Mistral", {"sliding_window": None}),
+    TinyModel("mistral_window", "Mistral", {"sliding_window": 8}),
+    TinyModel("qwen2", "Qwen2"),
+    TinyModel(
+        "qwen2_window",
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    TinyModel("qwen3", "Qwen3"),
+    TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+)  # fmt: skip
+
+
+def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_shard_size: str = "1GB") -> Path:
+    """Write config.json and safetensors of a random model; biases and norms are random too, so that losing one shows."""
+    config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})
+    torch.manual_seed(seed)
+    with _quiet():
+        network = getattr(transformers, f"{model.family}ForCausalLM")(config)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0, 0.1)
+                elif "norm" in name:
+                    parameter.normal_(1, 0.1)
+        network.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def write_v4_config(folder: Path) -> None:
+    """Rewrite config.json in the style of transformers 4: rope_theta and rope_scaling, torch_dtype."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw.pop("layer_types", None)
+    path.write_text(json.dumps(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLogits:
+    """Teacher-forced logits of transformers, float32.
+
+    Attributes:
+        eager: [T, vocab_size] of each sequence.
+        noise: largest difference between eager and SDPA attention, over all sequences.
+    """
+
+    eager: tuple[torch.Tensor, ...]
+    noise: float
+
+    @property
+    def bound(self) -> float:
+        """The largest error that an engine may have: 1e-5, and 5 times what transformers itself differs by."""
+        return min(1e-5, 5 * self.noise)
+
+
+def reference_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> ReferenceLogits:
+    """Run every sequence whole, without a cache, through transformers with eager and with SDPA attention."""
+    eager = _logits(folder, sequences, "eager")
+    sdpa = _logits(folder, sequences, "sdpa")
+    return ReferenceLogits(eager, max(float((a - b).abs().max()) for a, b in zip(eager, sdpa, strict=True)))
+
+
+def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids in [3, VOCAB_SIZE)."""
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _logits(folder: Path, sequences: Sequence[Sequence[int]], attention: str) -> tuple[torch.Tensor, ...]:
+    with _quiet():
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, dtype=torch.float32
+        ).eval()
+    with torch.no_grad():
+        return tuple(network(torch.tensor([list(tokens)]), use_cache=False).logits[0] for tokens in sequences)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers logs and warns about what these tests do on purpose."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(before)
