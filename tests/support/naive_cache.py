@@ -153,11 +153,11 @@ class NaiveCache:
     def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
         """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
 
-        An engine's own step reads what is copied away; where the service copies, that is over before the step is answered.
+        What is copied away is read by the step itself.
         """
         self.ages.pop(block, None)
         s = self.sessions[session]
-        ends = s.step_id if copied and s.executor is Executor.ENGINE else s.step_id - 1
+        ends = s.step_id if copied else s.step_id - 1
         if s.completed < ends:
             fences = self.fences.setdefault(block, {})
             fences[session] = max(ends, fences.get(session, 0))
