@@ -135,9 +135,7 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
     )
 
 
-def _report(
-    request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer
-) -> dict[str, object]:
+def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
     continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
     return {
         "request_id": request_id,

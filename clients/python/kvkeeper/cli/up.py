@@ -6,7 +6,6 @@ itself the other is ended too and one line says why. However `up` itself ends, n
 
 import argparse
 import asyncio
-import importlib.resources
 import json
 import shlex
 import signal
@@ -35,7 +34,7 @@ def add_parser(commands: Any) -> None:
         " --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the demo model)")
+    parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
@@ -167,7 +166,8 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
     }
     if args.pool_memory is not None:
         flags["cache"] += ["--pool-memory", args.pool_memory]
-    flags["engine"] += ["--model", args.model or str(importlib.resources.files("engine_service") / "demo_model")]
+    if args.model is not None:
+        flags["engine"] += ["--model", args.model]
     for service, own_flags in _split(args.other_flags, args).items():
         flags[service] += own_flags
     return flags

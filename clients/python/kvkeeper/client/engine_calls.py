@@ -69,9 +69,7 @@ class GenerateOptions:
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """A string is text, integers are token ids, mappings with role and content are a conversation."""
-    sampling = {
-        name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None
-    }
+    sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
     request = pb.GenerateRequest(
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),
