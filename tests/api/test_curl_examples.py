@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.api.curl_examples import CACHE, ENGINE, EXAMPLES, Example, block
-from tests.support.services import Services, free_ports, services_up
+from tests.support.services import Services, free_ports, services_up, short_folder
 
 README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("curl")
-    with services_up(folder, *free_ports()) as running:
+def services() -> Iterator[Services]:
+    with short_folder() as folder, services_up(folder, *free_ports()) as running:
         yield running
 
 
 def test_every_buf_curl_line_works_as_it_is_written(services: Services) -> None:
-    assert shutil.which("buf") and shutil.which("python3"), "buf and python3 must be on the PATH"
+    assert shutil.which("buf"), "buf, of the development environment, must be on the PATH"
     lines = [example.buf_curl() for example in EXAMPLES]
     # The answer of the line that keeps the session is not shown.
     marks = [f"{line}\necho '=== {number}'" for number, line in enumerate(lines)]

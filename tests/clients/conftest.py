@@ -1,6 +1,6 @@
 """What the client tests share: a scripted cache service, a real one, and a small KV spec."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
 from tests.support.fake_cache import FakeCache, serving
+from tests.support.services import short_folder
 
 
 @pytest.fixture
@@ -18,10 +19,15 @@ async def fake() -> AsyncIterator[FakeCache]:
 
 
 @pytest.fixture
-async def cache_server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+def folder() -> Iterator[Path]:
+    with short_folder() as path:
+        yield path
+
+
+@pytest.fixture
+async def cache_server(folder: Path) -> AsyncIterator[RunningServer]:
     """A real cache service in this process, with memory for a handful of sequences."""
-    runtime_dir = tmp_path / "run"
-    config = CacheConfig(listen="127.0.0.1:0", runtime_dir=runtime_dir, pool_memory=1 << 20, num_pools=1, drain_timeout=0)
+    config = CacheConfig(listen="127.0.0.1:0", runtime_dir=folder, pool_memory=1 << 20, num_pools=1, drain_timeout=0)
     server = await start_server(config)
     yield server
     await server.stop()

@@ -136,22 +136,26 @@ def grow(num_tokens: int) -> StepItems:
 
 
 async def test_a_step_whose_answer_was_lost_is_applied_once(cache_server: RunningServer, spec: pb.KvSpec) -> None:
-    async with cutting(cache_server.address) as proxy, AsyncCacheClient(cache_server.address) as watcher:
-        async with AsyncCacheClient(proxy.address) as client, await client.open_session(spec) as session:
-            await start_one(session)
-            before = (await watcher.stats()).pools[0]
-            proxy.is_holding = True
-            step = asyncio.create_task(session.step(grow(9)))
-            async with asyncio.timeout(5):
-                while (await watcher.stats()).pools[0].num_steps == before.num_steps:
-                    assert not step.done()
-            proxy.is_holding = False
-            proxy.cut()
-            answer = await step
-            assert (answer.step_id, len(answer.new_block_ids)) == (2, 1)
-            after = (await watcher.stats()).pools[0]
-            assert (after.num_steps, after.num_referenced_blocks) == (before.num_steps + 1, 3)
-            assert (await session.step(grow(10))).step_id == 3
+    async with (
+        cutting(cache_server.address) as proxy,
+        AsyncCacheClient(cache_server.address) as watcher,
+        AsyncCacheClient(proxy.address) as client,
+        await client.open_session(spec) as session,
+    ):
+        await start_one(session)
+        before = (await watcher.stats()).pools[0]
+        proxy.is_holding = True
+        step = asyncio.create_task(session.step(grow(9)))
+        async with asyncio.timeout(5):
+            while (await watcher.stats()).pools[0].num_steps == before.num_steps:
+                assert not step.done()
+        proxy.is_holding = False
+        proxy.cut()
+        answer = await step
+        assert (answer.step_id, len(answer.new_block_ids)) == (2, 1)
+        after = (await watcher.stats()).pools[0]
+        assert (after.num_steps, after.num_referenced_blocks) == (before.num_steps + 1, 3)
+        assert (await session.step(grow(10))).step_id == 3
 
 
 async def test_a_step_after_the_session_is_gone_is_one_error(cache_server: RunningServer, spec: pb.KvSpec) -> None:

@@ -9,16 +9,15 @@ from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, Kv
 
 from tests.clients.test_cli import kvkeeper
 from tests.clients.test_node_client import run_node
-from tests.support.services import Services, services_up, sockets_in
+from tests.support.services import Services, services_up, short_folder, sockets_in
 
 PROMPT = "def fibonacci(n):\n    " * 8
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("up")
-    with services_up(folder, *sockets_in(folder)) as running:
+def services() -> Iterator[Services]:
+    with short_folder() as folder, services_up(folder, *sockets_in(folder)) as running:
         yield running
 
 

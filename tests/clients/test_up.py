@@ -4,13 +4,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.services import Services, environment, free_ports, services_up, sockets_in, start_up
+from tests.support.services import Services, environment, free_ports, services_up, sockets_in, up_command
 
 END_S = 30.0
 
@@ -42,24 +41,24 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    with services_up(tmp_path, *sockets_in(tmp_path)) as running:
+def services(folder: Path) -> Iterator[Services]:
+    with services_up(folder, *sockets_in(folder)) as running:
         yield running
 
 
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_both_and_leaves_nothing(
-    services: Services, tmp_path: Path, signum: signal.Signals, exit_code: int
+    services: Services, folder: Path, signum: signal.Signals, exit_code: int
 ) -> None:
     pids = children(services.process.pid)
     assert pids.keys() == {"cache", "engine"}
     services.process.send_signal(signum)
     assert services.process.wait(END_S) == exit_code
     wait_for_end(*pids.values())
-    assert_nothing_left(tmp_path)
+    assert_nothing_left(folder)
 
 
-def test_a_service_that_dies_takes_the_other_along_and_one_line_says_so(services: Services, tmp_path: Path) -> None:
+def test_a_service_that_dies_takes_the_other_along_and_one_line_says_so(services: Services, folder: Path) -> None:
     pids = children(services.process.pid)
     os.kill(pids["engine"], signal.SIGKILL)
     assert services.process.wait(END_S) == 1
@@ -75,31 +74,28 @@ def test_nothing_outlives_an_up_that_was_killed(services: Services) -> None:
     wait_for_end(*pids.values())
 
 
-def test_a_service_that_cannot_start_ends_up_with_its_reason(tmp_path: Path) -> None:
-    cache, engine = sockets_in(tmp_path)
-    process = start_up(tmp_path, "--cache-listen", cache, "--engine-listen", engine, "--model", str(tmp_path / "none"))
-    out, _ = process.communicate(timeout=END_S)
-    assert (process.returncode in (1, 2), out) == (True, "")
-    assert "kvkeeper: the engine service ended with exit code" in (tmp_path / "log").read_text()
-    assert_nothing_left(tmp_path)
+def run_up(folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """An `up` that ends by itself."""
+    return subprocess.run(up_command(*flags), env=environment(folder), capture_output=True, text=True, timeout=END_S)
 
 
-def test_a_wrong_flag_of_a_service_is_wrong_usage(tmp_path: Path) -> None:
-    process = start_up(tmp_path, "--cache-num-pools", "many", "--cache-listen", sockets_in(tmp_path)[0])
-    process.communicate(timeout=END_S)
-    assert process.returncode == 2
-    assert "--num-pools" in (tmp_path / "log").read_text()
+def test_a_service_that_cannot_start_ends_up_with_its_reason(folder: Path) -> None:
+    cache, engine = sockets_in(folder)
+    done = run_up(folder, "--cache-listen", cache, "--engine-listen", engine, "--model", str(folder / "none"))
+    assert (done.returncode in (1, 2), done.stdout) == (True, "")
+    assert "kvkeeper: the engine service ended with exit code" in done.stderr.splitlines()[-1]
+    assert_nothing_left(folder)
 
 
-def test_an_address_that_is_taken_is_told_before_anything_starts(services: Services, tmp_path: Path) -> None:
+def test_a_wrong_flag_of_a_service_is_wrong_usage(folder: Path) -> None:
+    done = run_up(folder, "--cache-num-pools", "many", "--cache-listen", sockets_in(folder)[0])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--num-pools" in done.stderr
+
+
+def test_an_address_that_is_taken_is_told_before_anything_starts(services: Services, folder: Path) -> None:
     for flag, address in (("--cache-listen", services.cache), ("--engine-listen", services.engine)):
         other = "--engine-listen" if flag == "--cache-listen" else "--cache-listen"
-        done = subprocess.run(
-            [sys.executable, "-m", "kvkeeper.cli", "up", flag, address, other, free_ports()[0]],
-            env=environment(tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=END_S,
-        )
+        done = run_up(folder, flag, address, other, free_ports()[0])
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == f"kvkeeper: somebody serves at {address} already; choose another {flag}\n"

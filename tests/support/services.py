@@ -5,12 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_START_S = 120.0
 _END_S = 30.0
 
 
@@ -35,19 +35,19 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def start_up(folder: Path, *flags: str) -> "subprocess.Popen[str]":
-    """`kvkeeper up --json` with a small pool; what it logs goes to `log` in the folder."""
-    command = (sys.executable, "-m", "kvkeeper.cli", "up", "--json", "--pool-memory", "32MiB", *flags)
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(
-            command, env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
-        )
+def up_command(*flags: str) -> list[str]:
+    """`kvkeeper up` with a small pool."""
+    return [sys.executable, "-m", "kvkeeper.cli", "up", "--json", "--pool-memory", "32MiB", *flags]
 
 
 @contextmanager
 def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[Services]:
     """Both services until the end of the block. Raises AssertionError with their log when they do not start."""
-    process = start_up(folder, "--cache-listen", cache, "--engine-listen", engine, *flags)
+    command = up_command("--cache-listen", cache, "--engine-listen", engine, *flags)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
     try:
         line = process.stdout.readline() if process.stdout else ""
         assert line, (folder / "log").read_text()
@@ -58,6 +58,13 @@ def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[
             process.communicate(timeout=_END_S)
         finally:
             process.kill()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name, which pytest's own do not."""
+    with tempfile.TemporaryDirectory(prefix="kvk-") as name:
+        yield Path(name)
 
 
 def sockets_in(folder: Path) -> tuple[str, str]:
