@@ -62,6 +62,7 @@ class BlockTables:
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
+        self._offsets = np.arange(config.block_size, dtype=np.int32)
         self._prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
@@ -85,8 +86,8 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             num_full = lens // self._block_size
-            behind = num_full > seqs.num_published[slots]
-            if behind.any():
+            behind = (num_full > seqs.num_published[slots]).nonzero()[0]
+            if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
@@ -189,14 +190,14 @@ class BlockTables:
         num_new = -(-wanted // self._block_size) - table_lens
         total = int(num_new.sum())
         seqs.num_accesses[slots] += 1
-        if total > self.pool.num_available or seqs.may_copy[slots].any():
+        if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         seqs.num_reserved_before[slots] = held
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
         if not total:
             return Grants(wanted, np.empty(0, np.int32), np.empty(0, np.int32))
-        growing = np.flatnonzero(num_new)
+        growing = num_new.nonzero()[0]
         places = table_lens[growing]
         if total > len(growing):
             counts = num_new[growing]
@@ -225,7 +226,7 @@ class BlockTables:
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
-            due = self._copies_due(slot, table_len)
+            due = self._copies_due(slot, table_len, want)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
@@ -235,7 +236,10 @@ class BlockTables:
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1
                 continue
-            self._copy_on_write(owner, log, slot, due)
+            if len(due):
+                self._copy_on_write(owner, log, slot, due)
+            if granted > seqs.num_committed[slot]:
+                seqs.may_copy[slot] = False
             blocks = self._allocate(log, seqs.num_blocks(granted) - table_len, seqs.roots[slot])
             seqs.tables[slot, table_len : table_len + len(blocks)] = blocks
             seqs.num_reserved_before[slot] = held
@@ -246,10 +250,10 @@ class BlockTables:
             reserved[row] = granted
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
-    def _copies_due(self, slot: int, table_len: int) -> Int64Array:
-        """Table indices behind the committed length whose blocks somebody else holds; the index is a holder (R5)."""
+    def _copies_due(self, slot: int, table_len: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
         seqs = self.sequences
-        if not seqs.may_copy[slot]:
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
             return np.empty(0, np.int64)
         first = int(seqs.num_committed[slot]) // self._block_size
         blocks = seqs.tables[slot, first:table_len]
@@ -257,9 +261,6 @@ class BlockTables:
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self.sequences
-        seqs.may_copy[slot] = False
-        if not len(due):
-            return
         sources = seqs.tables[slot, due]
         copies = self.pool.allocate(len(due))
         self.last_roots[copies] = seqs.roots[slot]
@@ -286,20 +287,20 @@ class BlockTables:
         """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
         seqs, size = self.sequences, self._block_size
         first = seqs.num_published[slots]
-        one = num_full - first == 1
-        if one.any():
-            rows, places = slots[one], first[one]
-            tokens = seqs.tokens[rows[:, None], places[:, None] * size + np.arange(size)]
-            nodes = self.index.insert_each(seqs.last_nodes[rows], tokens, seqs.tables[rows, places])
-            self._settle(owner, log, rows, places, nodes)
-            seqs.last_nodes[rows] = nodes
-        for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
-            places = np.arange(start, end)
-            tokens = seqs.tokens[slot, start * size : end * size]
-            nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-            self._settle(owner, log, np.full(len(places), slot), places, nodes)
-            seqs.last_nodes[slot] = nodes[-1]
         seqs.num_published[slots] = num_full
+        one = num_full - first == 1
+        if np.count_nonzero(one) < len(one):
+            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
+                tokens = seqs.tokens[slot, start * size : end * size]
+                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+                seqs.last_nodes[slot] = nodes[-1]
+            slots, first = slots[one], first[one]
+        if len(slots):
+            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
+            self._settle(owner, log, slots, first, nodes)
+            seqs.last_nodes[slots] = nodes
 
     def _settle(
         self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array
@@ -310,7 +311,7 @@ class BlockTables:
         known = self.index.block_of_node[nodes]
         twice = known != own
         pool.indexed[known] = True
-        if not twice.any():
+        if not np.count_nonzero(twice):
             return
         slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
         pool.acquire(known)

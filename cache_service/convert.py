@@ -5,7 +5,6 @@ core checks what the values mean. Columns are not copied on the way in and once 
 """
 
 import numpy as np
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.arena.shared_memory import ByteArray
 from cache_service.errors import InvalidField, NotImplementedYet
@@ -22,6 +21,7 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _LE32 = np.dtype("<i4")
 _LE64 = np.dtype("<i8")

@@ -69,24 +69,14 @@ class PrefixIndex:
 
         parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node answered has another block.
         """
-        raw = np.concatenate([parents[:, None], tokens], axis=1, dtype="<i4").tobytes()
-        width, find, unused = self._key_len, self._nodes.get, self._unused
-        nodes: list[int] = []
-        fresh: list[int] = []
-        for row in range(len(blocks)):
-            key = raw[row * width : (row + 1) * width]
-            node = find(key)
-            if node is None:
-                node = unused.pop()
-                self._nodes[key] = node
-                self._keys[node] = key
-                fresh.append(row)
-            nodes.append(node)
-        result = np.array(nodes, np.int32)
-        if fresh:
-            rows = np.array(fresh)
-            self._link(result[rows], parents[rows], blocks[rows])
-        return result
+        rows = np.empty((len(blocks), 1 + self._block_size), "<i4")
+        rows[:, 0] = parents
+        rows[:, 1:] = tokens
+        raw, width, find = rows.tobytes(), self._key_len, self._nodes.get
+        keys = [raw[start : start + width] for start in range(0, len(raw), width)]
+        nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
+        self._link(nodes, parents, blocks)
+        return nodes
 
     def insert_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
         """Publishes consecutive blocks of one sequence. Answers [n] nodes.
@@ -94,25 +84,16 @@ class PrefixIndex:
         tokens [n * block_size]; blocks [n]. Where the content was known, the node answered has another block.
         """
         raw = np.ascontiguousarray(tokens, "<i4").tobytes()
-        width = self._key_len - 4
+        width, first_parent = self._key_len - 4, parent
         nodes: list[int] = []
-        parents: list[int] = []
-        fresh: list[int] = []
         for row in range(len(blocks)):
             key = _PACK_PARENT(parent) + raw[row * width : (row + 1) * width]
-            node = self._nodes.get(key)
-            if node is None:
-                node = self._unused.pop()
-                self._nodes[key] = node
-                self._keys[node] = key
-                fresh.append(row)
-            nodes.append(node)
-            parents.append(parent)
-            parent = node
+            parent = self._nodes.get(key) or self._add(key)
+            nodes.append(parent)
         result = np.array(nodes, np.int32)
-        if fresh:
-            rows = np.array(fresh)
-            self._link(result[rows], np.array(parents, np.int32)[rows], blocks[rows])
+        if len(nodes):
+            parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
+            self._link(result, parents, blocks)
         return result
 
     def forget_blocks(self, blocks: Int32Array) -> Int32Array:
@@ -186,24 +167,38 @@ class PrefixIndex:
         words = np.frombuffer(key, "<i4")
         return int(words[0]), words[1:]
 
+    def _add(self, key: bytes) -> int:
+        """A new node, not linked yet."""
+        node = self._unused.pop()
+        self._nodes[key] = node
+        self._keys[node] = key
+        return node
+
     def _link(self, nodes: Int32Array, parents: Int32Array, blocks: Int32Array) -> None:
+        """Gives the nodes just added their blocks and their place among their parents' children."""
+        fresh = (self.block_of_node[nodes] == 0).nonzero()[0]
+        if len(fresh) < len(nodes):
+            nodes, parents, blocks = nodes[fresh], parents[fresh], blocks[fresh]
+        if len(set(nodes.tolist())) < len(nodes):  # the same content twice in one go: the first is kept
+            first = np.unique(nodes, return_index=True)[1]
+            nodes, parents, blocks = nodes[first], parents[first], blocks[first]
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
-        below = parents > 0  # a root keeps no list: nothing ever forgets from the root down but clear
-        if not below.any():
-            return
-        nodes, parents = nodes[below], parents[below]
-        if len(parents) > 1 and len(np.unique(parents)) < len(parents):
-            for node, parent in zip(nodes, parents, strict=True):
-                self._link_all(np.array([node]), np.array([parent]))
+        below = parents > 0  # a root keeps no list: nothing but clear ever forgets from the root down
+        if np.count_nonzero(below) < len(below):
+            nodes, parents = nodes[below], parents[below]
+        if len(set(parents.tolist())) == len(parents):
+            self._link_below(nodes, parents)
         else:
-            self._link_all(nodes, parents)
+            for row in range(len(nodes)):
+                self._link_below(nodes[row : row + 1], parents[row : row + 1])
 
-    def _link_all(self, nodes: Int32Array, parents: Int32Array) -> None:
+    def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
         """Puts each node first among its parent's children; the parents are distinct."""
         first = self._first_child[parents]
         self._next_sibling[nodes] = first
-        self._prev_sibling[first[first > 0]] = nodes[first > 0]
+        self._prev_sibling[first] = nodes
+        self._prev_sibling[NO_NODE] = NO_NODE
         self._first_child[parents] = nodes
 
     def _remove(self, node: int) -> None:

@@ -196,7 +196,7 @@ class StepCore:
         if plan.reserve_slots is not None:
             return self.tables.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
         there = np.array([sequence_id not in refused for sequence_id in batch.reserve_ids.tolist()])
-        slots = owner.ids.find(batch.reserve_ids[there])
+        slots = owner.ids.find(batch.reserve_ids[there], "reserve_sequence_ids")
         grants = self.tables.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
         reserved = np.zeros(len(there), np.int32)
         reserved[there] = grants.reserved

@@ -31,9 +31,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        # A running sequence computes at least a token a step.
-        num_rows = min(limits.max_running, limits.token_budget)
-        self.running = RunningSequences(num_rows, limits.max_len, limits.block_size)
+        self.running = _rows(limits)
         self._waiting: list[Sequence] = []  # by arrival
         self._releases: list[int] = []  # ids without a row that the next step gives back
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
@@ -97,8 +95,8 @@ class Scheduler:
         if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
             self._waiting.remove(sequence)
 
-    def reset(self) -> None:
-        """The session is gone: everything that lives starts again, from the tokens it holds."""
+    def reset(self, limits: Limits) -> list[Request]:
+        """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
         for sequence in self.running.at(self.running.order):
             self.running.remove(sequence)
             if sequence.state is not SequenceState.ENDED:
@@ -106,9 +104,13 @@ class Scheduler:
             self._leave_children(sequence)
         for sequence in self._waiting:
             sequence.state, sequence.sequence_id = SequenceState.NEW, None
+        self.limits, self.running = limits, _rows(limits)
         self._releases.clear()
         self._num_live = 0
         self._hold_starts, self._refused, self._num_available = False, None, None
+        return [
+            request for request in {sequence.request: None for sequence in self._waiting} if request.max_len > limits.max_len
+        ]
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +119,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.running.live)
+
+    @property
+    def is_empty(self) -> bool:
+        """No sequence is known here, or to be given back."""
+        return not (self._waiting or self.running.by_id or self._releases)
 
     # -- one step
 
@@ -238,6 +245,13 @@ class Scheduler:
             child.token_ids = np.append(child.request.prompt, token_id).astype(np.int32)
             self._parents[child.request.sequences[0]] = None
 
+    def histories(self, work: Work) -> list[Int32Array]:
+        """Prompt and output so far of each of work.sampled; views, good until advance."""
+        running, num_rows = self.running, len(work.sample_rows)
+        lens = running.num_tokens[work.sample_rows].tolist()
+        rows = zip(work.sample_rows.tolist(), lens, strict=True)
+        return [running.tokens[row, :length] for row, length in rows] + [child.token_ids for child in work.sampled[num_rows:]]
+
     # -- what an answer changes
 
     def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
@@ -329,7 +343,9 @@ class Scheduler:
     def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
         running = self.running
         copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
-        wanted = running.num_computed[rows] + num_new == running.num_tokens[rows]
+        computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
+        wanted = computed + num_new == running.num_tokens[rows]
+        num_prompt_tokens = int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum())
         batch = assemble_batch(running, rows, num_new, wanted) if len(rows) else None
         sample_rows = rows[wanted]
         sampled = running.at(sample_rows)
@@ -339,7 +355,8 @@ class Scheduler:
                 children = sequence.request.unforked
                 sampled += children
                 logit_idx += [idx] * len(children)
-        return Work(rows, num_new, copies, batch, sample_rows, sampled, np.array(logit_idx, np.int64))
+        logits = np.array(logit_idx, np.int64)
+        return Work(rows, num_new, num_prompt_tokens, copies, batch, sample_rows, sampled, logits)
 
     # -- small things
 
@@ -350,6 +367,11 @@ class Scheduler:
     def _draw_id(self) -> int:
         sequence_id, self._next_id = self._next_id, self._next_id + 1
         return sequence_id
+
+
+def _rows(limits: Limits) -> RunningSequences:
+    num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
+    return RunningSequences(num_rows, limits.max_len, limits.block_size)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine_service.request import RequestState, SequenceState
 from tests.support.core_cache import CoreCache
-from tests.support.naive_cache import NaiveCache
+from tests.support.scheduler_cache import NaiveCache
 from tests.support.scheduler_world import World, expected_output, make_request
 
 
@@ -192,7 +192,7 @@ def test_a_lost_session_restarts_all_from_the_tokens_they_hold() -> None:
     world.submit(make_request([1, 2, 0, 1, 2, 1], 9))
     for _ in range(4):
         world.step()
-    world.scheduler.reset()
+    assert world.scheduler.reset(world.limits) == []
     world.cache.__init__(40, 4, 64)  # type: ignore[misc]
     world.memory.clear()
     world.submit(make_request([2, 2], 2))

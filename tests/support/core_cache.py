@@ -6,7 +6,7 @@ from cache_service.errors import OutOfSequences
 from cache_service.manager import Manager
 from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
 from engine_service.plan import Plan
-from tests.support.naive_cache import OutOfSequencesError
+from tests.support.scheduler_cache import OutOfSequencesError
 
 _SESSION = SessionId("s")
 _COLUMNS = StepBatch.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys()

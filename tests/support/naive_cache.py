@@ -1,194 +1,231 @@
-"""NaiveCache: the cache service's Step on dicts and lists, for tests of the scheduler alone.
+"""The reference model: what a pool must answer, with dicts and lists and no thought for speed.
 
-As plain as can be: holders are counted by looking at all tables, evictions take the longest prefix. It refuses whatever
-breaks the protocol, and counts what the scheduler's tests ask about.
+Owns: sessions, sequences with their counters and tables, the prefix index by whole token prefixes, fences, quarantine.
+Rules: written from the protocol, not from the core. It is told what the core answered; where the core is free (which block
+it grants, which leaf of equal age it evicts) it checks that the choice was allowed, everywhere else that the answer equals
+its own. A Mismatch names the rule of the design that was broken.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
+from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
 
-from engine_service.plan import Plan
+Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
 
-class OutOfSequencesError(Exception):
-    """create found no slot."""
+class Mismatch(AssertionError):
+    """The core and the reference disagree."""
+
+
+def expect(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise Mismatch(f"{what}: the core says {found}, the reference {wanted}")
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Mismatch(what)
 
 
 @dataclass
-class FakeSequence:
+class NaiveSequence:
+    """One sequence; `granted_at` is its reserved length after each step that changed it."""
+
+    session: str
+    sequence_id: int
+    tenant: str
     tokens: list[int]
-    max_len: int
+    max_tokens: int
+    args: tuple[object, ...] = ()
+    running: bool = False
     committed: int = 0
     reserved: int = 0
-    table: list[int] | None = None  # None: waiting
+    hit: int = 0
+    table: list[int] = field(default_factory=list)
+    granted_at: dict[int, int] = field(default_factory=dict)
+    copied_at: int = 0  # the step of its last copy-on-write
+
+    def granted_as_of(self, step_id: int) -> int:
+        return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
 
 
 @dataclass
-class FakeAnswer:
-    fork_results: list[int] = field(default_factory=list)
-    start_results: list[int] = field(default_factory=list)
-    start_hits: list[int] = field(default_factory=list)
-    start_reserved: list[int] = field(default_factory=list)
-    start_num_blocks: list[int] = field(default_factory=list)
-    start_block_ids: list[int] = field(default_factory=list)
-    reserve_reserved: list[int] = field(default_factory=list)
-    new_block_item_idx: list[int] = field(default_factory=list)
-    new_block_ids: list[int] = field(default_factory=list)
-    update_ids: list[int] = field(default_factory=list)
-    update_table_idx: list[int] = field(default_factory=list)
-    update_block_ids: list[int] = field(default_factory=list)
-    copy_sources: list[int] = field(default_factory=list)
-    copy_destinations: list[int] = field(default_factory=list)
-    num_free: int = 0
-    num_evictable: int = 0
-    num_fenced: int = 0
+class NaiveSession:
+    """One session; a step is in flight when its id is above completed."""
 
-    def as_columns(self) -> "FakeAnswer":
-        for name, value in vars(self).items():
-            if isinstance(value, list):
-                setattr(self, name, np.array(value, np.int64 if name == "update_ids" else np.int32))
-        return self
+    executor: Executor
+    step_id: int = 0
+    completed: int = 0
 
 
 class NaiveCache:
-    def __init__(self, num_blocks: int, block_size: int, max_sequences: int = 256) -> None:
-        self.block_size = block_size
-        self.max_sequences = max_sequences
-        self.blocks = set(range(1, num_blocks))
-        self.sequences: dict[int, FakeSequence] = {}
-        self.index: dict[tuple[int, ...], int] = {}
-        self.num_refused_forks_to_come = 0
+    """One pool."""
 
-    @property
-    def num_reusable_blocks(self) -> int:
-        return len(self.free_blocks()) + len(self.evictable())
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.sessions: dict[str, NaiveSession] = {}
+        self.sequences: dict[tuple[str, int], NaiveSequence] = {}
+        self.index: dict[Key, int] = {}
+        self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
+        self.quarantine: dict[int, set[str]] = {}
+        self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
+        self.tenants: dict[int, str] = {}  # block: whose tokens it held last
+        self.foreign: list[int] = []  # granted in this operation, last held by another tenant
+        self.cleared: list[int] = []  # cleared in this operation
+        self.clock = 0
+        self.num_evicted = 0
+        self.num_copies = 0
+        self.num_adopted = 0
+        self.num_hit_tokens = 0
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int) -> None:
-        assert sequence_id not in self.sequences
-        assert 0 < len(tokens) < max_len
-        if len(self.sequences) >= self.max_sequences:
-            raise OutOfSequencesError
-        self.sequences[sequence_id] = FakeSequence(list(tokens), max_len)
+    # What the state says
 
-    def holders(self, block: int) -> int:
-        tables = sum(block in (sequence.table or ()) for sequence in self.sequences.values())
-        return tables + (block in self.index.values())
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
-    def free_blocks(self) -> list[int]:
-        held = {block for sequence in self.sequences.values() for block in sequence.table or ()}
-        return sorted(self.blocks - held - set(self.index.values()))
+    def of(self, session: str) -> list[NaiveSequence]:
+        return [q for q in self.sequences.values() if q.session == session]
 
-    def evictable(self) -> list[tuple[int, ...]]:
-        held = {block for sequence in self.sequences.values() for block in sequence.table or ()}
-        return [key for key, block in self.index.items() if block not in held]
+    def num_holders(self) -> Counter[int]:
+        return Counter(block for q in self.sequences.values() for block in q.table)
 
-    def _take(self, count: int, keep: tuple[int, ...] = ()) -> list[int] | None:
-        """count blocks, evicting if need be but for the blocks in keep; None: no room."""
-        evictable = [key for key in self.evictable() if self.index[key] not in keep]
-        if count > len(self.free_blocks()) + len(evictable):
-            return None
-        for key in sorted(evictable, key=len, reverse=True)[: max(0, count - len(self.free_blocks()))]:
-            del self.index[key]
-        return self.free_blocks()[:count]
+    def states(self) -> list[BlockState]:
+        """Rule R1: the one state of every block."""
+        holders, indexed = self.num_holders(), set(self.index.values())
+        states = [BlockState.NULL]
+        for block in range(1, self.config.num_blocks):
+            if holders[block]:
+                states.append(BlockState.REFERENCED)
+            elif self.quarantine.get(block):
+                states.append(BlockState.QUARANTINED)
+            elif self.fences.get(block):
+                states.append(BlockState.FENCED)
+            elif block in indexed:
+                states.append(BlockState.CACHED)
+            else:
+                states.append(BlockState.FREE)
+        return states
 
-    def step(self, plan: Plan) -> FakeAnswer:
-        answer = FakeAnswer()
-        ids = (plan.commit_ids, plan.release_ids, plan.start_ids, plan.reserve_ids, plan.fork_children)
-        assert all(len(set(column.tolist())) == len(column) for column in ids), "an id twice in one list"
-        new = iter(plan.commit_tokens.tolist())
-        for sequence_id, length, num_new in zip(plan.commit_ids, plan.commit_lens, plan.commit_num_new, strict=True):
-            self._commit(int(sequence_id), int(length), [next(new) for _ in range(num_new)], answer)
-        for parent, child, length in zip(plan.fork_parents, plan.fork_children, plan.fork_lens, strict=True):
-            self._fork(self.sequences[int(parent)], int(child), int(length), answer)
-        for sequence_id in plan.release_ids.tolist():
-            del self.sequences[sequence_id]
-        for sequence_id, max_new, max_hit in zip(
-            plan.start_ids.tolist(), plan.start_max_new.tolist(), plan.start_max_hit.tolist(), strict=True
-        ):
-            self._start(self.sequences[sequence_id], max_new, max_hit, answer)
-        starved = False
-        for item, (sequence_id, least, most) in enumerate(
-            zip(plan.reserve_ids.tolist(), plan.reserve_min.tolist(), plan.reserve_max.tolist(), strict=True)
-        ):
-            starved = not self._reserve(item, sequence_id, least, most, starved, answer)
-        answer.num_free, answer.num_evictable = len(self.free_blocks()), len(self.evictable())
-        return answer.as_columns()
+    def count(self, state: BlockState) -> int:
+        return self.states().count(state)
 
-    def _commit(self, sequence_id: int, length: int, new: list[int], answer: FakeAnswer) -> None:
-        sequence = self.sequences[sequence_id]
-        assert sequence.table is not None
-        sequence.tokens += new
-        assert len(sequence.tokens) <= sequence.max_len
-        assert sequence.committed <= length <= min(len(sequence.tokens), sequence.reserved)
-        sequence.committed = length
-        for table_idx in range(length // self.block_size):
-            key = tuple(sequence.tokens[: (table_idx + 1) * self.block_size])
-            known = self.index.setdefault(key, sequence.table[table_idx])
-            if known != sequence.table[table_idx]:
-                sequence.table[table_idx] = known
-                self._update(answer, sequence_id, table_idx, known)
+    def num_available(self) -> int:
+        """Free blocks and those an eviction could free now."""
+        states = self.states()
+        return states.count(BlockState.FREE) + states.count(BlockState.CACHED)
 
-    def _fork(self, parent: FakeSequence, child: int, length: int, answer: FakeAnswer) -> None:
-        assert parent.table is not None
-        assert 0 < length <= parent.committed
-        refused = self.num_refused_forks_to_come > 0 or len(self.sequences) >= self.max_sequences
-        if refused:
-            self.num_refused_forks_to_come -= 1
-        else:
-            table = parent.table[: -(-length // self.block_size)]
-            self.sequences[child] = FakeSequence(parent.tokens[:length], parent.max_len, length, length, table)
-        answer.fork_results.append(2 if refused else 1)
+    def key(self, q: NaiveSequence, block_idx: int) -> Key:
+        return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
 
-    def _start(self, sequence: FakeSequence, max_new: int, max_hit: int, answer: FakeAnswer) -> None:
-        assert sequence.table is None
-        size = self.block_size
-        hit: list[int] = []
-        most = min(max_hit, len(sequence.tokens) - 1) // size
-        while len(hit) < most and (block := self.index.get(tuple(sequence.tokens[: (len(hit) + 1) * size]))):
-            hit.append(block)
-        for wanted in range(min(len(sequence.tokens), len(hit) * size + max_new), len(hit) * size, -1):
-            got = self._take(-(-wanted // size) - len(hit), tuple(hit))
-            if got is not None:
-                sequence.table, sequence.committed, sequence.reserved = hit + got, len(hit) * size, wanted
+    def match(self, tenant: str, tokens: list[int]) -> list[int]:
+        """Blocks of the longest cached prefix, whole blocks."""
+        blocks: list[int] = []
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            block = self.index.get((tenant, tuple(tokens[:end])))
+            if block is None:
                 break
-        started = sequence.table is not None
-        answer.start_results.append(1 if started else 4)
-        answer.start_hits.append(len(hit) * size if started else 0)
-        answer.start_reserved.append(sequence.reserved)
-        answer.start_num_blocks.append(len(sequence.table or ()))
-        answer.start_block_ids += sequence.table or []
+            blocks.append(block)
+        return blocks
 
-    def _reserve(
-        self, item: int, sequence_id: int, least: int, most: int, starved: bool, answer: FakeAnswer
-    ) -> bool:
-        """Whether later items may have new blocks."""
-        sequence = self.sequences[sequence_id]
-        assert sequence.table is not None
-        assert least <= most <= sequence.max_len
-        size, table_idx = self.block_size, sequence.committed // self.block_size
-        shared = table_idx < len(sequence.table) and self.holders(sequence.table[table_idx]) > 1
-        for wanted in range(most, least - 1, -1):
-            count = max(0, -(-wanted // size) - len(sequence.table)) + shared
-            got = [] if not count else None if starved else self._take(count)
-            if got is None:
-                continue
-            if shared:
-                copy = got.pop()
-                answer.copy_sources.append(sequence.table[table_idx])
-                answer.copy_destinations.append(copy)
-                sequence.table[table_idx] = copy
-                self._update(answer, sequence_id, table_idx, copy)
-            sequence.table += got
-            answer.new_block_item_idx += [item] * len(got)
-            answer.new_block_ids += got
-            sequence.reserved = max(sequence.reserved, wanted)
-            answer.reserve_reserved.append(sequence.reserved)
-            return not starved
-        answer.reserve_reserved.append(min(sequence.reserved, least - 1))
-        return False
+    def must_copy(self, q: NaiveSequence, granted: int) -> int | None:
+        """Table index of the block that a write into [committed, granted) must copy first (rule R5)."""
+        if granted <= q.committed:
+            return None
+        block_idx = q.committed // self.block_size
+        if block_idx >= len(q.table):
+            return None
+        block = q.table[block_idx]
+        shared = self.num_holders()[block] > 1 or block in self.index.values()
+        return block_idx if shared else None
 
-    def _update(self, answer: FakeAnswer, sequence_id: int, table_idx: int, block: int) -> None:
-        answer.update_ids.append(sequence_id)
-        answer.update_table_idx.append(table_idx)
-        answer.update_block_ids.append(block)
+    def commit_bound(self, q: NaiveSequence, num_new: int) -> int:
+        completed = self.sessions[q.session].completed
+        return max(q.committed, min(len(q.tokens) + num_new, q.granted_as_of(completed)))
+
+    # Changes that several operations share
+
+    def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
+        """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
+
+        An engine's own step reads what is copied away; where the service copies, that is over before the step is answered.
+        """
+        s = self.sessions[session]
+        ends = s.step_id if copied and s.executor is Executor.ENGINE else s.step_id - 1
+        if s.completed < ends:
+            fences = self.fences.setdefault(block, {})
+            fences[session] = max(ends, fences.get(session, 0))
+
+    def settle(self) -> None:
+        """Notes what came to be cached in this operation; the age of a cached block is the operation that made it so."""
+        cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
+        self.ages = {block: self.ages.get(block, self.clock) for block in cached}
+
+    def complete(self, session: str, completed: int) -> None:
+        self.sessions[session].completed = completed
+        for block, fences in list(self.fences.items()):
+            if session in fences and fences[session] <= completed:
+                del fences[session]
+            if not fences:
+                del self.fences[block]
+
+    def forget(self, key: Key) -> None:
+        """A node leaves the index, and with it what hangs below it."""
+        tenant, tokens = key
+        for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
+            del self.index[other]
+
+    def grant(self, blocks: list[int], tenant: str, what: str) -> None:
+        """The core took these blocks, evicting what it had to, and no more."""
+        require(len(set(blocks)) == len(blocks), f"R1 {what}: a block granted twice in {blocks}")
+        states = self.states()
+        num_free = states.count(BlockState.FREE)
+        evicted: list[int] = []
+        for block in blocks:
+            require(0 < block < self.config.num_blocks, f"R1 {what}: no such block {block}")
+            state = states[block]
+            require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
+            if state is BlockState.CACHED:
+                evicted.append(block)
+            if self.tenants.get(block, tenant) != tenant:
+                self.foreign.append(block)
+            self.tenants[block] = tenant
+        num_needed = max(0, len(blocks) - num_free)
+        require(len(evicted) >= num_needed, f"{what}: granted more than there is")
+        self.evict(evicted, what, num_needed)
+
+    def split_copies(self, sources: list[int], destinations: list[int]) -> list[tuple[int, int]]:
+        """Takes out the copies of the null block, by which a block is cleared; answers the copies-on-write."""
+        pairs = list(zip(sources, destinations, strict=True))
+        self.cleared = [destination for source, destination in pairs if source == NULL_BLOCK]
+        return [pair for pair in pairs if pair[0] != NULL_BLOCK]
+
+    def check_cleared(self) -> None:
+        """Rule R8: a block that changed its tenant was cleared, or written whole by a copy."""
+        expect(sorted(self.cleared), sorted(self.foreign), "R8 blocks cleared for another tenant")
+        self.foreign, self.cleared = [], []
+
+    def evict(self, blocks: list[int], what: str, num_chosen: int) -> None:
+        """Leaves before parents, least recently used first, equals in any order; what hangs below goes with its parent.
+
+        num_chosen of these blocks are victims, the others can only have come free as descendants of one.
+        """
+        left = set(blocks)
+        self.num_evicted += num_chosen
+        for _ in range(num_chosen):
+            states = self.states()
+            by_block = {block: key for key, block in self.index.items()}
+            parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in self.index}
+            cached = [block for block in by_block if states[block] is BlockState.CACHED]
+            leaves = [block for block in cached if by_block[block] not in parents]
+            oldest = min(self.ages[block] for block in cached)
+            # The oldest is a leaf, but where its descendants are not evictable: then they lose their entries with it.
+            candidates = [b for b in leaves if self.ages[b] == oldest] or [b for b in cached if self.ages[b] == oldest]
+            chosen = next((b for b in candidates if b in left), None)
+            require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
+            assert chosen is not None
+            left.discard(chosen)
+            self.forget(by_block[chosen])
+            left -= {block for block in left if block not in self.index.values()}
+        require(not left, f"{what}: {sorted(left)} evicted for nothing")

@@ -14,7 +14,7 @@ from engine_service.plan import Limits, Work
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
 from tests.support.core_cache import CoreCache
-from tests.support.naive_cache import NaiveCache, OutOfSequencesError
+from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
 
@@ -47,8 +47,9 @@ class World:
     ) -> None:
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
-        limits = Limits(block_size, num_blocks - 1, limit, max_sequences, max_running, token_budget, chunk_size)
+        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
         self.limits = limits
+        self.num_usable_blocks = num_blocks - 1
         self.scheduler = Scheduler(limits)
         self.memory: dict[int, tuple[int, ...]] = {}
         self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
@@ -119,7 +120,7 @@ class World:
         self.step()
         assert not self.cache.sequences
         assert not self.scheduler.running.by_id
-        assert self.cache.num_reusable_blocks == self.limits.num_usable_blocks
+        assert self.cache.num_reusable_blocks == self.num_usable_blocks
 
     def check_outputs(self) -> None:
         for request in self.requests:
