@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.fake_cache import FakeCache, serving
 from tests.support.services import short_folder
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+
 from kvkeeper.client import KvkeeperError
 from kvkeeper.client.arena import attach_arena
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from cache_service.server import RunningServer
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table
 from kvkeeper.client import AsyncCacheClient
-
-from cache_service.server import RunningServer
 
 NOBODY = "127.0.0.1:1"
 

@@ -1,15 +1,17 @@
 """Clients and command line against both services as `kvkeeper up` runs them."""
 
 import json
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
 
+from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
 from tests.clients.test_cli import kvkeeper
 from tests.clients.test_node_client import run_node
-from tests.support.services import Services, services_up, short_folder, sockets_in
+from tests.support.services import Services, environment, services_up, short_folder, sockets_in
 
 PROMPT = "def fibonacci(n):\n    " * 8
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -26,7 +28,17 @@ def test_up_says_where_everything_is_and_what_to_type_next(services: Services) -
     assert (services.ready["cache"], services.ready["engine"]) == (services.cache, services.engine)
     assert services.ready["model"]
     assert services.ready["pools"]
-    assert services.ready["next"] == f'kvkeeper generate "def fibonacci(n):" --engine {services.engine}'
+
+
+def test_the_next_command_works_as_it_is_printed_and_hits_the_second_time(services: Services, tmp_path: Path) -> None:
+    command = str(services.ready["next"])
+    assert services.engine in command
+    cached = []
+    for _ in range(2):
+        done = subprocess.run(["bash", "-c", command], env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        cached.append(int(re.findall(r"cached (\d+)", done.stderr)[0]))
+    assert cached == [0, 16]
 
 
 async def test_both_clients_stream_the_same_text(services: Services) -> None:

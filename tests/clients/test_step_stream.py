@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 import pytest
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, StepItems
-
 from tests.support.fake_cache import FakeCache, Fault, Refusal
 
 OPENED = pb.OpenSessionResponse(session_id="s1", epoch=3)

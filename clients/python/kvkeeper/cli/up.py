@@ -8,10 +8,12 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
@@ -23,6 +25,8 @@ from kvkeeper.cli.tables import facts
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, engine
 
 _GRACE_S = 10.0  # a service has its own, shorter limit for draining
+# More than a block long, so that typing it again shows a prefix hit.
+_FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -134,10 +138,9 @@ async def _ready_text(args: argparse.Namespace) -> str:
         pools = [pool_line(pool) for pool in (await cache_client.capabilities()).pools]
     async with AsyncEngineClient(args.engine_listen) as engine_client:
         model = await engine_client.model()
-    command = ["kvkeeper", "generate", "def fibonacci(n):"]
+    next_command = f'{_program()} generate "{_FIRST_PROMPT}"'
     if args.engine_listen != engine.DEFAULT_TARGET:
-        command += ["--engine", args.engine_listen]
-    next_command = " ".join(f'"{word}"' if " " in word else shlex.quote(word) for word in command)
+        next_command += f" --engine {shlex.quote(args.engine_listen)}"
     if args.json:
         report = {
             "ready": True,
@@ -156,6 +159,15 @@ async def _ready_text(args: argparse.Namespace) -> str:
         ("next", next_command),
     ]
     return f"ready\n{facts(rows, '  ')}"
+
+
+def _program() -> str:
+    """This program as it can be typed again: from a virtual environment that is not active, with its path."""
+    program = Path(sys.argv[0])
+    if program.name != "kvkeeper":
+        return f"{shlex.quote(sys.executable)} -m kvkeeper.cli"
+    found = shutil.which("kvkeeper")
+    return "kvkeeper" if found and program.samefile(found) else shlex.quote(str(program))
 
 
 def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:

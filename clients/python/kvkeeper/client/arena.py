@@ -13,6 +13,7 @@ import socket
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.client.errors import KvkeeperError
 
 _MAX_REPLY_BYTES = 4096

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
