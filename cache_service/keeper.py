@@ -134,7 +134,7 @@ class Keeper:
         if ended is None or not drained:
             return self._end(self.require(session_id, epoch), "closed", drained=drained)
         if epoch != ended.epoch:
-            raise StaleEpoch("the epoch is not the session's", current_epoch=self.epoch)
+            raise StaleEpoch("the epoch is not the session's", current_epoch=self.table.epoch)
         ended.drained = True
         self._settle(ended)
         return CloseResult(0, 0)

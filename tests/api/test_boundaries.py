@@ -58,7 +58,7 @@ def bounded_fields(method: Any) -> list[Any]:
     return [field for field in fields if field.type in VALUES and field.name not in ("session_id", "epoch")]
 
 
-@pytest.mark.parametrize("method", filter(bounded_fields, METHODS), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [*filter(bounded_fields, METHODS)], ids=lambda method: method.name)
 async def test_every_field_at_its_bounds(api: Api, method: Any) -> None:
     names = {field.name for field in method.input_type.fields}
     for field in bounded_fields(method):
