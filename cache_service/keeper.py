@@ -104,6 +104,7 @@ class Keeper:
         """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")
+        self.table.check_room()  # a refusal leaves no pool behind, and costs nobody theirs
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())

@@ -19,7 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cache_service.arena.attach import AttachServer
-from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.config import CacheConfig
 from cache_service.door import MAX_PROMPT_MESSAGE_BYTES, SERVICE, Door
 from cache_service.keeper import Clock, Keeper
