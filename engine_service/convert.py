@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from engine_service.errors import SamplingParamsError
 from engine_service.generation import Piece
@@ -19,6 +18,7 @@ from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenI
 from engine_service.request import Int32Array
 from engine_service.sampler import SamplingParams
 from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TIMEOUT_MS = 60_000

@@ -11,11 +11,11 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError, Message
-from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from engine_service.refusals import InvalidField, NotImplementedYet, Refusal
 from engine_service.status import INTERNAL, abort
 from engine_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 log = structlog.get_logger()
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 import structlog
 import torch
-from kvkeeper.client.cache import AsyncCacheSession
 
 from engine_service.generation import Generation
 from engine_service.kv_memory import KvMemory
@@ -37,6 +36,7 @@ from engine_service.sampler import SampledTokens, SamplingRow, sample
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.stats import EngineStats
+from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, max_waiting: int) -> None:
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
-        self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_live_sequences=0))
+        self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
         self.memory: KvMemory | None = None  # of the session that is served on
         self._max_waiting = max_waiting
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended

@@ -8,16 +8,16 @@ import contextlib
 
 import structlog
 import torch
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.arena import Arena
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
-from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.steps import StepItems, StepResult
 
 from engine_service.config import EngineConfig
 from engine_service.model_runner import Runner
 from engine_service.plan import Limits, Plan
 from engine_service.served_model import ServedModel
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.arena import Arena
+from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.steps import StepItems, StepResult
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     return Limits(
         block_size=pool.block_size,
         max_len=min(bounds),
-        max_live_sequences=pool.max_sequences,
+        max_known_sequences=pool.max_sequences,
         max_running=min(config.max_sequences, pool.max_sequences),
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,

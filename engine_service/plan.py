@@ -22,7 +22,7 @@ class Limits:
 
     block_size: int
     max_len: int  # most tokens of one sequence, so few that one alone always fits the pool
-    max_live_sequences: int  # that the pool can know at once
+    max_known_sequences: int  # that the pool can know at once
     max_running: int = 256
     token_budget: int = 2048
     chunk_size: int = 512

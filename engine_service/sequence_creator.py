@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable
 
 import grpc
-from kvkeeper.client.cache import AsyncCacheSession
-from kvkeeper.client.errors import KvkeeperError
 
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import Request, Sequence
 from engine_service.scheduler import Scheduler
+from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.errors import KvkeeperError
 
 _RETRY_S = 0.05  # slots that another engine holds come free without a word to us
 
@@ -73,13 +73,13 @@ class SequenceCreator:
                 sequence.sequence_id, sequence.token_ids, request.max_len, request.tenant, request.priority
             )
         except KvkeeperError as error:
-            self._scheduler.create_refused(sequence)
+            self._scheduler.waiting.create_refused(sequence)
             if error.reason == "OUT_OF_SEQUENCES":
                 return False
             if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
                 raise
             self._fail(request, RequestFailed(f"the cache service refused it: {error.reason}"))
         else:
-            self._scheduler.created(sequence)
+            self._scheduler.waiting.created(sequence)
             self._wake.set()
         return True

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
@@ -28,6 +27,7 @@ from engine_service.model_runner import ModelRunner, Runner, kv_layout_of
 from engine_service.text import ModelText
 from engine_service.tokenizer import Tokenizer
 from kernels.layout import KvLayout
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _KV_DTYPES = {
     torch.float16: pb.KV_DTYPE_FLOAT16,

@@ -15,7 +15,6 @@ import structlog
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvkeeper.client.cache import AsyncCacheClient
 
 from engine_service.config import EngineConfig
 from engine_service.door import MAX_PROMPT_MESSAGE_BYTES, SERVICE, Door
@@ -26,6 +25,7 @@ from engine_service.refusals import Draining
 from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
+from kvkeeper.client.cache import AsyncCacheClient
 
 log = structlog.get_logger()
 HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     lock: SocketLock | None = None
     server = grpc.aio.server(options=_OPTIONS)
     try:
-        served = model or await asyncio.to_thread(load_served_model, config)
+        served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         if config.socket_path is not None:
             lock = SocketLock(config.socket_path)
         address = _bind(server, config)

@@ -8,8 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
-from kvkeeper.engine.v1 import engine_service_pb2 as pb
-
 from engine_service.config import EngineConfig
 from engine_service.convert import DEFAULT_MAX_TOKENS, check_text, options_of, page_of, response_of, token_array
 from engine_service.engine import Engine
@@ -17,6 +15,7 @@ from engine_service.generation import Generation, Piece, StopRules
 from engine_service.refusals import CacheServiceDown, InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request, RequestState
 from engine_service.served_model import ServedModel
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 
 class EngineService:

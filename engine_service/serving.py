@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import structlog
-from kvkeeper.client.cache import AsyncCacheClient
-from kvkeeper.client.errors import KvkeeperError
 
 from engine_service.config import EngineConfig
 from engine_service.engine import Engine
 from engine_service.kv_memory import KvMemory, limits_of, open_memory
 from engine_service.refusals import CacheServiceDown, RequestFailed
 from engine_service.served_model import ServedModel
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.errors import KvkeeperError
 
 log = structlog.get_logger()
 

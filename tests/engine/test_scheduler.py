@@ -171,7 +171,7 @@ def test_a_sequence_that_ended_while_it_was_created_is_released() -> None:
     assert sequence.sequence_id is not None
     world.cache.create(sequence.sequence_id, [1, 2], 5)
     world.cancel(request)
-    world.scheduler.created(sequence)
+    world.scheduler.waiting.created(sequence)
     world.run()
 
 

@@ -50,7 +50,7 @@ class ManualClock:
 
     def __init__(self) -> None:
         self._now = 1000.0
-        self._timers: list[tuple[float, int, "_Timer"]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._order = itertools.count()
 
     def time(self) -> float:

@@ -87,9 +87,9 @@ class World:
             try:
                 self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
             except OutOfSequencesError:
-                self.scheduler.create_refused(sequence)
+                self.scheduler.waiting.create_refused(sequence)
                 return
-            self.scheduler.created(sequence)
+            self.scheduler.waiting.created(sequence)
 
     def step(self) -> Work:
         for request in self._cancels.pop(self.num_steps, ()):

@@ -6,6 +6,7 @@ operation, `compare` (views, block states, contents) as often as the caller can 
 simulator differ only in who chooses.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from cache_service.errors import CacheError
@@ -165,11 +166,12 @@ class World:
         expect(self.snapshot(), before, "R7 state after a refusal")
 
     def snapshot(self) -> tuple[object, ...]:
-        """All that a client can see."""
+        """All that a client can see, but for how often it has asked."""
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
-        shown = [(v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens, v.num_accesses,
+        shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        return shown, self.driver.stats(), self.driver.block_states()
+        asked = {"revision": 0, "num_steps": 0, "num_refusals": 0}
+        return shown, dataclasses.replace(self.driver.stats(), **asked), self.driver.block_states()
 
     def audit(self) -> None:
         wrong = self.driver.check_invariants()
