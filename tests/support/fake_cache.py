@@ -19,6 +19,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 

@@ -24,7 +24,7 @@ from kvkeeper.cli.status import model_line, pool_line
 from kvkeeper.cli.tables import facts
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, engine
 
-_GRACE_S = 10.0  # a service has its own, shorter limit for draining
+_GRACE_S = 20.0  # a service has its own, shorter limit for draining; who is in a hurry asks twice
 # More than a block long, so that typing it again shows a prefix hit.
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,7 +85,8 @@ class _Pair:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
         for signum in _STOP_SIGNALS:
-            loop.add_signal_handler(signum, self._on_signal, signum)
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+                loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             return await self._serve()
         except _Stopped as stopped:
