@@ -21,6 +21,7 @@ ENVIRONMENT_PREFIX = "KVKEEPER_CACHE_"
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
+_MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -55,8 +56,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_listen(self.listen)
-        if len(os.fsencode(self.runtime_dir)) > MAX_SOCKET_PATH_BYTES - 40:
-            raise ConfigError(f"--runtime-dir: a path of at most {MAX_SOCKET_PATH_BYTES - 40} bytes, for the sockets in it")
+        if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
+            raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         _check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
         _check_range("num_pools", self.num_pools, 1, 64)
         if self.num_blocks is not None:
@@ -125,7 +126,7 @@ _PARSERS: dict[str, Any] = {
 
 _HELP = {
     "listen": "loopback host:port, or unix:/path",
-    "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or one of your own in the temporary folder)",
+    "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or a private temporary one)",
     "pool_memory": "memory of each pool, reserved at start, for example 256MiB",
     "num_pools": "most pools, that is KV specs, at once",
     "num_blocks": "blocks of each pool instead of --pool-memory, reserved when its first session opens",
@@ -150,8 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     for item in fields(CacheConfig):
         text = _HELP[item.name]
         if isinstance(item.default, int | float | str):
-            shown = f"{item.default // MIB}MiB" if item.name == "pool_memory" else item.default
-            text += f" (default: {shown})"
+            text += f" (default: {_shown(item.name, item.default)})"
         if item.type is bool:
             parser.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
@@ -165,6 +165,12 @@ def _parsed(source: str, parse: Any, text: str) -> Any:
     except ValueError as error:
         wanted = "a number" if parse in (int, float) else str(error)
         raise ConfigError(f"{source}: {wanted}, not {text!r}") from None
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value // MIB}MiB" if name == "pool_memory" else str(value)
 
 
 def _flag(name: str) -> str:

@@ -12,9 +12,7 @@ from engine_service.request import Int32Array
 from engine_service.running import IndexArray, RunningSequences, ranks
 
 
-def assemble_batch(
-    running: RunningSequences, rows: IndexArray, num_new: Int32Array, wanted: npt.NDArray[np.bool_]
-) -> Batch:
+def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, wanted: npt.NDArray[np.bool_]) -> Batch:
     """The next num_new [S] tokens of rows [S]; of those in wanted [S] the last token's logits."""
     computed, block_size = running.num_computed[rows], running.block_size
     seq_lens = computed + num_new

@@ -16,6 +16,7 @@ from engine_service.model.config import ModelConfig
 from engine_service.model.decoder import Decoder
 from kernels.copy_blocks import copy_blocks
 from kernels.layout import KvLayout
+from kernels.scratch import Scratch
 
 
 class Runner(Protocol):
@@ -56,6 +57,7 @@ class ModelRunner:
         self._model = model
         self._kv_view = kv_view
         self._layout = layout
+        self._scratch = Scratch()
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +75,7 @@ class ModelRunner:
             Logits of batch.logit_rows, float32 [R, vocab_size].
         """
         windows, dtype = self._model.config.windows, self._model.dtype
-        metadata = build_attention_metadata(batch, self._kv_view[:, 0], windows, dtype)
+        metadata = build_attention_metadata(batch, self._kv_view[:, 0], windows, dtype, self._scratch)
         return self._model.forward(
             torch.from_numpy(batch.token_ids),
             torch.from_numpy(batch.positions),

@@ -18,12 +18,11 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may do; pool sizes are the cache service's, null block not counted."""
+    """What the scheduler may do."""
 
     block_size: int
-    num_usable_blocks: int
-    max_len: int  # most tokens of one sequence
-    max_live_sequences: int  # that the pool can know at once
+    max_len: int  # most tokens of one sequence, so few that one alone always fits the pool
+    max_known_sequences: int  # that the pool can know at once
     max_running: int = 256
     token_budget: int = 2048
     chunk_size: int = 512
@@ -110,6 +109,7 @@ class Work:
 
     Attributes:
         rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
+        num_prompt_tokens: how many of them are their requests' prompts.
         batch: None when nothing is computed.
         sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
             whose first tokens come from their prompt's one row of logits.
@@ -118,6 +118,7 @@ class Work:
 
     rows: IndexArray
     num_new: Int32Array
+    num_prompt_tokens: int
     copies: list[tuple[int, int]]
     batch: Batch | None
     sample_rows: IndexArray

@@ -2,7 +2,7 @@
 
 A request is what a client asked for; each of its continuations is a sequence: a token list that gets a block table
 while it runs. Sequence 0 computes the prompt, the others are forked from it. Plain data, moved from state to state by
-the scheduler alone; what only the loop needs of a request (streams, sampling, clocks) hangs on subclasses of it.
+the scheduler alone; what only the loop needs (streams, sampling, clocks) is generation.py's.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -58,7 +58,6 @@ class Sequence:
     sequence_id: int | None = None  # in the cache service; another one after each preemption
     row: int | None = None
     num_output: int = 0
-    was_preempted: bool = False
 
     @property
     def key(self) -> tuple[int, int]:

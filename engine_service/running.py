@@ -21,6 +21,7 @@ class RunningSequences:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.by_id: dict[int, int] = {}
         self.sequence_ids = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_computed = np.zeros(num_rows, np.int32)
         self.num_committed = np.zeros(num_rows, np.int32)  # as told to the cache service
@@ -63,6 +64,7 @@ class RunningSequences:
         row = self._free_rows.pop()
         sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
         self.sequence_ids[row] = sequence.sequence_id
+        self.num_prompt[row] = len(sequence.request.prompt)
         self.num_tokens[row] = num_tokens = len(sequence.token_ids)
         self.tokens[row, :num_tokens] = sequence.token_ids
         self.num_computed[row] = self.num_committed[row] = num_computed

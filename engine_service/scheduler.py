@@ -11,7 +11,6 @@ only one that runs; then nothing starts until another sequence ends, so that equ
 Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
-import bisect
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,6 +20,7 @@ from engine_service.assemble import assemble_batch
 from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.running import IndexArray, RunningSequences
+from engine_service.waiting import WaitingSequences
 
 _STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
 _FORKED = 1  # ItemResult.OK of the protocol
@@ -31,16 +31,11 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        # A running sequence computes at least a token a step.
-        num_rows = min(limits.max_running, limits.token_budget)
-        self.running = RunningSequences(num_rows, limits.max_len, limits.block_size)
-        self._waiting: list[Sequence] = []  # by arrival
-        self._releases: list[int] = []  # ids without a row that the next step gives back
+        self.running = _rows(limits)
+        self.waiting = WaitingSequences()
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
-        self._num_live = 0  # sequences that the cache service knows, or is being told
         self._num_arrivals = 0
         self.num_preemptions = 0
-        self._next_id = 1
         self._hold_starts = False
         self._refused: Sequence | None = None  # the one at the head that found no room
         self._num_available: int | None = None  # blocks that could be had, as of the last answer
@@ -52,36 +47,12 @@ class Scheduler:
         """Queue a request. Its first sequence must be created in the cache service before it can start."""
         assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        self._queue(request.sequences[0])
+        self.waiting.put(request.sequences[0])
 
     def next_to_create(self) -> Sequence | None:
-        """The next sequence that the cache service should be told of, now CREATING under a fresh id; None for now.
-
-        Slots are left for continuations to be forked: they go on with what runs.
-        """
+        """The next sequence that the cache service should be told of; see WaitingSequences."""
         num_forks = sum(len(parent.request.unforked) for parent in self._parents)
-        if self._num_live and self._num_live + num_forks >= self.limits.max_live_sequences:
-            return None
-        sequence = next((other for other in self._waiting if other.state is SequenceState.NEW), None)
-        if sequence is not None:
-            sequence.state, sequence.sequence_id = SequenceState.CREATING, self._draw_id()
-            self._num_live += 1
-        return sequence
-
-    def created(self, sequence: Sequence) -> None:
-        """CreateSequence was answered."""
-        if sequence.state is SequenceState.CREATING:
-            sequence.state = SequenceState.WAITING
-        else:
-            assert sequence.sequence_id is not None
-            self._releases.append(sequence.sequence_id)
-
-    def create_refused(self, sequence: Sequence) -> None:
-        """CreateSequence found no slot, or failed: nothing to release."""
-        self._num_live -= 1
-        sequence.sequence_id = None
-        if sequence.state is SequenceState.CREATING:
-            sequence.state = SequenceState.NEW
+        return self.waiting.next_to_create(self.limits.max_known_sequences - num_forks)
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
@@ -93,30 +64,35 @@ class Scheduler:
                 self.running.num_computed[sequence.row] = self.running.num_committed[sequence.row]
         elif state is SequenceState.WAITING:
             assert sequence.sequence_id is not None
-            self._releases.append(sequence.sequence_id)
+            self.waiting.releases.append(sequence.sequence_id)
         if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
 
-    def reset(self) -> None:
-        """The session is gone: everything that lives starts again, from the tokens it holds."""
+    def reset(self, limits: Limits) -> list[Request]:
+        """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
         for sequence in self.running.at(self.running.order):
             self.running.remove(sequence)
             if sequence.state is not SequenceState.ENDED:
-                self._queue(sequence)
+                self.waiting.put(sequence)
             self._leave_children(sequence)
-        for sequence in self._waiting:
-            sequence.state, sequence.sequence_id = SequenceState.NEW, None
-        self._releases.clear()
-        self._num_live = 0
+        self.waiting.forget_all()
+        self.limits, self.running = limits, _rows(limits)
         self._hold_starts, self._refused, self._num_available = False, None, None
+        requests = {sequence.request: None for sequence in self.waiting.sequences}
+        return [request for request in requests if request.max_len > limits.max_len]
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting.sequences)
 
     @property
     def num_running(self) -> int:
         return len(self.running.live)
+
+    @property
+    def is_empty(self) -> bool:
+        """No sequence is known here, or to be given back."""
+        return not (self.waiting.sequences or self.running.by_id or self.waiting.releases)
 
     # -- one step
 
@@ -142,9 +118,9 @@ class Scheduler:
             commit_num_new=num_tokens - first_new,
             commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
             fork_parents=_ids(child.request.sequences[0] for child in forks),
-            fork_children=np.array([self._draw_id() for _ in forks], np.int64),
+            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
             fork_lens=_column(len(child.request.prompt) for child in forks),
-            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self._releases, np.int64))),
+            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
             start_max_hit=start_lens * _column(sequence.request.look_up for sequence in starts),
@@ -174,7 +150,7 @@ class Scheduler:
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
         """Continuations whose first token is known, as far as there are rows and slots for them."""
-        room = min(num_free_rows, self.limits.max_live_sequences - self._num_live)
+        room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
         if room <= 0 or not self._parents:
             return []
         children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
@@ -186,7 +162,7 @@ class Scheduler:
         short = self._num_available is not None and num_growing >= self._num_available
         if len(self.running.live) and (self._hold_starts or short):
             return starts
-        for sequence in self._waiting:
+        for sequence in self.waiting.sequences:
             if not budget or len(starts) == num_free_rows:
                 break
             if sequence.state is SequenceState.WAITING:
@@ -238,6 +214,13 @@ class Scheduler:
             child.token_ids = np.append(child.request.prompt, token_id).astype(np.int32)
             self._parents[child.request.sequences[0]] = None
 
+    def histories(self, work: Work) -> list[Int32Array]:
+        """Prompt and output so far of each of work.sampled; views, good until advance."""
+        running, num_rows = self.running, len(work.sample_rows)
+        lens = running.num_tokens[work.sample_rows].tolist()
+        rows = zip(work.sample_rows.tolist(), lens, strict=True)
+        return [running.tokens[row, :length] for row, length in rows] + [child.token_ids for child in work.sampled[num_rows:]]
+
     # -- what an answer changes
 
     def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
@@ -257,15 +240,15 @@ class Scheduler:
     def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> None:
         """Released rows make room for forked children, but a child's table comes from its parent's row."""
         tables = [self._shared_table(child) for child in plan.forked]
-        self._num_live -= len(plan.release_ids)
-        del self._releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
+        self.waiting.num_known -= len(plan.release_ids)
+        del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
             self.running.remove(sequence)
             self._hold_starts = False
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
         for child, child_id, table, result in answers:
             if result == _FORKED:
-                self._num_live += 1
+                self.waiting.num_known += 1
                 child.sequence_id, child.state = child_id, SequenceState.RUNNING
                 shared = len(child.request.prompt)
                 self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
@@ -283,7 +266,7 @@ class Scheduler:
         self._parents.pop(parent, None)
         for child in parent.request.unforked:
             if child.num_output:
-                self._queue(child)
+                self.waiting.put(child)
 
     def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
         """Rows of the sequences that started."""
@@ -294,7 +277,7 @@ class Scheduler:
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
         for sequence, end, result, hit_len, reserved, num_blocks in items:
             if result == _STARTED:
-                self._waiting.remove(sequence)
+                self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING
                 if sequence.request.num_hit_tokens is None:
                     sequence.request.num_hit_tokens = hit_len
@@ -318,18 +301,20 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
-        self._releases.append(sequence.sequence_id)
+        self.waiting.releases.append(sequence.sequence_id)
         self.running.remove(sequence)
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
-        self._queue(sequence)
+        self.waiting.put(sequence)
         self._leave_children(sequence)
         self._hold_starts = True
 
     def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
         running = self.running
         copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
-        wanted = running.num_computed[rows] + num_new == running.num_tokens[rows]
+        computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
+        wanted = computed + num_new == running.num_tokens[rows]
+        num_prompt_tokens = int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum())
         batch = assemble_batch(running, rows, num_new, wanted) if len(rows) else None
         sample_rows = rows[wanted]
         sampled = running.at(sample_rows)
@@ -339,17 +324,13 @@ class Scheduler:
                 children = sequence.request.unforked
                 sampled += children
                 logit_idx += [idx] * len(children)
-        return Work(rows, num_new, copies, batch, sample_rows, sampled, np.array(logit_idx, np.int64))
+        logits = np.array(logit_idx, np.int64)
+        return Work(rows, num_new, num_prompt_tokens, copies, batch, sample_rows, sampled, logits)
 
-    # -- small things
 
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.state, sequence.sequence_id = SequenceState.NEW, None
-        bisect.insort(self._waiting, sequence, key=lambda other: other.key)
-
-    def _draw_id(self) -> int:
-        sequence_id, self._next_id = self._next_id, self._next_id + 1
-        return sequence_id
+def _rows(limits: Limits) -> RunningSequences:
+    num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
+    return RunningSequences(num_rows, limits.max_len, limits.block_size)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

@@ -1,7 +1,7 @@
 """paged_attention_prefill: several queries per sequence (ragged), causal, over a cached prefix and their own keys.
 
-The CPU path runs torch's fused attention once per sequence on keys gathered head by head; a chunk is large, so the
-call's cost does not show. Gather rows and masks are the same for all layers and are planned once per step.
+The CPU path gathers a sequence's keys and values and runs torch's fused attention on them, once per sequence: a chunk
+is large, so the call's cost does not show. Rows and masks are the same for all layers and are planned once per step.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
-from kernels.paged_attention_decode import kv_head_rows, require_tables
+from kernels.paged_rows import kv_slot_rows, require_tables
+from kernels.scratch import Scratch
 
 _OP = "paged_attention_prefill"
 
@@ -20,7 +21,7 @@ class PrefillChunk:
     """One sequence's queries, first <= token row < last.
 
     Attributes:
-        kv_rows: int64 [2 * num_kv_heads * T], head-sized rows of a layer: all keys, then all values.
+        kv_rows: int64 [2 * T], slots of a layer: all keys, then all values.
         mask: [Q, T], 0 or -inf, the query's dtype; None: plainly causal, Q == T.
     """
 
@@ -35,6 +36,7 @@ class PrefillPlan:
     """What a step's prefill attention reads, for one window; the same for all layers."""
 
     chunks: tuple[PrefillChunk, ...]
+    scratch: Scratch
 
 
 def plan_prefill(
@@ -44,6 +46,7 @@ def plan_prefill(
     kv_layer: torch.Tensor,
     dtype: torch.dtype,
     window: int | None,
+    scratch: Scratch | None = None,
 ) -> PrefillPlan:
     """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]."""
     require_index(_OP, "block_tables", block_tables, 2)
@@ -63,14 +66,14 @@ def plan_prefill(
         seq_len, num_queries = int(lens[index]), last - first
         start = 0 if window is None else max(0, seq_len - num_queries - window + 1)
         keys = np.arange(start, seq_len)
-        rows = kv_head_rows(tables[index : index + 1], keys[None], kv_layer)
+        rows = kv_slot_rows(tables[index : index + 1], keys[None], kv_layer)
         mask = None
         if num_queries != len(keys) or (window is not None and window < seq_len):
             ahead = torch.from_numpy(keys[None] - np.arange(seq_len - num_queries, seq_len)[:, None])
             dead = (ahead > 0) if window is None else (ahead > 0) | (ahead <= -window)
             mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)
         chunks.append(PrefillChunk(first, last, rows, mask))
-    return PrefillPlan(tuple(chunks))
+    return PrefillPlan(tuple(chunks), scratch or Scratch())
 
 
 def paged_attention_prefill(
@@ -112,14 +115,15 @@ def paged_attention_prefill(
         plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window)
     covered = plan.chunks[-1].last if plan.chunks else 0
     require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
-    rows = slot_rows(kv_layer, head_dim)
-    group = q.shape[1] // num_kv_heads
+    slot_len, group = num_kv_heads * head_dim, q.shape[1] // num_kv_heads
+    rows = slot_rows(kv_layer, slot_len)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for chunk in plan.chunks:
         part = slice(chunk.first, chunk.last)
         # Heads of one group share K and V: a stride of zero, not a copy. [num_kv_heads, group, T, head_dim]
-        kv = rows.index_select(0, chunk.kv_rows).view(2, num_kv_heads, 1, -1, head_dim)
-        kv = kv.expand(-1, -1, group, -1, -1)
+        gathered = plan.scratch.take(chunk.kv_rows.numel() * slot_len, q.dtype).view(-1, slot_len)
+        torch.index_select(rows, 0, chunk.kv_rows, out=gathered)
+        kv = gathered.view(2, -1, num_kv_heads, 1, head_dim).permute(0, 2, 3, 1, 4).expand(-1, -1, group, -1, -1)
         heads = q[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
         attended = torch.nn.functional.scaled_dot_product_attention(
             heads, kv[0], kv[1], attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale

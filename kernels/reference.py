@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.linear import LinearWeight
+
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Reference of store_kv.store_kv."""
@@ -82,6 +84,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Reference of silu_and_mul.silu_and_mul."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """Reference of linear.linear, for a weight that is not packed."""
+    product = x.double() @ weight.data.double().T
+    return (product if weight.bias is None else product + weight.bias.double()).to(x.dtype)
 
 
 def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

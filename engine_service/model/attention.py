@@ -9,6 +9,7 @@ import torch
 from engine_service.batch import Batch, IntArray
 from kernels.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
 from kernels.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
+from kernels.scratch import Scratch
 from kernels.store_kv import StorePlan, plan_store, store_kv
 
 
@@ -44,13 +45,14 @@ class AttentionMetadata:
 
 
 def build_attention_metadata(
-    batch: Batch, kv_layer: torch.Tensor, windows: Iterable[int | None], dtype: torch.dtype
+    batch: Batch, kv_layer: torch.Tensor, windows: Iterable[int | None], dtype: torch.dtype, scratch: Scratch
 ) -> AttentionMetadata:
     """Split a batch into decode and prefill, and plan both for every window that occurs in the model.
 
     Args:
         kv_layer: any layer's view of the arena; only its shape and strides are used.
         dtype: of the queries.
+        scratch: memory that the step's attention may use.
     """
     slot_mapping = torch.from_numpy(batch.slot_mapping)
     query_lens = np.diff(batch.query_start_loc)
@@ -60,13 +62,15 @@ def build_attention_metadata(
     if len(ones):
         decode_tokens = _index(batch.query_start_loc[ones]) if len(several) else None
         tables, lens = torch.from_numpy(batch.block_tables[ones]), torch.from_numpy(batch.seq_lens[ones])
-        decode_plans = {window: plan_decode(tables, lens, kv_layer, dtype, window) for window in distinct}
+        decode_plans = {window: plan_decode(tables, lens, kv_layer, dtype, window, scratch) for window in distinct}
         decode = DecodeRows(decode_tokens, tables, lens, decode_plans)
     if len(several):
         prefill_tokens = _index(np.flatnonzero(np.repeat(query_lens > 1, query_lens))) if len(ones) else None
         tables, lens = torch.from_numpy(batch.block_tables[several]), torch.from_numpy(batch.seq_lens[several])
         locs = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens[several]))).astype(np.int32))
-        prefill_plans = {window: plan_prefill(tables, lens, locs, kv_layer, dtype, window) for window in distinct}
+        prefill_plans = {
+            window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch) for window in distinct
+        }
         prefill = PrefillRows(prefill_tokens, tables, lens, locs, prefill_plans)
     return AttentionMetadata(slot_mapping, plan_store(slot_mapping, kv_layer), decode, prefill)
 

@@ -4,6 +4,7 @@ Follows transformers' modeling_llama in the order of its operations, so that flo
 that read the same input are one matrix. K and V live in the arena and nowhere else.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from engine_service.model.attention import AttentionMetadata, attend
 from engine_service.model.config import ModelConfig
 from engine_service.model.rope import RotaryTable
+from kernels.linear import LinearWeight, linear, pack_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul
@@ -22,42 +24,42 @@ class LayerWeights:
     """One layer. H hidden, D head_dim, N and M query and kv heads, I intermediate; a bias or norm may be absent.
 
     Attributes:
-        qkv: [(N + 2 M) D, H]: queries, keys, values; qkv_bias [(N + 2 M) D].
+        qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D]; gate_up: [2 I, H], gate first; down: [H, I].
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: LinearWeight
     qk_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
+    o: LinearWeight
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: LinearWeight
+    down: LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]."""
+    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder."""
 
     embed: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: LinearWeight
 
 
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        """Take over `weights`, layer by layer, so that packing them never needs the memory of two models."""
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._weights = weights
+        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack_linear(weights.lm_head)
+        self._layers: list[LayerWeights] = []
+        while weights.layers:
+            self._layers.append(_pack_layer(weights.layers.pop(0)))
         self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype)
 
     def forward(
@@ -80,21 +82,21 @@ class Decoder:
         Returns:
             Logits, float32 [R, vocab_size].
         """
-        weights, eps = self._weights, self.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         rotation = self._rotary.rows(positions, max_position)
         residual: torch.Tensor | None = None
-        x = functional.embedding(token_ids, weights.embed)
-        for index, layer in enumerate(weights.layers):
+        x = functional.embedding(token_ids, self._embed)
+        for index, layer in enumerate(self._layers):
             x, residual = rms_norm(x, layer.input_norm, eps, residual)
             x = self._attention(x, layer, rotation, kv_view[:, index], metadata, self.config.windows[index])
-            if index + 1 == len(weights.layers):  # K and V are written: only the wanted rows go on
+            if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-            x = functional.linear(x, layer.o, layer.o_bias)
+            x = linear(x, layer.o)
             x, residual = rms_norm(x, layer.post_norm, eps, residual)
-            x = silu_and_mul(functional.linear(x, layer.gate_up, layer.gate_up_bias))
-            x = functional.linear(x, layer.down, layer.down_bias)
-        x, _ = rms_norm(x, weights.norm, eps, residual)
-        return functional.linear(x, weights.lm_head).float()
+            x = silu_and_mul(linear(x, layer.gate_up))
+            x = linear(x, layer.down)
+        x, _ = rms_norm(x, self._norm, eps, residual)
+        return linear(x, self._lm_head).float()
 
     def _attention(
         self,
@@ -108,10 +110,20 @@ class Decoder:
         """Heads' outputs [T, N * D], before the output projection."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
-        qkv = functional.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if layer.qk_norm is not None:
             qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
         qk = rotary(qk, *rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
         return attend(q, k, v, kv_layer, metadata, config.scale, window).flatten(1)
+
+
+def _pack_layer(layer: LayerWeights) -> LayerWeights:
+    return dataclasses.replace(
+        layer,
+        qkv=pack_linear(layer.qkv),
+        o=pack_linear(layer.o),
+        gate_up=pack_linear(layer.gate_up),
+        down=pack_linear(layer.down),
+    )

@@ -5,11 +5,9 @@ decoding are part of our time and not of the echo's.
 """
 
 import asyncio
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import grpc
 import numpy as np
@@ -19,6 +17,7 @@ from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.steps import StepItems, encode
 from tests.benchmarks.echo_server import METHOD, SIZE_KEY
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
+from tests.benchmarks.processes import process
 
 _NUM_WARM_UP, _NUM_STEPS = 60, 640
 
@@ -34,8 +33,8 @@ async def _compare(load: Growing) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         cache, echo = f"unix:{folder}/cache", f"unix:{folder}/echo"
         async with (
-            _process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
-            _process("-m", "tests.benchmarks.echo_server", echo),
+            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            process("-m", "tests.benchmarks.echo_server", echo, ready_on="stdout"),
         ):
             ours, theirs = await _alternate(load, cache, echo)
     return {
@@ -86,22 +85,3 @@ async def _alternate(load: Growing, cache: str, echo: str) -> tuple[list[float],
                     theirs.append((end - middle) * 1e6)
             await call.done_writing()
     return ours, theirs
-
-
-@asynccontextmanager
-async def _process(*args: str) -> AsyncIterator[None]:
-    """A Python process that serves by the time the body runs, and is gone after it."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *args, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stderr is not None
-    ready = process.stdout if "echo_server" in args[1] else process.stderr
-    try:
-        while b"ready" not in (line := await ready.readline()):
-            if not line:
-                raise RuntimeError(f"{args} ended before it was ready: {(await process.communicate())[1].decode()[-400:]}")
-        yield
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.communicate()

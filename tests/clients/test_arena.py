@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+
 from kvkeeper.client import KvkeeperError
 from kvkeeper.client.arena import attach_arena
 
@@ -53,11 +54,11 @@ def memfd():  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def attach_socket(tmp_path: Path):  # type: ignore[no-untyped-def]
+def attach_socket(folder: Path):  # type: ignore[no-untyped-def]
     opened: list[AttachSocket] = []
 
     def make(answer: Callable[[socket.socket], None]) -> AttachSocket:
-        opened.append(AttachSocket(tmp_path / "attach", answer))
+        opened.append(AttachSocket(folder / "attach", answer))
         return opened[-1]
 
     yield make

@@ -4,10 +4,10 @@ import asyncio
 
 import grpc
 import pytest
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
 from kvkeeper.client.retry import Patience
-
 from tests.support.fake_cache import FakeCache, Fault, Refusal
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)

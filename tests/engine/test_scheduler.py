@@ -171,7 +171,7 @@ def test_a_sequence_that_ended_while_it_was_created_is_released() -> None:
     assert sequence.sequence_id is not None
     world.cache.create(sequence.sequence_id, [1, 2], 5)
     world.cancel(request)
-    world.scheduler.created(sequence)
+    world.scheduler.waiting.created(sequence)
     world.run()
 
 
@@ -192,7 +192,7 @@ def test_a_lost_session_restarts_all_from_the_tokens_they_hold() -> None:
     world.submit(make_request([1, 2, 0, 1, 2, 1], 9))
     for _ in range(4):
         world.step()
-    world.scheduler.reset()
+    assert world.scheduler.reset(world.limits) == []
     world.cache.__init__(40, 4, 64)  # type: ignore[misc]
     world.memory.clear()
     world.submit(make_request([2, 2], 2))

@@ -54,7 +54,7 @@ def test_both_in_each_dtype_and_block_size(dtype, block_size):
 
 
 def test_decode_groups_sequences_of_unlike_length(monkeypatch):
-    monkeypatch.setattr("kernels.paged_attention_decode._PADDING_ELEMENTS", 32)
+    monkeypatch.setattr("kernels.paged_attention_decode._PADDING_ELEMENTS", 64)
     world = make_world([3, 40, 1, 38, 0, 4, 39])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None)
     assert len(plan.groups) > 1

@@ -43,8 +43,10 @@ class CoreCache:
     def step(self, plan: Plan) -> StepReply:
         self._step_id += 1
         columns = {name: getattr(plan, name) for name in _COLUMNS}
-        assert all(column.dtype == (np.int64 if "ids" in name or name.startswith("fork") and name != "fork_lens" else np.int32)
-                   for name, column in columns.items())
+        assert all(
+            column.dtype == (np.int64 if "ids" in name or (name.startswith("fork") and name != "fork_lens") else np.int32)
+            for name, column in columns.items()
+        )
         reply = self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
         assert self.manager.check_invariants() == []
         return reply

@@ -41,9 +41,7 @@ class Refusal:
     def status(self) -> Any:
         details = []
         if self.reason:
-            details.append(
-                _packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="kvkeeper", metadata=self.metadata))
-            )
+            details.append(_packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="kvkeeper", metadata=self.metadata)))
         if self.retry_ms is not None:
             delay = duration_pb2.Duration(nanos=self.retry_ms * 1_000_000)
             details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))

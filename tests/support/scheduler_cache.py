@@ -159,9 +159,7 @@ class NaiveCache:
         answer.start_num_blocks.append(len(sequence.table or ()))
         answer.start_block_ids += sequence.table or []
 
-    def _reserve(
-        self, item: int, sequence_id: int, least: int, most: int, starved: bool, answer: FakeAnswer
-    ) -> bool:
+    def _reserve(self, item: int, sequence_id: int, least: int, most: int, starved: bool, answer: FakeAnswer) -> bool:
         """Whether later items may have new blocks."""
         sequence = self.sequences[sequence_id]
         assert sequence.table is not None

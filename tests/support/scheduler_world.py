@@ -47,8 +47,9 @@ class World:
     ) -> None:
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
-        limits = Limits(block_size, num_blocks - 1, limit, max_sequences, max_running, token_budget, chunk_size)
+        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
         self.limits = limits
+        self.num_usable_blocks = num_blocks - 1
         self.scheduler = Scheduler(limits)
         self.memory: dict[int, tuple[int, ...]] = {}
         self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
@@ -86,9 +87,9 @@ class World:
             try:
                 self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
             except OutOfSequencesError:
-                self.scheduler.create_refused(sequence)
+                self.scheduler.waiting.create_refused(sequence)
                 return
-            self.scheduler.created(sequence)
+            self.scheduler.waiting.created(sequence)
 
     def step(self) -> Work:
         for request in self._cancels.pop(self.num_steps, ()):
@@ -119,7 +120,7 @@ class World:
         self.step()
         assert not self.cache.sequences
         assert not self.scheduler.running.by_id
-        assert self.cache.num_reusable_blocks == self.limits.num_usable_blocks
+        assert self.cache.num_reusable_blocks == self.num_usable_blocks
 
     def check_outputs(self) -> None:
         for request in self.requests:

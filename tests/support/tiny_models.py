@@ -55,7 +55,11 @@ TINY_MODELS = (
     TinyModel("llama", "Llama"),
     TinyModel("llama_tied", "Llama", {"tie_word_embeddings": True}),
     TinyModel("llama_llama3_rope", "Llama", {"rope_parameters": _LLAMA3_ROPE}),
-    TinyModel("llama_biased_linear_rope", "Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE}),
+    TinyModel(
+        "llama_biased_linear_rope",
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE},
+    ),
     TinyModel("mistral", "Mistral", {"sliding_window": None}),
     TinyModel("mistral_window", "Mistral", {"sliding_window": 8}),
     TinyModel("qwen2", "Qwen2"),
@@ -66,11 +70,11 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
-)  # fmt: skip
+)
 
 
 def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_shard_size: str = "1GB") -> Path:
-    """Write config.json and safetensors of a random model; biases and norms are random too, so that losing one shows."""
+    """Write config.json and safetensors of a random model; random biases and norms too, so that losing one shows."""
     config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})
     torch.manual_seed(seed)
     with _quiet():
@@ -98,12 +102,50 @@ def write_v4_config(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class NumericsCase:
+    """A sequence to compute, and how its K and V come to be.
+
+    Attributes:
+        tokens: the whole sequence; every token's logits are compared.
+        hit_len: leading tokens, whole blocks, whose blocks are those of `parent` (0: none).
+        fork_len: leading tokens shared with `parent` by a fork; a partial last block is copied on write (0: none).
+        parent: index of an earlier case, computed before this one.
+        preempt_at: after this many tokens the sequence loses its blocks and starts again in others (None: never).
+    """
+
+    tokens: tuple[int, ...]
+    hit_len: int = 0
+    fork_len: int = 0
+    parent: int = 0
+    preempt_at: int | None = None
+
+
+def numerics_cases(block_size: int) -> tuple[NumericsCase, ...]:
+    """Prompts of k*B - 1, k*B and k*B + 1 tokens, prefix hits, forks with and without a partial tail, preemptions."""
+    lengths = [n for k in (1, 2, 3) for n in (k * block_size - 1, k * block_size, k * block_size + 1)]
+    cases = [NumericsCase(random_tokens(n, seed=n)) for n in lengths]
+    parent, whole = len(cases) - 1, cases[-1].tokens  # of 3 * B + 1 tokens
+
+    def continued(shared: int, num_own: int) -> tuple[int, ...]:
+        return (*whole[:shared], *random_tokens(num_own, seed=1000 + shared + num_own))
+
+    for num_blocks, num_own in ((1, 1), (2, block_size), (3, block_size + 1)):
+        shared = num_blocks * block_size
+        cases.append(NumericsCase(continued(shared, num_own), hit_len=shared, parent=parent))
+    for shared, num_own in ((block_size, 1), (block_size + 1, 2), (3 * block_size - 1, 2 * block_size)):
+        cases.append(NumericsCase(continued(shared, num_own), fork_len=shared, parent=parent))
+    for at in (block_size - 1, block_size, 2 * block_size + 1):
+        cases.append(NumericsCase(random_tokens(3 * block_size, seed=2000 + at), preempt_at=at))
+    return tuple(cases)
+
+
+@dataclass(frozen=True, slots=True)
 class ReferenceLogits:
     """Teacher-forced logits of transformers, float32.
 
     Attributes:
-        eager: [T, vocab_size] of each sequence.
-        noise: largest difference between eager and SDPA attention, over all sequences.
+        eager: [T, vocab_size] of each case.
+        noise: largest difference between eager and SDPA attention over all cases.
     """
 
     eager: tuple[torch.Tensor, ...]
@@ -114,26 +156,31 @@ class ReferenceLogits:
         """The largest error that an engine may have: 1e-5, and 5 times what transformers itself differs by."""
         return min(1e-5, 5 * self.noise)
 
+    def error(self, found: Sequence[torch.Tensor]) -> float:
+        """Largest absolute error of logits found for the cases, in their order; NaN anywhere gives NaN."""
+        assert [f.shape for f in found] == [e.shape for e in self.eager]
+        errors = torch.stack([(f - e).abs().max() for f, e in zip(found, self.eager, strict=True)])
+        return float(errors.max())
 
-def reference_logits(folder: Path, sequences: Sequence[Sequence[int]]) -> ReferenceLogits:
-    """Run every sequence whole, without a cache, through transformers with eager and with SDPA attention."""
-    eager = _logits(folder, sequences, "eager")
-    sdpa = _logits(folder, sequences, "sdpa")
+
+def reference_logits(folder: Path, cases: Sequence[NumericsCase]) -> ReferenceLogits:
+    """Run every case whole, without a cache, through transformers with eager and with SDPA attention."""
+    eager, sdpa = _logits(folder, cases, "eager"), _logits(folder, cases, "sdpa")
     return ReferenceLogits(eager, max(float((a - b).abs().max()) for a, b in zip(eager, sdpa, strict=True)))
 
 
-def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+def random_tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     """Token ids in [3, VOCAB_SIZE)."""
-    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tuple(torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def _logits(folder: Path, sequences: Sequence[Sequence[int]], attention: str) -> tuple[torch.Tensor, ...]:
+def _logits(folder: Path, cases: Sequence[NumericsCase], attention: str) -> tuple[torch.Tensor, ...]:
     with _quiet():
         network = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention, dtype=torch.float32
         ).eval()
     with torch.no_grad():
-        return tuple(network(torch.tensor([list(tokens)]), use_cache=False).logits[0] for tokens in sequences)
+        return tuple(network(torch.tensor([case.tokens]), use_cache=False).logits[0] for case in cases)
 
 
 @contextlib.contextmanager

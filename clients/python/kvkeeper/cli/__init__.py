@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvkeeper.cli import generate, sequences, services, stats, status, up
+from kvkeeper.cli import demo, generate, sequences, services, stats, status, up
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, failure
 from kvkeeper.client import KvkeeperError
 
-_COMMANDS = (up, generate, status, stats, sequences)
+_COMMANDS = (up, demo, generate, status, stats, sequences)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

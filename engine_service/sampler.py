@@ -1,0 +1,184 @@
+"""Sampler: from a step's logits to one token per row.
+
+Vectorised over rows; a row's token is a function of its own logits, parameters, history and (seed, sample index,
+position), never of the rows beside it, so that a resumed or re-batched request continues as it would have. A row
+whose logits are not finite is reported, and the others are sampled: one request's failure is its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_service.errors import SamplingParamsError
+from kernels.philox import uniforms
+from kernels.sampling import SamplingTensors, sample_rows
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row's next token is drawn.
+
+    Attributes:
+        temperature: 0 to 100; 0: the likeliest token (greedy), and the filters below do not apply.
+        top_p: (0, 1], 1: off. top_k: >= 0, 0: off. min_p: [0, 1], 0: off. typical_p: (0, 1], 1: off.
+        repetition_penalty: > 0, 1: off; divides positive and multiplies negative logits of every token of prompt and
+            output (arXiv 1909.05858).
+        frequency_penalty, presence_penalty: -2 to 2, 0: off; subtracted per occurrence, and once, in the output.
+        seed: 0 <= seed < 2^64, or None: the engine chooses one per request.
+
+    Raises:
+        SamplingParamsError: out of range.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int = 40
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.1
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 100, "0, or 0.001 to 100")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", 0 <= self.top_k < 2**31 and self.top_k == int(self.top_k), "an integer of at least 0")
+        self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        self._check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1")
+        self._check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
+        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
+        self._check("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2^64 - 1")
+
+    def _check(self, field: str, allowed: bool, text: str) -> None:  # comparisons with NaN are false, so it is refused
+        if not allowed:
+            raise SamplingParamsError(field, getattr(self, field), text)
+
+
+GREEDY = SamplingParams(temperature=0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRow:
+    """One row to sample.
+
+    Attributes:
+        seed: of the request, 0 <= seed < 2^64.
+        sample_idx: which of the request's n samples.
+        token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
+        num_prompt_tokens: how many of them are the prompt's.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_idx: int
+    token_ids: npt.NDArray[np.integer]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """token_ids: int64 [S], meaningless in bad_rows, the indices of rows whose logits were not finite."""
+
+    token_ids: npt.NDArray[np.int64]
+    bad_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprobs:
+    """Natural logarithms: of the chosen tokens [S], and of the num_top likeliest, ids and values, each [S, num_top]."""
+
+    chosen: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int64]
+    top: npt.NDArray[np.float32]
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    """Draw one token per row.
+
+    Args:
+        logits: float32 [S, V], not changed. -inf is a token that must not be drawn.
+        rows: S of them, in the order of the logits.
+    """
+    assert logits.shape[0] == len(rows), "one row per row of logits"
+    finite = torch.isfinite(logits.amax(dim=1)).numpy()  # NaN and +inf win a maximum; -inf only if all are
+    logits = _apply_penalties(logits, rows)
+    greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
+    token_ids = np.zeros(len(rows), dtype=np.int64)
+    if (picked := np.flatnonzero(greedy & finite)).size:
+        token_ids[picked] = _rows_of(logits, picked).argmax(dim=1).numpy()
+    if (picked := np.flatnonzero(~greedy & finite)).size:
+        chosen = [rows[index] for index in picked.tolist()]
+        drawn = sample_rows(_rows_of(logits, picked), _tensors(chosen), torch.from_numpy(_uniforms(chosen)))
+        token_ids[picked] = drawn.numpy()
+    return SampledTokens(token_ids, tuple(np.flatnonzero(~finite).tolist()))
+
+
+@torch.inference_mode()
+def logprobs(logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: int = 0) -> TokenLogprobs:
+    """Log-probabilities under the unpenalised, unfiltered distribution at temperature 1, for logits [S, V]."""
+    normalised = torch.log_softmax(logits, dim=1)
+    chosen = normalised.gather(1, torch.from_numpy(token_ids)[:, None]).flatten()
+    top, top_ids = normalised.topk(min(num_top, logits.shape[1]), dim=1)
+    return TokenLogprobs(chosen.numpy(), top_ids.numpy(), top.numpy())
+
+
+def _rows_of(logits: torch.Tensor, picked: npt.NDArray[np.intp]) -> torch.Tensor:
+    return logits if len(picked) == logits.shape[0] else logits[torch.from_numpy(picked)]
+
+
+def _tensors(rows: Sequence[SamplingRow]) -> SamplingTensors:
+    def column(field: str) -> torch.Tensor:
+        return torch.from_numpy(np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
+
+    return SamplingTensors(
+        column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p")
+    )
+
+
+def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
+    return uniforms(
+        np.array([row.seed for row in rows], dtype=np.uint64),
+        np.array([row.sample_idx for row in rows], dtype=np.uint64),
+        np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
+    )
+
+
+def _apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Penalised logits: a copy if any row has a penalty. Tokens outside the vocabulary are not in the history."""
+    repeated = [index for index, row in enumerate(rows) if row.params.repetition_penalty != 1]
+    counted = [index for index, row in enumerate(rows) if row.params.frequency_penalty or row.params.presence_penalty]
+    if not repeated and not counted:
+        return logits
+    logits = logits.clone()
+    flat, vocab_size = logits.view(-1), logits.shape[1]
+    if repeated:
+        cells, owners = _history_cells(rows, repeated, vocab_size, with_prompt=True)
+        penalty = torch.tensor([rows[index].params.repetition_penalty for index in repeated])[owners]
+        seen = flat[cells]
+        flat[cells] = torch.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
+    if counted:
+        cells, owners = _history_cells(rows, counted, vocab_size, with_prompt=False)
+        cells, counts = cells.unique(return_counts=True)
+        params = {index: rows[index].params for index in counted}
+        owner_rows = (cells // vocab_size).tolist()
+        frequency = torch.tensor([params[index].frequency_penalty for index in owner_rows])
+        presence = torch.tensor([params[index].presence_penalty for index in owner_rows])
+        flat[cells] -= frequency * counts + presence
+    return logits
+
+
+def _history_cells(
+    rows: Sequence[SamplingRow], picked: Sequence[int], vocab_size: int, *, with_prompt: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cells of the flat logits that the histories of some rows name, and for each the index into `picked`."""
+    histories = [rows[i].token_ids[0 if with_prompt else rows[i].num_prompt_tokens :] for i in picked]
+    starts = np.asarray(picked, dtype=np.int64) * vocab_size
+    cells = np.concatenate([history + start for history, start in zip(histories, starts, strict=True)])
+    owners = np.repeat(np.arange(len(picked)), [len(history) for history in histories])
+    return torch.from_numpy(cells), torch.from_numpy(owners)

@@ -1,0 +1,136 @@
+"""Teacher-forced logits through the paged cache against transformers, with hand-made block tables.
+
+The arena is NaN wherever nothing was written, block ids are shuffled, and prefix hits, forks with a copied tail and
+preemptions happen on the way. The bound is RELIABILITY's: 1e-5, and 5 times transformers' own eager-against-SDPA
+difference in the same run; a dropped token must exceed it 1,000 times.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engine_service.batch import ScheduledRow, WantLogits, build_batch
+from engine_service.model.loader import load_model
+from engine_service.model_runner import ModelRunner, kv_layout_of
+from tests.support.tiny_models import (
+    TINY_MODELS,
+    NumericsCase,
+    build_model_folder,
+    numerics_cases,
+    random_tokens,
+    reference_logits,
+)
+
+torch.set_num_threads(1)
+
+BLOCK_SIZE = 4
+CHUNK_SIZES = (1, 7, BLOCK_SIZE, 64)
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
+def world(request, tmp_path_factory):
+    """A loaded model, the cases, and transformers' logits of them."""
+    folder = build_model_folder(tmp_path_factory.mktemp("model"), request.param)
+    cases = numerics_cases(BLOCK_SIZE)
+    model, _ = load_model(folder, progress=False)
+    return model, cases, reference_logits(folder, cases)
+
+
+class HandTables:
+    """A runner on a plain tensor, with block tables made by hand: what the cache service will do, without one."""
+
+    def __init__(self, model, num_blocks=200, fill=float("nan")):
+        layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+        view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
+        self.runner = ModelRunner(model, view, layout)
+        self.free = (np.random.default_rng(0).permutation(num_blocks - 1) + 1).tolist()
+        self.num_copies = 0
+
+    def take(self, num_blocks):
+        return [self.free.pop() for _ in range(num_blocks)]
+
+    def table_for(self, case: NumericsCase, parent_table):
+        """The block table that the case starts with, and how many of its tokens are in the cache already."""
+        table, shared = [], max(case.hit_len, case.fork_len)
+        if shared:
+            table = list(parent_table[: -(-shared // BLOCK_SIZE)])
+            if shared % BLOCK_SIZE:  # copy-on-write of the partial tail
+                (own,) = self.take(1)
+                self.runner.copy_blocks([(table[-1], own)])
+                table[-1] = own
+                self.num_copies += 1
+        table += self.take(-(-len(case.tokens) // BLOCK_SIZE) - len(table))
+        return np.array(table, dtype=np.int32), shared
+
+    def compute(self, cases, chunk_size):
+        """All logits of all cases [len(tokens), vocab_size] in chunks; every case in one batch as soon as it can be."""
+        found = [[] for _ in cases]
+        tables, done = {}, {}
+        preempt_at = {index: case.preempt_at for index, case in enumerate(cases)}
+        while len(tables) < len(cases) or any(done[i] < len(cases[i].tokens) for i in tables):
+            for index, case in enumerate(cases):
+                shared = max(case.hit_len, case.fork_len)
+                if index not in tables and (not shared or done.get(case.parent, 0) >= shared):
+                    tables[index], done[index] = self.table_for(case, tables.get(case.parent))
+                    if shared:
+                        found[index].append(torch.cat(found[case.parent])[:shared])
+            rows, members = [], []
+            for index, table in tables.items():
+                tokens, start = cases[index].tokens, done[index]
+                stop = min(start + chunk_size, preempt_at[index] or len(tokens))
+                if start < stop:
+                    rows.append(ScheduledRow(tokens[start:stop], start, table, WantLogits.ALL))
+                    members.append(index)
+            batch = build_batch(rows, BLOCK_SIZE)
+            logits = self.runner.forward(batch)
+            for member, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
+                found[member].append(logits[first:last])
+                done[member] += int(last - first)
+                if done[member] == preempt_at[member]:
+                    tables[member] = np.array(self.take(len(tables[member])), dtype=np.int32)
+                    done[member], found[member], preempt_at[member] = 0, [], None
+        return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+def test_logits_are_those_of_transformers(world, chunk_size):
+    model, cases, reference = world
+    tables = HandTables(model)
+    assert reference.error(tables.compute(cases, chunk_size)) <= reference.bound
+    assert tables.num_copies == 2
+
+
+def test_the_noise_is_not_nothing(world):
+    assert 1e-7 < world[2].noise < 1e-5
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_a_dropped_token_exceeds_the_bound_a_thousand_times(world, chunk_size, monkeypatch):
+    model, cases, reference = world
+    (index,) = [i for i, case in enumerate(cases) if case.fork_len == 3 * BLOCK_SIZE - 1]
+    case = NumericsCase(cases[index].tokens)
+    dropped = len(case.tokens) - 3
+
+    def drop(batch):
+        slots = np.where(batch.positions == dropped, -1, batch.slot_mapping)
+        return dataclasses.replace(batch, slot_mapping=slots)
+
+    tables = HandTables(model, fill=0.0)
+    forward = tables.runner.forward
+    monkeypatch.setattr(tables.runner, "forward", lambda batch: forward(drop(batch)))
+    (found,) = tables.compute([case], chunk_size)
+    errors = (found - reference.eager[index]).abs().amax(dim=1)
+    assert float(errors[:dropped].max()) <= reference.bound
+    assert float(errors[dropped:].min()) > 1000 * reference.bound
+
+
+def test_a_prompt_longer_than_the_first_rotary_table(tmp_path):
+    """The table of cosines starts at 1,024 positions and grows."""
+    model_of = next(model for model in TINY_MODELS if model.name == "mistral_window")
+    folder = build_model_folder(tmp_path, model_of)
+    cases = [NumericsCase(random_tokens(1100))]
+    reference = reference_logits(folder, cases)
+    tables = HandTables(load_model(folder, progress=False)[0], num_blocks=300)
+    assert reference.error(tables.compute(cases, 500)) <= reference.bound
