@@ -88,6 +88,8 @@ class BlockTables:
             num_full = lens // self._block_size
             behind = (num_full > seqs.num_published[slots]).nonzero()[0]
             if len(behind):
+                behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
+            if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
@@ -265,6 +267,7 @@ class BlockTables:
         copies = self.pool.allocate(len(due))
         self.last_roots[copies] = seqs.roots[slot]
         seqs.tables[slot, due] = copies
+        seqs.last_copy_step[slot] = owner.step_id
         log.copy_sources.extend(sources.tolist())
         log.copy_destinations.extend(copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):

@@ -126,7 +126,7 @@ _PARSERS: dict[str, Any] = {
 
 _HELP = {
     "listen": "loopback host:port, or unix:/path",
-    "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or one of your own in the temporary folder)",
+    "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or a private temporary one)",
     "pool_memory": "memory of each pool, reserved at start, for example 256MiB",
     "num_pools": "most pools, that is KV specs, at once",
     "num_blocks": "blocks of each pool instead of --pool-memory, reserved when its first session opens",
@@ -151,8 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     for item in fields(CacheConfig):
         text = _HELP[item.name]
         if isinstance(item.default, int | float | str):
-            shown = f"{item.default // MIB}MiB" if item.name == "pool_memory" else item.default
-            text += f" (default: {shown})"
+            text += f" (default: {_shown(item.name, item.default)})"
         if item.type is bool:
             parser.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
@@ -166,6 +165,12 @@ def _parsed(source: str, parse: Any, text: str) -> Any:
     except ValueError as error:
         wanted = "a number" if parse in (int, float) else str(error)
         raise ConfigError(f"{source}: {wanted}, not {text!r}") from None
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value // MIB}MiB" if name == "pool_memory" else str(value)
 
 
 def _flag(name: str) -> str:

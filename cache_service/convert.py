@@ -38,70 +38,94 @@ _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXEC
 
 
 def step_batch(request: pb.StepRequest) -> StepBatch:
-    """The columns of a Step as arrays over the message's bytes. Raises InvalidField, NotImplementedYet."""
+    """The columns of a Step as arrays over the message's bytes. Raises InvalidField, NotImplementedYet.
+
+    Most steps only commit and reserve, so the other lists are looked at only where one of their columns is there.
+    """
     if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
         raise NotImplementedYet("swapping is not part of this build", feature="swap")
     check_no_transfers(request)
-    commit_ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
-    num_commits = len(commit_ids)
-    tokens = request.commit_token_ids
-    parents = _int64(request.fork_parent_ids, "fork_parent_ids")
-    num_forks = len(parents)
-    children = _int64(request.fork_child_ids, "fork_child_ids")
-    if len(children) != num_forks:
-        raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=num_forks)
-    truncate_ids = _int64(request.truncate_sequence_ids, "truncate_sequence_ids")
-    start_ids = _int64(request.start_sequence_ids, "start_sequence_ids")
-    num_starts = len(start_ids)
-    reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
-    num_reserves = len(reserve_ids)
+    commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = _EMPTY64
+    commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = _EMPTY32
+    start_max_new = start_max_hit = reserve_min = reserve_max = _EMPTY32
+    if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
+        commit_ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
+        commit_lens = _int32(request.commit_num_tokens, "commit_num_tokens", len(commit_ids))
+        commit_num_new = _int32(request.commit_num_new_tokens, "commit_num_new_tokens", len(commit_ids))
+        tokens = request.commit_token_ids
+        commit_tokens = _int32(tokens, "commit_token_ids", len(tokens) // 4)
+    if request.fork_parent_ids or request.fork_child_ids or request.fork_num_tokens:
+        fork_ids = _int64(request.fork_parent_ids, "fork_parent_ids")
+        fork_children = _int64(request.fork_child_ids, "fork_child_ids")
+        if len(fork_children) != len(fork_ids):
+            raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=len(fork_ids))
+        fork_lens = _int32(request.fork_num_tokens, "fork_num_tokens", len(fork_ids))
+    if request.truncate_sequence_ids or request.truncate_num_tokens:
+        truncate_ids = _int64(request.truncate_sequence_ids, "truncate_sequence_ids")
+        truncate_lens = _int32(request.truncate_num_tokens, "truncate_num_tokens", len(truncate_ids))
+    if request.release_sequence_ids:
+        release_ids = _int64(request.release_sequence_ids, "release_sequence_ids")
+    if request.start_sequence_ids or request.start_max_new_tokens or request.start_max_hit_tokens:
+        start_ids = _int64(request.start_sequence_ids, "start_sequence_ids")
+        start_max_new = _int32(request.start_max_new_tokens, "start_max_new_tokens", len(start_ids))
+        start_max_hit = _int32(request.start_max_hit_tokens, "start_max_hit_tokens", len(start_ids))
+    if request.reserve_sequence_ids or request.reserve_min_tokens or request.reserve_max_tokens:
+        reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
+        reserve_min = _int32(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
+        reserve_max = _int32(request.reserve_max_tokens, "reserve_max_tokens", len(reserve_ids))
     return StepBatch(
         request.step_id,
         request.completed_step_id,
         commit_ids,
-        _int32(request.commit_num_tokens, "commit_num_tokens", num_commits),
-        _int32(request.commit_num_new_tokens, "commit_num_new_tokens", num_commits),
-        _int32(tokens, "commit_token_ids", len(tokens) // 4),
-        parents,
-        children,
-        _int32(request.fork_num_tokens, "fork_num_tokens", num_forks),
+        commit_lens,
+        commit_num_new,
+        commit_tokens,
+        fork_ids,
+        fork_children,
+        fork_lens,
         truncate_ids,
-        _int32(request.truncate_num_tokens, "truncate_num_tokens", len(truncate_ids)),
-        _int64(request.release_sequence_ids, "release_sequence_ids"),
+        truncate_lens,
+        release_ids,
         start_ids,
-        _int32(request.start_max_new_tokens, "start_max_new_tokens", num_starts),
-        _int32(request.start_max_hit_tokens, "start_max_hit_tokens", num_starts),
+        start_max_new,
+        start_max_hit,
         reserve_ids,
-        _int32(request.reserve_min_tokens, "reserve_min_tokens", num_reserves),
-        _int32(request.reserve_max_tokens, "reserve_max_tokens", num_reserves),
+        reserve_min,
+        reserve_max,
     )
 
 
 def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
     """The StepResponse that answers a Step, as the bytes that every repeat of it gets."""
-    return pb.StepResponse(
+    response = pb.StepResponse(
         step_id=step_id,
         epoch=epoch,
         revision=reply.revision,
-        fork_results=reply.fork_results.tobytes(),
-        start_results=reply.start_results.tobytes(),
-        start_num_hit_tokens=reply.start_hits.tobytes(),
-        start_num_reserved_tokens=reply.start_reserved.tobytes(),
-        start_num_blocks=reply.start_num_blocks.tobytes(),
-        start_block_ids=reply.start_block_ids.tobytes(),
         reserve_num_reserved_tokens=reply.reserve_reserved.tobytes(),
-        new_block_item_idx=reply.new_block_item_idx.tobytes(),
-        new_block_ids=reply.new_block_ids.tobytes(),
-        table_update_sequence_ids=reply.update_ids.tobytes(),
-        table_update_table_idx=reply.update_table_idx.tobytes(),
-        table_update_block_ids=reply.update_block_ids.tobytes(),
-        copy_source_block_ids=reply.copy_sources.tobytes(),
-        copy_destination_block_ids=reply.copy_destinations.tobytes(),
         num_free_blocks=reply.num_free,
         num_evictable_blocks=reply.num_evictable,
         num_fenced_blocks=reply.num_fenced,
-        pressure=int(reply.pressure),  # type: ignore[arg-type]  # the numbers are the protocol's
-    ).SerializeToString()
+        pressure=reply.pressure,  # type: ignore[arg-type]  # the numbers are the protocol's
+    )
+    if len(reply.new_block_ids):
+        response.new_block_item_idx = reply.new_block_item_idx.tobytes()
+        response.new_block_ids = reply.new_block_ids.tobytes()
+    if len(reply.fork_results):
+        response.fork_results = reply.fork_results.tobytes()
+    if len(reply.start_results):
+        response.start_results = reply.start_results.tobytes()
+        response.start_num_hit_tokens = reply.start_hits.tobytes()
+        response.start_num_reserved_tokens = reply.start_reserved.tobytes()
+        response.start_num_blocks = reply.start_num_blocks.tobytes()
+        response.start_block_ids = reply.start_block_ids.tobytes()
+    if len(reply.update_ids):
+        response.table_update_sequence_ids = reply.update_ids.tobytes()
+        response.table_update_table_idx = reply.update_table_idx.tobytes()
+        response.table_update_block_ids = reply.update_block_ids.tobytes()
+    if len(reply.copy_sources):
+        response.copy_source_block_ids = reply.copy_sources.tobytes()
+        response.copy_destination_block_ids = reply.copy_destinations.tobytes()
+    return response.SerializeToString()
 
 
 def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None:

@@ -26,6 +26,7 @@ MAX_PROMPT_MESSAGE_BYTES = 4 << 20
 _WITH_PROMPT = {"CreateSequence", "MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix", "StoreLogits", "WriteKv"}
 
 Context = grpc.aio.ServicerContext
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 
 
 class Door(grpc.GenericRpcHandler):
@@ -76,7 +77,7 @@ def _handler(method: Any, function: Any) -> grpc.RpcMethodHandler:
     if method.client_streaming:
 
         async def requests(context: Context) -> AsyncIterator[Message]:
-            while (raw := await context.read()) is not grpc.aio.EOF:
+            while (raw := await context.read()) is not EOF:
                 yield parse(method, raw)
 
         async def client_stream(_: object, context: Context) -> bytes:

@@ -1,9 +1,9 @@
 """The one owner of the core: sessions on their pools, what ends them, and what their end leaves behind.
 
-Everything here is synchronous but opening a session, and runs on one event loop, so the core needs no locks. Rules: a session is
-renewed by messages only; when it ends by itself (lease, grace, death of its process) or by CloseSession, its sequences are
-reclaimed at once, and what it may still write stays in quarantine until its mapping and its running copies are gone, or until it
-says that it has drained. Knows nothing of gRPC.
+Everything here is synchronous but opening a session, and runs on one event loop, so the core needs no locks. Rules: a session
+is renewed by messages only; when it ends by itself (lease, grace, death of its process) or by CloseSession, its sequences
+are reclaimed at once, and what it may still write stays in quarantine until its mapping and running copies are gone, or
+until it says that it has drained. Knows nothing of gRPC.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ import structlog
 
 from cache_service.arena.attach import AttachRefused, Grant
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
-from cache_service.step_core import CloseResult
 from cache_service.registry import Pool, PoolRegistry
 from cache_service.session import Session, SessionTable
+from cache_service.step_core import CloseResult
 from cache_service.types import Executor, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -61,7 +61,6 @@ class LiveSession:
     pool: Pool
     attach_token: str
     stream: Stream | None = None
-    copying: asyncio.Task[None] | None = None  # copies of the last step, while they run in a thread
     is_mapped: bool = False  # its process maps the arena, also after the session's end
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,6 +104,7 @@ class Keeper:
         """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")
+        self.table.check_room()  # a refusal leaves no pool behind, and costs nobody theirs
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
@@ -135,7 +135,7 @@ class Keeper:
         if ended is None or not drained:
             return self._end(self.require(session_id, epoch), "closed", drained=drained)
         if epoch != ended.epoch:
-            raise StaleEpoch("the epoch is not the session's", current_epoch=self.epoch)
+            raise StaleEpoch("the epoch is not the session's", current_epoch=self.table.epoch)
         ended.drained = True
         self._settle(ended)
         return CloseResult(0, 0)
@@ -184,8 +184,9 @@ class Keeper:
 
     def _end(self, live: LiveSession, cause: str, *, drained: bool = False) -> CloseResult:
         session_id = live.core.id
-        # A copy that still runs in a thread writes as an attached process would: its destinations must not be reused yet.
-        may_still_write = _is_copying(live) or (live.is_mapped and not drained)
+        # Copies that still run in a thread write as an attached process would: their destinations must not be reused yet.
+        copying = live.pool.copying
+        may_still_write = copying is not None or (live.is_mapped and not drained)
         self.table.end(live.core)
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
         del self._live[session_id]
@@ -194,8 +195,8 @@ class Keeper:
         ended = self._ended[session_id] = _Ended(live.core.epoch, live if may_still_write else None, drained)
         if may_still_write:
             live.pool.quarantines.add(session_id)
-            if live.copying is not None:
-                live.copying.add_done_callback(lambda _: self._settle(ended))
+            if copying is not None:
+                copying.add_done_callback(lambda _: self._settle(ended))
         self._forget_oldest()
         if live.stream is not None:
             live.stream.end(UnknownSession("the session has ended"))
@@ -228,7 +229,7 @@ class Keeper:
     def _settle(self, ended: _Ended) -> None:
         """Ends the quarantine of an ended session when nothing of it can write any more."""
         live = ended.live
-        if live is None or _is_copying(live) or (live.is_mapped and not ended.drained):
+        if live is None or live.pool.copying is not None or (live.is_mapped and not ended.drained):
             return
         ended.live = None
         num_blocks = live.pool.manager.end_quarantine(live.core.id)
@@ -255,7 +256,3 @@ class Keeper:
         for core in self.table.expired(self._clock.time()):
             self._end(self._live[core.id], "expired")
         self._watch_deadlines()
-
-
-def _is_copying(live: LiveSession) -> bool:
-    return live.copying is not None and not live.copying.done()

@@ -1,7 +1,7 @@
 """K and V of single tokens, for people, tests and clients without shared memory. Never on the path of a step.
 
-Reads and writes rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment: nothing
-is remembered between two chunks, because whatever is awaited in between may change the table.
+Reads and writes rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment:
+nothing is remembered between two chunks, because whatever is awaited in between may change the table.
 """
 
 from collections.abc import Iterator

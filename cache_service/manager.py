@@ -70,6 +70,7 @@ class Manager(StepCore):
             max_hit = num_tokens if look_up else 0
             if self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens):
                 self.revision += 1
+                self.tables.counters.num_steps += 1
                 return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
         requested = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         raise OutOfBlocks(

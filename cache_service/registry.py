@@ -6,19 +6,23 @@ makes room, and the new one gets fresh memory: its K and V are not the old one's
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
 from cache_service import kv_spec
-from cache_service.arena.shared_memory import ByteArray, OutOfMemory, SharedMemoryArena
+from cache_service.arena import memory_limit
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy_blocks
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
-from cache_service.types import PoolConfig, SessionId
+from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
+
+_MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 
 Allocate = Callable[[int], SharedMemoryArena]
 
@@ -45,6 +49,25 @@ class Pool:
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
         self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
         self.last_use = 0
+        self.copying: asyncio.Task[None] | None = None  # large copies in a thread; nothing is granted until they are done
+
+    def copy(self, copies: Copies) -> Awaitable[None] | None:
+        """Runs a call's copies, in order; awaitable when they are large, so that everything but this pool goes on.
+
+        Then they are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
+        granted block could be one of their sources, so whoever grants blocks of this pool awaits `copying` first.
+        """
+        if len(copies.sources) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
+            copy_blocks(self.blocks, copies)
+            return None
+        self.copying = asyncio.create_task(self._copy_in_thread(copies))
+        return asyncio.shield(self.copying)
+
+    async def _copy_in_thread(self, copies: Copies) -> None:
+        try:
+            await asyncio.to_thread(copy_blocks, self.blocks, copies)
+        finally:
+            self.copying = None
 
     @property
     def is_idle(self) -> bool:
@@ -70,12 +93,14 @@ class PoolRegistry:
     async def reserve(self) -> None:
         """Takes the memory that can be taken now. Raises OutOfMemory; its text names the flag."""
         if self._config.num_blocks is None:
-            for number in range(self._config.num_pools):
-                try:
-                    self._spare.append(await asyncio.to_thread(self._allocate, self._config.pool_memory))
-                except OutOfMemory as error:
-                    self.close()
-                    raise OutOfMemory(f"--pool-memory, pool {number + 1} of --num-pools {self._config.num_pools}: {error}") from None
+            num_pools, num_bytes = self._config.num_pools, self._config.pool_memory
+            try:
+                memory_limit.require(num_pools * num_bytes)  # of all, before any is taken
+                for _ in range(num_pools):
+                    self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
+            except OutOfMemory as error:
+                self.close()
+                raise OutOfMemory(f"--num-pools {num_pools} of --pool-memory {num_bytes} bytes: {error}") from None
         self._is_ready = True
 
     async def obtain(self, spec: pb.KvSpec) -> Pool:
@@ -87,7 +112,7 @@ class PoolRegistry:
             pool = self._pools.get(key)
             if pool is None:
                 pool = self._pools[key] = await self._make(key, spec)
-                log.info("pool_made", num_blocks=pool.info.num_blocks, block_bytes=pool.info.block_bytes, model_id=spec.model_id)
+                log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
             self._num_uses += 1
             pool.last_use = self._num_uses
             return pool

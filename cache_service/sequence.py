@@ -37,11 +37,13 @@ class SequenceTable:
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
+        # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
+        self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
         self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
         self.tokens: Int32Array = np.zeros((slots, config.limit_tokens), np.int32)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.num_hit, self.num_accesses, self.num_published),
+            *(self.num_prompt, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
 

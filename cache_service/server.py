@@ -1,8 +1,8 @@
 """Puts the cache service together and takes it apart again.
 
-Owns the order: listen, then reserve memory (whoever calls meanwhile is told to wait), then say SERVING; and backwards: refuse new
-sessions, wait for live ones to close, end streams, remove sockets. One loop runs all of it. A start that fails is a StartError of
-one line, with everything undone.
+Owns the order: listen, then reserve memory (whoever calls meanwhile is told to wait), then say SERVING; and backwards:
+refuse new sessions, wait for live ones to close, end streams, remove sockets. One loop runs all of it. A start that fails is
+a StartError of one line, with everything undone.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import structlog
@@ -18,7 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cache_service.arena.attach import AttachServer
-from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.config import CacheConfig
 from cache_service.door import MAX_PROMPT_MESSAGE_BYTES, SERVICE, Door
 from cache_service.keeper import Clock, Keeper
@@ -28,6 +30,7 @@ from cache_service.service import CacheService
 from cache_service.steps import StepHandler
 
 log = structlog.get_logger()
+HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
@@ -49,7 +52,7 @@ class RunningServer:
     drain_timeout: float
     _grpc: grpc.aio.Server
     _attach: AttachServer
-    _health: health.aio.HealthServicer
+    _health: HealthServicer
     _lock: SocketLock | None
     _is_stopped: bool = False
 
@@ -94,7 +97,7 @@ async def start_server(
         keeper = Keeper(registry, clock or asyncio.get_running_loop(), time.time_ns() // 1000, config.max_sessions)
         attach = AttachServer(_attach_path(config, address), keeper)
         server.add_generic_rpc_handlers((Door(CacheService(config, keeper, str(attach.path)), StepHandler(keeper)),))
-        health_servicer = health.aio.HealthServicer()
+        health_servicer = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         if config.reflection:
@@ -134,6 +137,6 @@ def _attach_path(config: CacheConfig, address: str) -> Path:
     return private_directory(config.runtime_dir) / f"attach-{name}.sock"
 
 
-async def _set_health(servicer: health.aio.HealthServicer, status: int) -> None:
+async def _set_health(servicer: HealthServicer, status: int) -> None:
     for name in ("", SERVICE.full_name):
         await servicer.set(name, status)

@@ -1,23 +1,24 @@
 """CacheService but for its hot path: sessions, one-item calls and questions, as thin wrappers over the core.
 
-One method per RPC, in the proto's order; each takes a parsed request and gives the response, and raises CacheError. A one-item call
-counts as a step whose device work is complete at once: its copies are run here before the answer, so it belongs to sessions
-whose copies the cache service executes. Nothing is awaited between deciding and answering.
+One method per RPC, in the proto's order; each takes a parsed request and gives the response, and raises CacheError. A
+one-item call counts as a step whose device work is complete at once: its copies are run here before the answer, so it
+belongs to sessions whose copies the cache service executes.
 """
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Protocol
 
-from cache_service import convert, door, keeper, kv_io, kv_spec
-from cache_service.arena.shared_memory import copy_blocks
+from cache_service import convert, door, kv_io, kv_spec
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
-from cache_service.keeper import Keeper, LiveSession
+from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
@@ -49,9 +50,9 @@ class CacheService:
             epoch=self._keeper.epoch,
             max_message_bytes=door.MAX_MESSAGE_BYTES,
             max_prompt_message_bytes=door.MAX_PROMPT_MESSAGE_BYTES,
-            min_ttl_ms=_ms(keeper.MIN_TTL),
-            max_ttl_ms=_ms(keeper.MAX_TTL),
-            max_unattached_ttl_ms=_ms(keeper.MAX_UNATTACHED_TTL),
+            min_ttl_ms=_ms(MIN_TTL),
+            max_ttl_ms=_ms(MAX_TTL),
+            max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
             max_sequences=self._config.max_sequences,
             max_tokens_per_sequence=self._config.max_tokens_per_sequence,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
@@ -78,8 +79,8 @@ class CacheService:
         )
 
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
-        ttl_ms = request.ttl_ms or _ms(keeper.DEFAULT_TTL)
-        convert.check_range("ttl_ms", ttl_ms, _ms(keeper.MIN_TTL), _ms(keeper.MAX_UNATTACHED_TTL))
+        ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
+        convert.check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
         convert.check_text("client_name", request.client_name, 64)
         if request.executor not in convert.EXECUTORS:
             raise InvalidField("an executor of Executor is wanted", field="executor")
@@ -114,38 +115,42 @@ class CacheService:
         return pb.CreateSequenceResponse(num_matched_tokens=num_matched)
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
-        live, sequence_id = self._one_item(request), convert.sequence_id(request.sequence_id)
         convert.check_range("num_tokens", request.num_tokens, 1, 2**31 - 1)
-        copies = live.pool.manager.extend(live.core.id, sequence_id, request.num_tokens, look_up=not request.skip_look_up)
-        copy_blocks(live.pool.blocks, copies)
+        await self._copies_done(request)
+        with self._one_item(request) as live:
+            sequence_id = convert.sequence_id(request.sequence_id)
+            look_up = not request.skip_look_up
+            copies = live.pool.manager.extend(live.core.id, sequence_id, request.num_tokens, look_up=look_up)
+        copying = live.pool.copy(copies)
+        if copying is not None:
+            await copying
         return pb.ExtendSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def commit_sequence(self, request: pb.CommitSequenceRequest) -> pb.CommitSequenceResponse:
-        live, sequence_id = self._one_item(request), convert.sequence_id(request.sequence_id)
-        live.pool.manager.commit(
-            live.core.id,
-            sequence_id,
-            request.num_tokens,
-            request.first_token_idx,
-            convert.token_ids(request.token_ids, at_least=0),
-        )
+        tokens = convert.token_ids(request.token_ids, at_least=0)
+        convert.check_range("num_tokens", request.num_tokens, 0, 2**31 - 1)
+        with self._one_item(request) as live:
+            sequence_id = convert.sequence_id(request.sequence_id)
+            live.pool.manager.commit(live.core.id, sequence_id, request.num_tokens, request.first_token_idx, tokens)
         return pb.CommitSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def fork_sequence(self, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
-        live = self._one_item(request)
-        child_id = convert.sequence_id(request.child_id, "child_id")
-        parent_id = convert.sequence_id(request.parent_id, "parent_id")
-        live.pool.manager.fork(live.core.id, parent_id, child_id, request.num_tokens)
+        with self._one_item(request) as live:
+            child_id = convert.sequence_id(request.child_id, "child_id")
+            parent_id = convert.sequence_id(request.parent_id, "parent_id")
+            live.pool.manager.fork(live.core.id, parent_id, child_id, request.num_tokens)
         return pb.ForkSequenceResponse(sequence=_shown(live, child_id))
 
     async def truncate_sequence(self, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
-        live, sequence_id = self._one_item(request), convert.sequence_id(request.sequence_id)
-        live.pool.manager.truncate(live.core.id, sequence_id, request.num_tokens)
+        with self._one_item(request) as live:
+            sequence_id = convert.sequence_id(request.sequence_id)
+            live.pool.manager.truncate(live.core.id, sequence_id, request.num_tokens)
         return pb.TruncateSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def release_sequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
-        live, sequence_id = self._one_item(request), convert.sequence_id(request.sequence_id)
-        return pb.ReleaseSequenceResponse(num_dropped_blocks=live.pool.manager.release(live.core.id, sequence_id))
+        with self._one_item(request) as live:
+            num_dropped = live.pool.manager.release(live.core.id, convert.sequence_id(request.sequence_id))
+        return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
 
     async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -171,9 +176,7 @@ class CacheService:
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         blocks = live.pool.manager.match_prefix(convert.tenant(request.tenant), convert.token_ids(request.token_ids))
-        return pb.MatchPrefixResponse(
-            num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks.tolist()
-        )
+        return pb.MatchPrefixResponse(num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks.tolist())
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -223,9 +226,9 @@ class CacheService:
     async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:
         num_chunks = num_bytes = 0
         async for request in requests:
-            live, sequence_id = self._one_item(request), convert.sequence_id(request.sequence_id)
-            first, key, value = request.first_token_idx, request.key, request.value
-            kv_io.write(live.pool, live.core.id, sequence_id, request.layer_idx, first, key, value)
+            sequence_id, key, value = convert.sequence_id(request.sequence_id), request.key, request.value
+            with self._one_item(request) as live:
+                kv_io.write(live.pool, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
             num_chunks += 1
             num_bytes += len(key) + len(value)
         return pb.WriteKvResponse(num_chunks=num_chunks, num_bytes=num_bytes)
@@ -238,13 +241,24 @@ class CacheService:
             response.num_checked_sequences += sum(1 for _ in pool.manager.views(None))
         return response
 
-    def _one_item(self, request: _OfSession) -> LiveSession:
-        """The session of a one-item call. Its first such call fixes its mode. Raises WrongMode."""
+    @contextlib.contextmanager
+    def _one_item(self, request: _OfSession) -> Iterator[LiveSession]:
+        """The session of a one-item call. The first such call that succeeds fixes the session's mode. Raises WrongMode."""
         live = self._keeper.require(request.session_id, request.epoch)
         if live.core.executor is Executor.ENGINE:
-            raise WrongMode("an engine that executes its copies steps; one-item calls cannot hand it copies", mode="steps")
+            raise WrongMode("an engine that executes its copies steps: a one-item call cannot hand it any", mode="steps")
+        mode = live.core.mode
         live.core.use_mode(SessionMode.ONE_ITEM)
-        return live
+        try:
+            yield live
+        except Exception:
+            live.core.mode = mode
+            raise
+
+    async def _copies_done(self, request: _OfSession) -> None:
+        """Waits until no large copy runs in the session's pool; see Pool.copy."""
+        while (copying := self._keeper.require(request.session_id, request.epoch).pool.copying) is not None:
+            await asyncio.shield(copying)
 
     def _views(self, session_id: str) -> Iterator[SequenceView]:
         """Of one session or of all, ordered by (session, sequence)."""

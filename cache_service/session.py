@@ -106,10 +106,14 @@ class SessionTable:
     def live(self) -> list[Session]:
         return list(self._sessions.values())
 
-    def open(self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float) -> Session:
-        """Each session gets an epoch of its own. Raises OutOfSessions."""
+    def check_room(self) -> None:
+        """Raises OutOfSessions where one more would be too many."""
         if len(self._sessions) >= self._max_sessions:
             raise OutOfSessions(f"all {self._max_sessions} sessions are in use", limit=self._max_sessions)
+
+    def open(self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float) -> Session:
+        """Each session gets an epoch of its own. Raises OutOfSessions."""
+        self.check_room()
         assert session_id not in self._sessions, "a session id is drawn once"
         self.epoch += 1
         session = Session(session_id, self.epoch, executor, ttl, client_name, deadline=now + ttl)

@@ -6,8 +6,8 @@ Owns the code of each reason; the proto's ErrorReason says the same in its comme
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY  # type: ignore[attr-defined]
 
 from cache_service.errors import BrokenInvariant, CacheError
 
@@ -52,4 +52,5 @@ def to_status(error: CacheError) -> status_pb2.Status:
 
 async def abort(context: grpc.aio.ServicerContext, error: CacheError) -> None:
     """Ends the call with the refusal's Status; raises grpc's own exception for that."""
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    details = to_status(error).SerializeToString()
+    await context.abort(_CODES[error.reason], str(error), ((GRPC_DETAILS_METADATA_KEY, details),))

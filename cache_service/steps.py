@@ -8,19 +8,15 @@ afterwards, its repeat finds the step done. Nothing here loops over items.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from cache_service import convert
-from cache_service.arena.shared_memory import copy_blocks
-from cache_service.door import MAX_MESSAGE_BYTES
+from cache_service.door import EOF, MAX_MESSAGE_BYTES
 from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
 from cache_service.session import SessionMode
-from cache_service.types import Copies, Executor, StepReply
+from cache_service.types import Copies, Executor
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-
-_MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond; larger copies run in a thread, so that other sessions' steps go on
 
 _parse = pb.StepRequest.FromString
 
@@ -57,7 +53,7 @@ class StepHandler:
         stream = StepStream(task)
         is_lost = True
         try:
-            while (raw := await read()) is not grpc.aio.EOF:
+            while (raw := await read()) is not EOF:
                 try:
                     live, reply = self.apply(raw, stream.live)
                 except Exception:
@@ -78,7 +74,7 @@ class StepHandler:
                 self._keeper.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
-        """Applies one request, of the bound session if there is one; the reply is awaitable while its copies still run.
+        """Applies one request, of the bound session if there is one; the reply is awaitable where copies take their time.
 
         Raises CacheError, and then nothing has changed but the session's lease.
         """
@@ -91,33 +87,36 @@ class StepHandler:
         live = self._keeper.require(request.session_id, request.epoch)
         if live is not bound and bound is not None:
             raise InvalidField("a stream carries the steps of one session", field="session_id")
+        if live.pool.copying is not None:
+            return live, self._apply_later(live.pool.copying, raw, live)
         session = live.core
-        step_id = request.step_id
+        step_id, completed_step_id = request.step_id, request.completed_step_id
         recorded = session.repeat_of(step_id, raw)
         if recorded is not None:
-            return live, recorded if live.copying is None else _after(live.copying, recorded)
-        session.check_completed(step_id, request.completed_step_id)
+            return live, recorded
+        session.check_completed(step_id, completed_step_id)
+        batch = convert.step_batch(request)
+        mode = session.mode
         session.use_mode(SessionMode.STEPS)
-        reply = live.pool.manager.step(session.id, convert.step_batch(request))
+        try:
+            reply = live.pool.manager.step(session.id, batch)
+        except Exception:
+            session.mode = mode
+            raise
         answer = convert.step_response(reply, step_id, session.epoch)
-        session.record(step_id, request.completed_step_id, raw, answer)
+        session.record(step_id, completed_step_id, raw, answer)
         if session.executor is Executor.CACHE and len(reply.copy_sources):
-            return live, self._copy(live, reply, answer)
-        live.copying = None
+            copying = live.pool.copy(Copies(reply.copy_sources, reply.copy_destinations))
+            if copying is not None:
+                return live, _after(copying, answer)
         return live, answer
 
-    def _copy(self, live: LiveSession, reply: StepReply, answer: bytes) -> bytes | Awaitable[bytes]:
-        copies = Copies(reply.copy_sources, reply.copy_destinations)
-        blocks = live.pool.blocks
-        if len(copies.sources) * blocks.shape[1] <= _MAX_INLINE_COPY_BYTES:
-            copy_blocks(blocks, copies)
-            live.copying = None
-            return answer
-        # A task of the service, not of the call: it goes on when the call is cancelled, and a repeat awaits it too.
-        live.copying = asyncio.create_task(asyncio.to_thread(copy_blocks, blocks, copies))
-        return _after(live.copying, answer)
+    async def _apply_later(self, copying: Awaitable[None], raw: bytes, live: LiveSession) -> bytes:
+        await asyncio.shield(copying)
+        _, reply = self.apply(raw, live)
+        return reply if isinstance(reply, bytes) else await reply
 
 
-async def _after(copying: asyncio.Task[None], answer: bytes) -> bytes:
-    await asyncio.shield(copying)
+async def _after(copying: Awaitable[None], answer: bytes) -> bytes:
+    await copying
     return answer

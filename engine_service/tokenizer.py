@@ -5,6 +5,7 @@ valid UTF-8, at a cost per token that does not grow with the output. StopStrings
 of the pieces. Both are per request; Tokenizer is shared and never changes.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,18 +117,19 @@ class Detokenizer:
     behind the few before them, because a decoder treats the first token of a text differently.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         """
         Args:
             prompt_ids: what comes before the output; only its end matters.
         """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context: list[int] = []
-        self._context_len = 0  # characters of the context's text
-        self._pending: list[int] = []
-        ends = [i for i in prompt_ids[-2 * _MOST_PENDING :] if self._has_text(i)]
-        self._set_context(ends[-_MOST_PENDING:])
+        end = [i for i in prompt_ids[-2 * _MOST_PENDING :] if self._has_text(i)]
+        # Both ends of the context lie between characters. Bytes that begin the output's first one are pending.
+        self._context, self._pending = self._split(end[-_MOST_PENDING - _LONGEST_PARTIAL :])
+        self._context_len = len(self._decode(self._context))
 
     def step(self, token_id: int) -> str:
         """Take one token; return the text that is complete now, perhaps none."""
@@ -150,14 +152,19 @@ class Detokenizer:
 
     def _emit(self, text: str, context: list[int], pending: list[int]) -> str:
         piece = text[self._context_len :]
-        self._set_context(context)
-        self._pending = pending
+        self._context, self._pending = context, pending
+        self._context_len = len(self._decode(context))
         return piece
 
-    def _set_context(self, context: list[int]) -> None:
-        self._context = context
-        # A prompt may end within a character, which the output completes and therefore owns.
-        self._context_len = len(self._decode(context).rstrip(_REPLACEMENT)) if context else 0
+    def _split(self, end: list[int]) -> tuple[list[int], list[int]]:
+        """The end of a prompt without parts of characters at its start and its end, and the part at its end."""
+        for num_after, num_before in itertools.product(range(_LONGEST_PARTIAL + 1), repeat=2):
+            context, partial = end[num_before : len(end) - num_after], end[len(end) - num_after :]
+            text = self._decode(context)
+            whole = not text.startswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT)
+            if whole and (context or not num_before):
+                return context, partial
+        return [], []
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -146,12 +146,12 @@ async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
 async def _read_token(connection: socket.socket) -> str:
     loop = asyncio.get_running_loop()
     line = b""
-    while not line.endswith(b"\n"):
-        piece = await loop.sock_recv(connection, _MAX_TOKEN_BYTES + 1 - len(line))
+    while b"\n" not in line:
+        piece = await loop.sock_recv(connection, _MAX_TOKEN_BYTES)
         line += piece
         if not piece or len(line) > _MAX_TOKEN_BYTES:
             raise AttachRefused("UNKNOWN_TOKEN")
-    return line[:-1].decode("ascii", "replace")
+    return line.removesuffix(b"\n").decode("ascii", "replace")
 
 
 def _open_process(connection: socket.socket) -> int:

@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import registry
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
 
 
@@ -36,9 +36,7 @@ def blocks_of(api: Api) -> np.ndarray:
 
 
 def reserve_child(session: Session) -> bytes:
-    return session.step_bytes(
-        3, reserve_sequence_ids=le64(2), reserve_min_tokens=le32(7), reserve_max_tokens=le32(7)
-    )
+    return session.step_bytes(3, reserve_sequence_ids=le64(2), reserve_min_tokens=le32(7), reserve_max_tokens=le32(7))
 
 
 class SlowCopies:
@@ -78,7 +76,7 @@ async def test_a_step_copies_before_it_answers(api: Api) -> None:
 
 
 async def test_a_repeat_does_not_copy_again(api: Api) -> None:
-    session, table = await forked(api)
+    session, _ = await forked(api)
     answer = await api.raw_step(reserve_child(session))
     (copy,) = int32s(pb.StepResponse.FromString(answer).copy_destination_block_ids)
     blocks_of(api)[copy] = 7  # the client's own writes

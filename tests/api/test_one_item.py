@@ -3,8 +3,8 @@
 import grpc
 import numpy as np
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, Session, le32, refusal, serving
 
 ROW = SPEC.num_kv_heads * SPEC.head_dim

@@ -1,5 +1,6 @@
 """Attaching: the memory is the service's own, the connection lasts as long as the mapping, bad answers map nothing."""
 
+import asyncio
 import json
 import os
 import socket
@@ -10,8 +11,11 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from kvkeeper.client import KvkeeperError
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import AsyncCacheSession, CallOptions, KvkeeperError
 from kvkeeper.client.arena import attach_arena
+from kvkeeper.client.door import AsyncDoor
 
 NUM_BYTES = 8192
 TOKEN = "one-time"
@@ -53,11 +57,11 @@ def memfd():  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def attach_socket(tmp_path: Path):  # type: ignore[no-untyped-def]
+def attach_socket(folder: Path):  # type: ignore[no-untyped-def]
     opened: list[AttachSocket] = []
 
     def make(answer: Callable[[socket.socket], None]) -> AttachSocket:
-        opened.append(AttachSocket(tmp_path / "attach", answer))
+        opened.append(AttachSocket(folder / "attach", answer))
         return opened[-1]
 
     yield make
@@ -152,6 +156,27 @@ def test_a_silent_socket_meets_the_deadline(attach_socket) -> None:  # type: ign
     with pytest.raises(KvkeeperError) as caught:
         attach_arena(service.path, TOKEN, NUM_BYTES, 0.05)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_an_attach_that_was_abandoned_does_not_stay_mapped(memfd: int, attach_socket) -> None:  # type: ignore[no-untyped-def]
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        asked.set()
+        assert go_on.wait(5)
+        hand_over(memfd)(connection)
+
+    service = attach_socket(answer)
+    opened = pb.OpenSessionResponse(attach_socket_path=service.path, attach_token=TOKEN)
+    opened.pool.arena_bytes = NUM_BYTES
+    session = AsyncCacheSession(AsyncDoor("127.0.0.1:1", CallOptions(), None), opened)
+    attaching = asyncio.create_task(session.attach())
+    assert await asyncio.to_thread(asked.wait, 5)
+    attaching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attaching
+    go_on.set()
+    assert await asyncio.to_thread(service.connection.recv, 1) == b""  # unmapped, and told so
 
 
 def test_a_missing_socket_is_a_service_that_is_down(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import asyncio
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
-from kvkeeper.client.retry import Patience
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
+from kvkeeper.client.door import AsyncDoor, Door
+from kvkeeper.client.retry import Patience
 from tests.support.fake_cache import FakeCache, Fault, Refusal
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
@@ -100,6 +102,34 @@ async def test_an_abandoned_server_stream_is_cancelled_at_the_service(fake: Fake
         with pytest.raises(asyncio.CancelledError):
             await call
         await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after(fake: FakeCache) -> None:
+    script = [DRAINING, DRAINING, pb.ReadKvResponse(num_tokens=1), pb.ReadKvResponse(num_tokens=2), DRAINING]
+
+    async def received() -> list[int]:
+        door = AsyncDoor(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        numbers = [(await anext(stream)).num_tokens, (await anext(stream)).num_tokens]
+        with pytest.raises(KvkeeperError, match="DRAINING"):
+            await anext(stream)
+        await door.close()
+        return numbers
+
+    def received_in_thread() -> list[int]:
+        door = Door(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        numbers = [next(stream).num_tokens, next(stream).num_tokens]
+        with pytest.raises(KvkeeperError, match="DRAINING"):
+            next(stream)
+        door.close()
+        return numbers
+
+    fake.script["ReadKv"] = list(script)
+    assert await received() == [1, 2]
+    fake.script["ReadKv"] = list(script)
+    assert await asyncio.to_thread(received_in_thread) == [1, 2]
+    assert len(set(fake.requests["ReadKv"])) == 1
 
 
 def test_patience_grows_its_pauses_up_to_the_deadline() -> None:

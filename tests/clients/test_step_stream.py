@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 import pytest
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, StepItems
-
 from tests.support.fake_cache import FakeCache, Fault, Refusal
 
 OPENED = pb.OpenSessionResponse(session_id="s1", epoch=3)
@@ -58,9 +58,7 @@ async def test_a_stream_that_ended_between_steps_is_opened_again(fake: FakeCache
     assert fake.num_streams == 2
 
 
-async def test_a_refused_step_uses_no_id_and_the_next_opens_a_stream(
-    fake: FakeCache, session: AsyncCacheSession
-) -> None:
+async def test_a_refused_step_uses_no_id_and_the_next_opens_a_stream(fake: FakeCache, session: AsyncCacheSession) -> None:
     gap = Refusal(grpc.StatusCode.ABORTED, "STEP_GAP", metadata={"expected_step_id": "1"})
     fake.script["StreamSteps"] = [gap, pb.StepResponse(step_id=1)]
     with pytest.raises(KvkeeperError) as caught:

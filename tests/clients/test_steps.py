@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import StepItems, StepResult, decode, encode
 from kvkeeper.client.steps import _REQUEST_COLUMNS

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.client.errors import KvkeeperError, error_of
 
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client.errors import KvkeeperError, error_of
 
 DEADLINE = 10.0  # seconds that anything in a test may take
 BLOCK_SIZE = 4
@@ -50,7 +50,7 @@ class ManualClock:
 
     def __init__(self) -> None:
         self._now = 1000.0
-        self._timers: list[tuple[float, int, "_Timer"]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._order = itertools.count()
 
     def time(self) -> float:

@@ -19,6 +19,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 
@@ -41,9 +42,7 @@ class Refusal:
     def status(self) -> Any:
         details = []
         if self.reason:
-            details.append(
-                _packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="kvkeeper", metadata=self.metadata))
-            )
+            details.append(_packed(error_details_pb2.ErrorInfo(reason=self.reason, domain="kvkeeper", metadata=self.metadata)))
         if self.retry_ms is not None:
             delay = duration_pb2.Duration(nanos=self.retry_ms * 1_000_000)
             details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))

@@ -7,6 +7,7 @@ its own. A Mismatch names the rule of the design that was broken.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
@@ -74,6 +75,9 @@ class NaiveCache:
         self.tenants: dict[int, str] = {}  # block: whose tokens it held last
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
+        self.victims: list[int] = []  # evicted since the last time it was judged
+        self.num_granted = 0  # blocks, since then
+        self.num_free_before = 0  # at the first of them
         self.clock = 0
         self.num_evicted = 0
         self.num_copies = 0
@@ -149,10 +153,11 @@ class NaiveCache:
     def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
         """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
 
-        An engine's own step reads what is copied away; where the service copies, that is over before the step is answered.
+        What is copied away is read by the step itself.
         """
+        self.ages.pop(block, None)
         s = self.sessions[session]
-        ends = s.step_id if copied and s.executor is Executor.ENGINE else s.step_id - 1
+        ends = s.step_id if copied else s.step_id - 1
         if s.completed < ends:
             fences = self.fences.setdefault(block, {})
             fences[session] = max(ends, fences.get(session, 0))
@@ -160,7 +165,7 @@ class NaiveCache:
     def settle(self) -> None:
         """Notes what came to be cached in this operation; the age of a cached block is the operation that made it so."""
         cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
-        self.ages = {block: self.ages.get(block, self.clock) for block in cached}
+        self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
 
     def complete(self, session: str, completed: int) -> None:
         self.sessions[session].completed = completed
@@ -180,7 +185,8 @@ class NaiveCache:
         """The core took these blocks, evicting what it had to, and no more."""
         require(len(set(blocks)) == len(blocks), f"R1 {what}: a block granted twice in {blocks}")
         states = self.states()
-        num_free = states.count(BlockState.FREE)
+        if not self.num_granted:
+            self.num_free_before = states.count(BlockState.FREE)
         evicted: list[int] = []
         for block in blocks:
             require(0 < block < self.config.num_blocks, f"R1 {what}: no such block {block}")
@@ -191,9 +197,8 @@ class NaiveCache:
             if self.tenants.get(block, tenant) != tenant:
                 self.foreign.append(block)
             self.tenants[block] = tenant
-        num_needed = max(0, len(blocks) - num_free)
-        require(len(evicted) >= num_needed, f"{what}: granted more than there is")
-        self.evict(evicted, what, num_needed)
+        self.num_granted += len(blocks)
+        self.victims += evicted
 
     def split_copies(self, sources: list[int], destinations: list[int]) -> list[tuple[int, int]]:
         """Takes out the copies of the null block, by which a block is cleared; answers the copies-on-write."""
@@ -206,26 +211,32 @@ class NaiveCache:
         expect(sorted(self.cleared), sorted(self.foreign), "R8 blocks cleared for another tenant")
         self.foreign, self.cleared = [], []
 
-    def evict(self, blocks: list[int], what: str, num_chosen: int) -> None:
+    def evict(self, what: str, extra: Iterable[int] = ()) -> None:
         """Leaves before parents, least recently used first, equals in any order; what hangs below goes with its parent.
 
-        num_chosen of these blocks are victims, the others can only have come free as descendants of one.
+        Judges what was evicted since the last call; `extra` blocks may have come free as descendants of one. A parent that
+        could be evicted before its descendants (they were fenced for longer) may go first.
         """
-        left = set(blocks)
-        self.num_evicted += num_chosen
-        for _ in range(num_chosen):
+        expect(len(self.victims), max(0, self.num_granted - self.num_free_before), f"evictions by {what}")
+        self.num_granted = self.num_free_before = 0
+        self.num_evicted += len(self.victims)
+        left = set(self.victims)
+        while left:
             states = self.states()
             by_block = {block: key for key, block in self.index.items()}
-            parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in self.index}
-            cached = [block for block in by_block if states[block] is BlockState.CACHED]
+            cached = [block for block in by_block if states[block] is BlockState.CACHED or block in left]
+            parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
-            oldest = min(self.ages[block] for block in cached)
-            # The oldest is a leaf, but where its descendants are not evictable: then they lose their entries with it.
-            candidates = [b for b in leaves if self.ages[b] == oldest] or [b for b in cached if self.ages[b] == oldest]
+            candidates = self._oldest(leaves) + self._oldest(cached)
             chosen = next((b for b in candidates if b in left), None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
-            left.discard(chosen)
             self.forget(by_block[chosen])
-            left -= {block for block in left if block not in self.index.values()}
-        require(not left, f"{what}: {sorted(left)} evicted for nothing")
+            left.intersection_update(self.index.values())
+        gone = [block for block in extra if block in self.index.values()]
+        require(not gone, f"{what}: {gone} left the index for nothing")
+        self.victims = []
+
+    def _oldest(self, blocks: list[int]) -> list[int]:
+        ages = [self.ages[block] for block in blocks]
+        return [block for block, age in zip(blocks, ages, strict=True) if age == min(ages)]

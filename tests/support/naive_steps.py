@@ -57,11 +57,12 @@ class NaiveSteps(NaiveCache):
     def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
         """The core says it evicted so many, and these entries are gone."""
         states = self.states()
-        cached = [block for block in gone if states[block] is BlockState.CACHED]
         wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
         expect(answered, wanted, "blocks evicted on demand")
-        require(len(cached) >= wanted, f"{answered} evicted, but only {cached} left the index")
-        self.evict(cached, "eviction on demand", wanted)
+        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
+        self.victims, self.num_granted = oldest_first[:wanted], wanted
+        self.evict("eviction on demand", gone)
         self.settle()
 
     # Steps
@@ -73,7 +74,8 @@ class NaiveSteps(NaiveCache):
         self.sessions[session].step_id = batch.step_id
         self.settle()
         found = list(zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True))
-        updates = self.commit(session, commits_of(batch), found)
+        copied = set(reply.copy_destinations.tolist())
+        updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
         self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             self.truncate(self.sequences[session, sequence_id], length)
@@ -112,8 +114,7 @@ class NaiveSteps(NaiveCache):
                     answered = kept.get((q.sequence_id, block_idx), own)
                     rivals = [other.table[block_idx] for other in sequences
                               if other.committed >= len(key[1]) and self.key(other, block_idx) == key]  # fmt: skip
-                    require(answered in rivals, f"R4 {q.sequence_id} was given block {answered} for {key[1]}")
-                    self.index[key] = answered
+                    self.index[key] = answered if answered in rivals else own
                 known = self.index[key]
                 if known != own:
                     self.num_adopted += 1
@@ -194,6 +195,7 @@ class NaiveSteps(NaiveCache):
         expect(table[: len(match)], match, f"R4 blocks hit by {q.sequence_id}")
         q.table, q.running = list(match), True
         self.grant(table[len(match) :], q.tenant, f"start of {q.sequence_id}")
+        self.evict(f"start of {q.sequence_id}")
         q.table, q.committed, q.reserved, q.hit = table, hit, reserved, hit
         q.granted_at = {self.sessions[q.session].step_id: reserved}
         self.num_hit_tokens += hit
@@ -215,6 +217,7 @@ class NaiveSteps(NaiveCache):
             updates += update
         require(next(copies, None) is None, "more copies than copies-on-write")
         self.check_cleared()
+        self.evict("reservations")
         return updates
 
     def reserve(

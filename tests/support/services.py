@@ -1,133 +1,82 @@
-"""Both services in this process, behind real channels and shared memory, for end-to-end tests."""
+"""Both services as `kvkeeper up` runs them, for tests that need them from outside."""
 
-import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from cache_service.config import CacheConfig
-from cache_service.server import RunningServer as RunningCache
-from cache_service.server import start_server as start_cache
-from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.model.hash_toy import expected_next_token
-from engine_service.served_model import ServedModel
-from engine_service.server import RunningServer as RunningEngine
-from engine_service.server import start_server as start_engine
-from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling, Usage
-from tests.support.odd_models import odd_model
-
-T = TypeVar("T")
-BLOCK_SIZE = 4
-DEADLINE_S = 20.0  # of anything in a test
-GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
+_END_S = 30.0
 
 
-@dataclass
-class Output:
-    """What one request gave: tokens, text and finish reason of each continuation."""
-
-    token_ids: list[list[int]]
-    texts: list[str]
-    reasons: list[str | None]
-    usage: Usage
-
-
+@dataclass(frozen=True, slots=True)
 class Services:
-    """A folder with one cache service and any number of engines, all with addresses in it."""
+    """Where they are, and what `up` said when they were ready."""
 
-    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
-        self.folder = folder
-        self.cache: RunningCache
-        self._stack = stack
-        self._num_engines = 0
-
-    async def start_cache(self, **options: Any) -> RunningCache:
-        options = {"num_blocks": 64, "drain_timeout": 0.0, "pool_memory": 1 << 20, **options}
-        config = CacheConfig(listen=f"unix:{self.folder}/cache", runtime_dir=self.folder / "run", **options)
-        self.cache = await start_cache(config)
-        self._stack.push_async_callback(self.cache.stop)
-        return self.cache
-
-    async def start_engine(self, model: ServedModel | None = None, **options: Any) -> RunningEngine:
-        self._num_engines += 1
-        address = f"unix:{self.folder}/engine{self._num_engines}"
-        options = {"model": HASH_TOY, "block_size": BLOCK_SIZE, "progress": False, "drain_timeout": 2.0, **options}
-        engine = await start_engine(EngineConfig(cache=self.cache.address, listen=address, **options), model=model)
-        self._stack.push_async_callback(engine.stop)
-        await engine.wait_ready()
-        return engine
-
-    async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:
-        """An engine whose steps wait for the gate, where they compute a GATE_TOKEN."""
-        gate = threading.Event()
-        engine = await self.start_engine(odd_model(gate), **options)
-        self._stack.callback(gate.set)
-        return engine, gate
-
-    async def client(self, engine: RunningEngine) -> AsyncEngineClient:
-        return await self._stack.enter_async_context(AsyncEngineClient(engine.address))
-
-    async def cache_client(self) -> AsyncCacheClient:
-        return await self._stack.enter_async_context(AsyncCacheClient(self.cache.address))
-
-    async def wait_idle(self) -> cache_pb.PoolStats:
-        """Until no sequence is left in the pool; its counts then."""
-
-        async def is_idle() -> cache_pb.PoolStats | None:
-            pool = await self.pool()
-            busy = pool.num_running_sequences or pool.num_waiting_sequences or pool.num_fenced_blocks
-            return None if busy else pool
-
-        return await until(is_idle)
-
-    async def pool(self) -> cache_pb.PoolStats:
-        """Counts of the one pool, after an audit."""
-        async with AsyncCacheClient(self.cache.address) as client:
-            assert list((await client.check_invariants()).violations) == []
-            return (await client.stats()).pools[0]
+    cache: str
+    engine: str
+    ready: dict[str, object]
+    process: "subprocess.Popen[str]"
+    log_path: Path
 
 
-async def until(condition: Callable[[], Awaitable[T]]) -> T:
-    """What the condition gives once that is true; a test fails when it takes long."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := await condition()):
-            await asyncio.sleep(0)
-    return found
+def environment(folder: Path) -> dict[str, str]:
+    """Of a command that finds what pytest found, keeps its sockets in the folder, and leaves the cores to others."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XDG_RUNTIME_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
-@asynccontextmanager
-async def services() -> AsyncIterator[Services]:
-    with tempfile.TemporaryDirectory(prefix="kvk") as name:
-        async with AsyncExitStack() as stack:
-            yield Services(Path(name), stack)
+def up_command(*flags: str) -> list[str]:
+    """`kvkeeper up` with a small pool."""
+    return [sys.executable, "-m", "kvkeeper.cli", "up", "--json", "--pool-memory", "32MiB", *flags]
 
 
-async def generate(
-    client: AsyncEngineClient, prompt: Any, max_tokens: int = 8, sampling: Sampling = GREEDY, **options: Any
-) -> Output:
-    """One request to its end."""
-    fields = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} | {"max_tokens": max_tokens}
-    generation = client.generate(prompt, GenerateOptions(sampling=Sampling(**fields), **options))
-    n = options.get("n") or 1
-    token_ids: list[list[int]] = [[] for _ in range(n)]
-    texts, reasons = [""] * n, [None] * n
-    async for piece in generation:
-        token_ids[piece.index] += piece.token_ids
-        texts[piece.index] += piece.text
-        assert reasons[piece.index] is None, "nothing comes after the end of a continuation"
-        reasons[piece.index] = piece.finish_reason
-    assert generation.usage is not None
-    return Output(token_ids, texts, reasons, generation.usage)
+@contextmanager
+def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[Services]:
+    """Both services until the end of the block. Raises AssertionError with their log when they do not start."""
+    command = up_command("--cache-listen", cache, "--engine-listen", engine, *flags)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        assert line, (folder / "log").read_text()
+        yield Services(cache, engine, json.loads(line), process, folder / "log")
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=_END_S)
+        finally:
+            process.kill()
 
 
-def toy_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the hash toy says greedily, worked out without a cache."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(expected_next_token(tokens))
-    return tokens[len(prompt) :]
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name, which pytest's own do not."""
+    with tempfile.TemporaryDirectory(prefix="kvk-") as name:
+        yield Path(name)
+
+
+def sockets_in(folder: Path) -> tuple[str, str]:
+    """Addresses of the cache service and of the engine service as Unix sockets."""
+    return f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock"
+
+
+def free_ports() -> tuple[str, str]:
+    """Two loopback addresses that nobody listens on."""
+    with socket.socket() as first, socket.socket() as second:
+        addresses = []
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
+        return addresses[0], addresses[1]

@@ -6,13 +6,14 @@ operation, `compare` (views, block states, contents) as often as the caller can 
 simulator differ only in who chooses.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from cache_service.errors import CacheError
 from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
-from tests.support.naive_cache import Mismatch, NaiveSequence, expect
+from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
 from tests.support.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
 
@@ -154,22 +155,26 @@ class World:
     # Checks
 
     def refused(self, reason: str, call: Callable[[], object]) -> None:
-        """The call fails with this reason and changes nothing (R7)."""
+        self.refused_with((reason,), call)
+
+    def refused_with(self, reasons: tuple[str, ...], call: Callable[[], object]) -> None:
+        """The call fails with one of these reasons and changes nothing (R7)."""
         before = self.snapshot()
         try:
             call()
         except CacheError as error:
-            expect(error.reason, reason, "reason of the refusal")
+            require(error.reason in reasons, f"R7: refused with {error.reason} ({error}), not with {reasons}")
         else:
-            raise Mismatch(f"R7: not refused with {reason}")
+            raise Mismatch(f"R7: not refused with {reasons}")
         expect(self.snapshot(), before, "R7 state after a refusal")
 
     def snapshot(self) -> tuple[object, ...]:
-        """All that a client can see."""
+        """All that a client can see, but for how often it has asked."""
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
-        shown = [(v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens, v.num_accesses,
+        shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        return shown, self.driver.stats(), self.driver.block_states()
+        asked = {"revision": 0, "num_steps": 0, "num_refusals": 0}
+        return shown, dataclasses.replace(self.driver.stats(), **asked), self.driver.block_states()
 
     def audit(self) -> None:
         wrong = self.driver.check_invariants()

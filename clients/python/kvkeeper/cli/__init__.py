@@ -11,24 +11,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvkeeper.cli import generate, sequences, services, stats, status, up
+from kvkeeper.cli import demo, generate, sequences, services, stats, status, up
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, failure
 from kvkeeper.client import KvkeeperError
 
-_COMMANDS = (up, generate, status, stats, sequences)
+_COMMANDS = (up, demo, generate, status, stats, sequences)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Usage errors and --help end in argparse's SystemExit (2 and 0)."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv and argv[0] in services.NAMES:
-        return services.run(argv[0], argv[1:])
-    parser = _parser()
-    args, other_flags = parser.parse_known_args(argv)
-    args.other_flags = other_flags
-    if args.other_flags and not hasattr(args, "takes_other_flags"):
-        parser.error(f"unrecognized arguments: {' '.join(args.other_flags)}")
+    args = argparse.Namespace()
     try:
+        if argv and argv[0] in services.NAMES:
+            return services.run(argv[0], argv[1:])
+        args = _parse(argv)
         return cast(Callable[[argparse.Namespace], int], args.run)(args)
     except KvkeeperError as error:
         return failure(error, args)
@@ -38,6 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left; the interpreter's last flush must not fail on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    args, other_flags = parser.parse_known_args(argv)
+    args.other_flags = other_flags
+    if other_flags and not hasattr(args, "takes_other_flags"):
+        parser.error(f"unrecognized arguments: {' '.join(other_flags)}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -75,9 +75,7 @@ class _Printer:
         self.reasons: list[str | None] = [None] * num_continuations
         self._quiet = quiet
         self._shown = 0  # the continuation that is being printed
-        self._num_printed = 0  # characters of it
-        if num_continuations > 1:
-            self._head()
+        self._num_printed: int | None = None  # characters of it; None before its heading
 
     def take(self, piece: Piece) -> None:
         self.texts[piece.index] += piece.text
@@ -86,18 +84,18 @@ class _Printer:
         self._print_on()
         while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
             self._shown += 1
-            self._num_printed = 0
+            self._num_printed = None
             self._write("\n")
-            self._head()
             self._print_on()
 
     def end(self) -> None:
         self._write("\n")
 
-    def _head(self) -> None:
-        self._write(f"--- continuation {self._shown + 1} of {len(self.texts)} ---\n")
-
     def _print_on(self) -> None:
+        if self._num_printed is None:
+            if len(self.texts) > 1:
+                self._write(f"--- continuation {self._shown + 1} of {len(self.texts)} ---\n")
+            self._num_printed = 0
         text = self.texts[self._shown]
         self._write(text[self._num_printed :])
         self._num_printed = len(text)
@@ -135,9 +133,7 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
     )
 
 
-def _report(
-    request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer
-) -> dict[str, object]:
+def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
     continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
     return {
         "request_id": request_id,

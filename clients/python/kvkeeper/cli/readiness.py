@@ -3,6 +3,7 @@
 import asyncio
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from kvkeeper.client import CallOptions, KvkeeperError
 from kvkeeper.client.door import AsyncDoor
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.addresses import add_cache_flag, add_json_flag
+from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
-from kvkeeper.cli.stats import as_json
 from kvkeeper.cli.tables import table
 from kvkeeper.client import CacheClient
 

@@ -5,10 +5,9 @@ import json
 import sys
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.outcome import EXIT_OK, OPTIONS, failure
 from kvkeeper.cli.status import pool_line
 from kvkeeper.cli.tables import facts, table
@@ -43,11 +42,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
     sys.stdout.flush()
     return exit_code
-
-
-def as_json(message: Message) -> dict[str, Any]:
-    """Every field by its name in the protocol, zeros included; 64-bit integers are texts, as in JSON of protobuf."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def _ask_cache(address: str) -> cache_pb.GetStatsResponse:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,14 +39,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({row.service: asdict(row) for row in rows}))
     else:
         headers = ("service", "state", "address", "version", "serves")
-        print(
-            table(
-                headers, [(row.service, row.state, row.address, row.version or "-", row.detail or "-") for row in rows]
-            )
-        )
+        print(table(headers, [(row.service, row.state, row.address, row.version or "-", row.detail or "-") for row in rows]))
         for row in rows:
             if row.state == "down":
-                print(down_line(row.service, row.address))
+                print(down_line(row.service, row.address), file=sys.stderr)
     return EXIT_OK if all(row.state == "up" for row in rows) else EXIT_DOWN
 
 

@@ -7,14 +7,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns under their headers; numbers to the right, texts to the left."""
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [list(headers), *cells]) for column in range(len(headers))]
-    numeric = [
-        bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(headers))
-    ]
+    numeric = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(headers))]
 
     def line(row: Sequence[str]) -> str:
         parts = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric, strict=True)
         )
         return "  ".join(parts).rstrip()
 

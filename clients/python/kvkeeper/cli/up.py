@@ -6,13 +6,14 @@ itself the other is ended too and one line says why. However `up` itself ends, n
 
 import argparse
 import asyncio
-import importlib.resources
 import json
 import shlex
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
@@ -23,7 +24,9 @@ from kvkeeper.cli.status import model_line, pool_line
 from kvkeeper.cli.tables import facts
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, engine
 
-_GRACE_S = 10.0  # a service has its own, shorter limit for draining
+_GRACE_S = 20.0  # a service has its own, shorter limit for draining; who is in a hurry asks twice
+# More than a block long, so that typing it again shows a prefix hit.
+_FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,7 +38,7 @@ def add_parser(commands: Any) -> None:
         " --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the demo model)")
+    parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
@@ -82,7 +85,8 @@ class _Pair:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
         for signum in _STOP_SIGNALS:
-            loop.add_signal_handler(signum, self._on_signal, signum)
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+                loop.add_signal_handler(signum, self._on_signal, signum)
         try:
             return await self._serve()
         except _Stopped as stopped:
@@ -135,10 +139,9 @@ async def _ready_text(args: argparse.Namespace) -> str:
         pools = [pool_line(pool) for pool in (await cache_client.capabilities()).pools]
     async with AsyncEngineClient(args.engine_listen) as engine_client:
         model = await engine_client.model()
-    command = ["kvkeeper", "generate", "def fibonacci(n):"]
+    next_command = f'{_program()} generate "{_FIRST_PROMPT}"'
     if args.engine_listen != engine.DEFAULT_TARGET:
-        command += ["--engine", args.engine_listen]
-    next_command = " ".join(f'"{word}"' if " " in word else shlex.quote(word) for word in command)
+        next_command += f" --engine {shlex.quote(args.engine_listen)}"
     if args.json:
         report = {
             "ready": True,
@@ -159,6 +162,15 @@ async def _ready_text(args: argparse.Namespace) -> str:
     return f"ready\n{facts(rows, '  ')}"
 
 
+def _program() -> str:
+    """This program as it can be typed again: from a virtual environment that is not active, with its path."""
+    program = Path(sys.argv[0])
+    if program.name != "kvkeeper":
+        return f"{shlex.quote(sys.executable)} -m kvkeeper.cli"
+    found = shutil.which("kvkeeper")
+    return "kvkeeper" if found and program.samefile(found) else shlex.quote(str(program))
+
+
 def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
     """Arguments of each service. What is prefixed with a service's name is that service's own flag."""
     flags = {
@@ -167,7 +179,8 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
     }
     if args.pool_memory is not None:
         flags["cache"] += ["--pool-memory", args.pool_memory]
-    flags["engine"] += ["--model", args.model or str(importlib.resources.files("engine_service") / "demo_model")]
+    if args.model is not None:
+        flags["engine"] += ["--model", args.model]
     for service, own_flags in _split(args.other_flags, args).items():
         flags[service] += own_flags
     return flags

@@ -13,6 +13,7 @@ import socket
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.client.errors import KvkeeperError
 
 _MAX_REPLY_BYTES = 4096
@@ -61,9 +62,7 @@ def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float) -> Are
         return Arena(memory, connection)
     except TimeoutError:
         connection.close()
-        raise KvkeeperError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, message="the attach socket did not answer in time"
-        ) from None
+        raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="the attach socket did not answer in time") from None
     except OSError as error:
         connection.close()
         raise KvkeeperError(

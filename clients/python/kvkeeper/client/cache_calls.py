@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
 from kvkeeper.client.kv_chunks import KvTokens
@@ -28,9 +29,7 @@ class Call(Generic[T]):
     streams_answers: bool = False
 
 
-def open_session(
-    spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str
-) -> Call[pb.OpenSessionResponse]:
+def open_session(spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str) -> Call[pb.OpenSessionResponse]:
     request = pb.OpenSessionRequest(spec=spec, executor=executor, ttl_ms=ttl_ms, client_name=client_name)
     return Call("OpenSession", request, _whole)
 
@@ -71,9 +70,7 @@ class SessionCalls:
     def close(self, drained: bool) -> Call[pb.CloseSessionResponse]:
         return Call("CloseSession", pb.CloseSessionRequest(**self.head, drained=drained), _whole)
 
-    def create_sequence(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int
-    ) -> Call[int]:
+    def create_sequence(self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int) -> Call[int]:
         request = pb.CreateSequenceRequest(
             **self.head,
             sequence_id=sequence_id,
@@ -90,9 +87,7 @@ class SessionCalls:
         )
         return Call("ExtendSequence", request, _sequence)
 
-    def commit(
-        self, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: TokenIds
-    ) -> Call[pb.SequenceInfo]:
+    def commit(self, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: TokenIds) -> Call[pb.SequenceInfo]:
         request = pb.CommitSequenceRequest(
             **self.head,
             sequence_id=sequence_id,
@@ -140,9 +135,7 @@ class SessionCalls:
     def evict_blocks(self, num_free_blocks: int) -> Call[pb.EvictBlocksResponse]:
         return Call("EvictBlocks", pb.EvictBlocksRequest(**self.head, num_free_blocks=num_free_blocks), _whole)
 
-    def write_kv(
-        self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]
-    ) -> Call[pb.WriteKvResponse]:
+    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]) -> Call[pb.WriteKvResponse]:
         head = {**self.head, "sequence_id": sequence_id}
         return Call("WriteKv", list(kv_chunks.split(self.spec, head, first_token_idx, kv, layers)), _whole)
 

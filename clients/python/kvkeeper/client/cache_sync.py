@@ -86,9 +86,7 @@ class CacheSession:
     def attach(self) -> Arena:
         """Map the pool's memory; once per session."""
         opened = self._opened
-        return attach_arena(
-            opened.attach_socket_path, opened.attach_token, self.pool.arena_bytes, self._door.options.timeout_s
-        )
+        return attach_arena(opened.attach_socket_path, opened.attach_token, self.pool.arena_bytes, self._door.options.timeout_s)
 
     def step(self, items: StepItems, completed_step_id: int | None = None) -> StepResult:
         """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
@@ -121,9 +119,7 @@ class CacheSession:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
         return self._do(self._calls.extend(sequence_id, num_tokens, look_up))
 
-    def commit(
-        self, sequence_id: int, num_tokens: int, first_token_idx: int = 0, token_ids: TokenIds = ()
-    ) -> pb.SequenceInfo:
+    def commit(self, sequence_id: int, num_tokens: int, first_token_idx: int = 0, token_ids: TokenIds = ()) -> pb.SequenceInfo:
         """Append token_ids at first_token_idx, and declare K and V written up to an absolute length."""
         return self._do(self._calls.commit(sequence_id, num_tokens, first_token_idx, token_ids))
 
@@ -161,15 +157,11 @@ class CacheSession:
         """Evict until so many blocks are free."""
         return self._do(self._calls.evict_blocks(num_free_blocks))
 
-    def write_kv(
-        self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()
-    ) -> pb.WriteKvResponse:
+    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()) -> pb.WriteKvResponse:
         """Write K and V into reserved, uncommitted slots; no layers are all layers."""
         return self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers))
 
-    def read_kv(
-        self, sequence_id: int, first_token_idx: int = 0, num_tokens: int = 0, layers: Sequence[int] = ()
-    ) -> KvTokens:
+    def read_kv(self, sequence_id: int, first_token_idx: int = 0, num_tokens: int = 0, layers: Sequence[int] = ()) -> KvTokens:
         """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers."""
         return self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers))
 

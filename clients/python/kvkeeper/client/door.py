@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+
 from kvkeeper.client.errors import error_of
 from kvkeeper.client.retry import CallOptions, Patience
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -69,9 +70,7 @@ class GenerateOptions:
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """A string is text, integers are token ids, mappings with role and content are a conversation."""
-    sampling = {
-        name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None
-    }
+    sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
     request = pb.GenerateRequest(
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),

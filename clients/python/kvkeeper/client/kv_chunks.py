@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _CHUNK_BYTES = 64 << 10  # of K and of V each: with its frame well below the limit of a control message

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc.aio import EOF  # type: ignore[attr-defined]
+
 from kvkeeper.client.errors import KvkeeperError, error_of
 from kvkeeper.client.retry import CallOptions, Patience
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 Int32Array = npt.NDArray[np.int32]

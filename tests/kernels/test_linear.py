@@ -1,0 +1,47 @@
+"""linear against its reference, packed and plain, and that packing may fail."""
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kernels.linear import LinearWeight, linear, pack_linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(7, 5), (1, 3), (192, 64)])
+def test_packed_and_plain_agree_with_the_reference(shape, bias):
+    weight = LinearWeight(torch.randn(shape), torch.randn(shape[0]) if bias else None)
+    packed = pack_linear(weight)
+    assert packed.packed == torch.backends.mkldnn.is_available()
+    assert pack_linear(packed) is packed
+    for num_rows in (0, 1, 2, 16, 33):
+        x = torch.randn(num_rows, 2 * shape[1])[:, : shape[1]]
+        expected = reference.linear(x, weight)
+        torch.testing.assert_close(linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(linear(x, packed), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_16_bit_weights_stay_plain():
+    weight = LinearWeight(torch.randn(4, 4).bfloat16())
+    assert pack_linear(weight) is weight
+
+
+def test_a_torch_without_the_packed_op_computes_all_the_same(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    weight = LinearWeight(torch.randn(4, 3))
+    assert pack_linear(weight) is weight
+    assert linear(torch.randn(2, 3), weight).shape == (2, 4)
+
+
+def test_refusals():
+    for packed in (LinearWeight(torch.randn(4, 3)), pack_linear(LinearWeight(torch.randn(4, 3)))):
+        with pytest.raises(KernelArgumentError, match="does not fit"):
+            linear(torch.randn(2, 4), packed)
+        with pytest.raises(KernelArgumentError, match="does not fit"):
+            linear(torch.randn(2, 3).half(), packed)
+        with pytest.raises(UnsupportedDeviceError):
+            linear(torch.randn(2, 3, device="meta"), packed)
