@@ -1,0 +1,74 @@
+# kvkeeper: everything from a bare clone. `make help` lists the targets.
+#
+# TORCH=cpu      take torch's CPU build from PyTorch's own index (a laptop without CUDA saves several GB)
+# PYTHON=...     interpreter for the virtual environment, 3.11 or 3.12
+
+PYTHON ?= python3
+TORCH ?=
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu)
+PROTOS := $(shell find protos -name '*.proto')
+GENERATED := $(PROTOS:.proto=_pb2.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help install proto up demo lint format test bench soak clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
+
+$(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+	    || { echo "kvkeeper needs Python 3.11 or 3.12; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clients/node/node_modules/.installed: clients/node/package.json clients/node/package-lock.json
+	@command -v npm >/dev/null || { echo "the Node client's test needs npm (Node 18 or newer)"; exit 1; }
+	cd clients/node && npm ci --no-audit --no-fund
+	touch $@
+
+install: $(VENV)/.dev  ## the virtual environment with everything that development needs
+
+proto: $(VENV)/.dev  ## generate the protobuf code beside the protos
+	$(BIN)/python protos/build_backend.py
+
+$(GENERATED) &: $(PROTOS) $(VENV)/.dev
+	$(BIN)/python protos/build_backend.py
+
+up: $(VENV)/.run  ## start both services with the demo model
+	$(BIN)/kvkeeper up
+
+demo: $(VENV)/.run  ## what kvkeeper does, in a minute
+	$(BIN)/kvkeeper demo
+
+lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint protos
+	$(BIN)/mypy cache_service engine_service kernels tests/benchmarks
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli
+
+format: $(VENV)/.dev  ## let ruff format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
+	$(BIN)/python -m tests.benchmarks $(ONLY)
+
+soak: $(VENV)/.dev $(GENERATED)  ## seeded simulation of the core; OPS=10000000 SEED=1
+	$(BIN)/python -m tests.sim.soak --ops $(or $(OPS),10000000) --seed $(or $(SEED),1)
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find protos -name '*_pb2*' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

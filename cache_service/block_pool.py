@@ -1,0 +1,168 @@
+"""The blocks of one pool: who holds each, and which can be had.
+
+Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), quarantine counts
+(ended sessions that may still write it), the free list and the eviction order. Rules: a block is in exactly one BlockState,
+derived from its counts (R1); a block reaches the free list or the eviction order only when all its counts are 0. Does not
+know sequences, tokens or sessions; whether a block is indexed it is told.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_service.eviction import EvictionPolicy, make_policy
+from cache_service.free_list import FreeList
+from cache_service.types import BlockState, Int32Array, PoolConfig, PressureLevel
+
+_PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0.6, PressureLevel.MEDIUM))
+
+
+class BlockPool:
+    """All counts are arrays over block ids; block 0 is the null block and has none."""
+
+    def __init__(self, config: PoolConfig, forget: Callable[[Int32Array], Int32Array]) -> None:
+        """forget(blocks) un-indexes evicted blocks and answers which others lost their entry with them."""
+        self.num_blocks = config.num_blocks
+        self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
+        self.free = FreeList(config.num_blocks)
+        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks, self._is_evictable)
+        self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
+        self.num_evictable = 0
+        self.num_referenced = 0
+        self.num_evicted = 0
+        self.peak_used = 0
+        self._forget = forget
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be had now: free ones and evictable ones."""
+        return len(self.free) + self.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - self.num_available
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks in no table that an ended session may still write."""
+        if not len(self._quarantined):
+            return 0
+        return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
+
+    @property
+    def num_fenced(self) -> int:
+        """Blocks in no table that wait for steps in flight, and for nothing longer."""
+        return self.num_used - self.num_referenced - self.num_quarantined
+
+    def num_revived(self, blocks: Int32Array) -> int:
+        """How many of these distinct blocks a table would take away from the available ones."""
+        return int(np.count_nonzero(self._is_evictable(blocks)))
+
+    def allocate(self, count: int) -> Int32Array:
+        """[count] blocks with one reference each; evicts what is missing. Needs count <= num_available."""
+        if count > len(self.free):
+            self.evict(count - len(self.free))
+        blocks = self.free.take(count)
+        self.ref_counts[blocks] = 1
+        self.num_referenced += count
+        self.peak_used = max(self.peak_used, self.num_used)
+        return blocks
+
+    def acquire(self, blocks: Int32Array) -> None:
+        """One more table per entry names these blocks, which are referenced, cached or fenced."""
+        idle = np.unique(blocks[self.ref_counts[blocks] == 0])
+        self.num_evictable -= self.num_revived(idle)
+        self.num_referenced += len(idle)
+        np.add.at(self.ref_counts, blocks, 1)
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def drop(self, blocks: Int32Array, *, fenced: bool) -> None:
+        """One table less names each entry; a block may stand there once per table, deepest first within each table.
+
+        A fenced drop also counts one step in flight per entry, which lift_fences takes back.
+        """
+        np.subtract.at(self.ref_counts, blocks, 1)
+        if fenced:
+            np.add.at(self.fence_counts, blocks, 1)
+        gone = _last_occurrences(blocks[self.ref_counts[blocks] == 0])
+        self.num_referenced -= len(gone)
+        self._settle(gone)
+
+    def lift_fences(self, blocks: Int32Array) -> None:
+        """Steps that might have touched these entries have completed."""
+        np.subtract.at(self.fence_counts, blocks, 1)
+        self._settle(_last_occurrences(blocks))
+
+    def quarantine(self, blocks: Int32Array, *, fences: Int32Array) -> None:
+        """Counts an ended session on blocks it may still write, and turns its fences into the same."""
+        np.add.at(self.quarantine_counts, blocks, 1)
+        np.add.at(self.quarantine_counts, fences, 1)
+        np.subtract.at(self.fence_counts, fences, 1)
+        self._quarantined = np.unique(np.concatenate([self._quarantined, blocks, fences]))
+
+    def end_quarantine(self, blocks: Int32Array) -> int:
+        """The ended session can write no more. Answers how many blocks can be had now."""
+        before = self.num_available
+        np.subtract.at(self.quarantine_counts, blocks, 1)
+        self._quarantined = self._quarantined[self.quarantine_counts[self._quarantined] > 0]
+        self._settle(_last_occurrences(blocks))
+        return self.num_available - before
+
+    def evict(self, count: int) -> None:
+        """Forgets the first count of the eviction order (num_evictable is at least count)."""
+        victims = self.policy.take(count)
+        self.num_evictable -= len(victims)
+        self.num_evicted += len(victims)
+        self.indexed[victims] = False
+        self.free.put(victims)
+        self.unindex(self._forget(victims))
+
+    def unindex(self, blocks: Int32Array) -> int:
+        """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""
+        cached = blocks[self._is_evictable(blocks)]
+        self.indexed[blocks] = False
+        self.num_evictable -= len(cached)
+        self.free.put(cached)
+        return len(cached)
+
+    def state(self, block: int) -> BlockState:
+        if block == 0:
+            return BlockState.NULL
+        if self.ref_counts[block]:
+            return BlockState.REFERENCED
+        if self.quarantine_counts[block]:
+            return BlockState.QUARANTINED
+        if self.fence_counts[block]:
+            return BlockState.FENCED
+        return BlockState.CACHED if self.indexed[block] else BlockState.FREE
+
+    def pressure(self) -> PressureLevel:
+        ratio = self.num_used / (self.num_blocks - 1)
+        return next((level for floor, level in _PRESSURE_STEPS if ratio >= floor), PressureLevel.LOW)
+
+    def _settle(self, blocks: Int32Array) -> None:
+        """Sends those of the distinct blocks that nothing holds any more where they belong."""
+        idle = blocks[(self.ref_counts[blocks] | self.fence_counts[blocks] | self.quarantine_counts[blocks]) == 0]
+        cached = self.indexed[idle]
+        self.free.put(idle[~cached])
+        kept = idle[cached]
+        self.num_evictable += len(kept)
+        self.policy.add(kept)
+
+    def _is_evictable(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+        held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.quarantine_counts[blocks]
+        return self.indexed[blocks] & (held == 0)
+
+
+def _last_occurrences(blocks: Int32Array) -> Int32Array:
+    """Each block once, at its last place. So a parent that several tables name comes after the leaves of all of them."""
+    if len(blocks) < 2:
+        return blocks
+    _, first_from_end = np.unique(blocks[::-1], return_index=True)
+    if len(first_from_end) == len(blocks):
+        return blocks
+    return blocks[np.sort(len(blocks) - 1 - first_from_end)]

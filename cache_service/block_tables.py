@@ -1,0 +1,350 @@
+"""What the items of a step do to sequences, their blocks and the index.
+
+Owns the changes and their rules: publishing at commit with adoption of duplicates, sharing by forks, copy-on-write before a
+write (R5), fences on what is dropped (R6), clearing before a block changes tenant (R8), all or nothing per item (R7). Every
+method takes lawful items and cannot fail. Does not know how items arrive or what lawful is.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache_service.block_pool import BlockPool
+from cache_service.owner import Owner
+from cache_service.prefix_index import PrefixIndex
+from cache_service.sequence import SequenceTable
+from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What a step tells its engine: copies in order and replaced table entries; both as lists, they are short."""
+
+    copy_sources: list[int] = field(default_factory=list)
+    copy_destinations: list[int] = field(default_factory=list)
+    update_ids: list[int] = field(default_factory=list)
+    update_table_idx: list[int] = field(default_factory=list)
+    update_blocks: list[int] = field(default_factory=list)
+
+    def update(self, sequence_id: int, table_idx: int, block: int) -> None:
+        self.update_ids.append(sequence_id)
+        self.update_table_idx.append(table_idx)
+        self.update_blocks.append(block)
+
+
+@dataclass(slots=True)
+class Grants:
+    """Answer to reservations: slots granted [n]; new blocks [m] and the index of the item each belongs to [m]."""
+
+    reserved: Int32Array
+    item_idx: Int32Array
+    blocks: Int32Array
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums over the life of a pool; names are those of PoolStats."""
+
+    num_starts: int = 0
+    num_look_ups: int = 0
+    num_hits: int = 0
+    num_look_up_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_forks: int = 0
+    num_copies_on_write: int = 0
+    num_adopted_blocks: int = 0
+    num_steps: int = 0
+    num_refusals: int = 0
+
+
+class BlockTables:
+    """The operations on block tables."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._block_size = config.block_size
+        self._offsets = np.arange(config.block_size, dtype=np.int32)
+        self._prefix_caching = config.prefix_caching
+        self.sequences = SequenceTable(config)
+        self.index = PrefixIndex(config.num_blocks, config.block_size)
+        self.pool = BlockPool(config, self._forget)
+        self.counters = Counters()
+        self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
+
+    def commit(
+        self, owner: Owner, log: StepLog, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array
+    ) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]."""
+        seqs = self.sequences
+        if len(tokens):
+            known = seqs.num_tokens[slots]
+            if len(tokens) == len(slots) and int(num_new.min()) == 1:
+                seqs.tokens[slots, known] = tokens
+            else:
+                within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
+                seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
+            seqs.num_tokens[slots] = known + num_new
+        seqs.num_committed[slots] = lens
+        if self._prefix_caching:
+            num_full = lens // self._block_size
+            behind = (num_full > seqs.num_published[slots]).nonzero()[0]
+            if len(behind):
+                behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
+            if len(behind):
+                self._publish(owner, log, slots[behind], num_full[behind])
+
+    def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
+        """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
+        seqs = self.sequences
+        num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
+        child = seqs.take_slot()
+        blocks = seqs.tables[parent, :num_blocks]
+        self.pool.acquire(blocks)
+        seqs.tables[child, :num_blocks] = blocks
+        seqs.tokens[child, :num_tokens] = seqs.tokens[parent, :num_tokens]
+        for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_prompt):
+            column[child] = num_tokens
+        for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
+            column[child] = column[parent]
+        seqs.ids[child] = child_id
+        seqs.states[child] = SequenceState.RUNNING
+        self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
+        if num_tokens % self._block_size:
+            seqs.may_copy[[parent, child]] = True
+        owner.ids.add(child_id, child)
+        self.counters.num_forks += 1
+        return child
+
+    def truncate(self, owner: Owner, slot: int, num_tokens: int) -> None:
+        seqs = self.sequences
+        table = seqs.table(slot)
+        num_kept = min(seqs.num_blocks(num_tokens), len(table))
+        dropped = table[num_kept:][::-1].copy()
+        for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_reserved_before):
+            column[slot] = min(int(column[slot]), num_tokens)
+        num_full = int(seqs.num_committed[slot]) // self._block_size
+        if num_full < seqs.num_published[slot]:
+            self._set_published(slot, num_full, like=slot)
+        seqs.may_copy[slot] = True
+        if len(dropped):
+            owner.drop(self.pool, dropped, until=owner.step_id - 1)
+
+    def release(self, owner: Owner, slots: list[int]) -> None:
+        """Gives back all blocks of these sequences and forgets them."""
+        seqs = self.sequences
+        # Deepest first, so that leaves are evicted before their parents.
+        tables = [seqs.table(slot)[::-1] for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        if tables:
+            owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
+        for slot in slots:
+            owner.ids.remove(int(seqs.ids[slot]))
+            seqs.free_slot(slot)
+
+    def start(
+        self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
+    ) -> bool:
+        """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
+
+        Takes at most max_hit tokens from the index, and leaves at least one to compute (R4); leaves num_spare blocks alone.
+        Look-up, hold and first reservation are one decision, so nobody steals the match.
+        """
+        seqs, pool = self.sequences, self.pool
+        known = int(seqs.num_tokens[slot])
+        max_hit_blocks = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], max_hit_blocks)
+        hits = self.index.block_of_node[nodes]
+        hit_len = len(hits) * self._block_size
+        least, most = hit_len + 1, min(hit_len + max_new, known)
+        if exactly:
+            least = most = max(exactly, hit_len)
+        num_room = pool.num_available - pool.num_revived(hits) - num_spare
+        num_new = seqs.num_blocks(most) - len(hits)
+        if num_new > num_room:
+            num_new = max(num_room, 0)
+            most = (len(hits) + num_new) * self._block_size
+        if most < least:
+            self.counters.num_refusals += 1
+            return False
+        pool.acquire(hits)
+        seqs.tables[slot, : len(hits)] = hits
+        seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
+        for column in (seqs.num_committed, seqs.num_reserved_before, seqs.num_hit):
+            column[slot] = hit_len
+        seqs.num_reserved[slot] = most
+        seqs.last_reserve_step[slot] = owner.step_id
+        seqs.num_published[slot] = len(hits)
+        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
+        seqs.states[slot] = SequenceState.RUNNING
+        seqs.num_accesses[slot] += 1
+        self.counters.num_starts += 1
+        if max_hit and self._prefix_caching:
+            self.counters.num_look_ups += 1
+            self.counters.num_look_up_tokens += known
+            self.counters.num_hits += len(hits) > 0
+            self.counters.num_hit_tokens += hit_len
+        return True
+
+    def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
+        """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
+        seqs = self.sequences
+        held = seqs.num_reserved[slots]
+        wanted = np.maximum(held, most)
+        table_lens = -(-held // self._block_size)
+        num_new = -(-wanted // self._block_size) - table_lens
+        total = int(num_new.sum())
+        seqs.num_accesses[slots] += 1
+        if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
+            return self._reserve_in_order(owner, log, slots, least, wanted)
+        seqs.num_reserved_before[slots] = held
+        seqs.num_reserved[slots] = wanted
+        seqs.last_reserve_step[slots] = owner.step_id
+        if not total:
+            return Grants(wanted, np.empty(0, np.int32), np.empty(0, np.int32))
+        growing = num_new.nonzero()[0]
+        places = table_lens[growing]
+        if total > len(growing):
+            counts = num_new[growing]
+            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            growing, places = np.repeat(growing, counts), np.repeat(places, counts) + within
+        rows = slots[growing]
+        blocks = self._allocate(log, total, seqs.roots[rows])
+        seqs.tables[rows, places] = blocks
+        return Grants(wanted, growing.astype(np.int32), blocks)
+
+    def clear_index(self) -> tuple[int, int]:
+        """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
+        blocks = self.index.clear()
+        running = self.sequences.running_slots()
+        self.sequences.num_published[running] = 0
+        self.sequences.last_nodes[running] = self.sequences.roots[running]
+        return self.pool.unindex(blocks), len(blocks)
+
+    def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
+        """The same, one by one: when blocks are short, or copies are due."""
+        seqs, pool = self.sequences, self.pool
+        reserved = np.empty(len(slots), np.int32)
+        item_idx: list[int] = []
+        new_blocks: list[int] = []
+        starved = False
+        for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
+            held = int(seqs.num_reserved[slot])
+            table_len = seqs.num_blocks(held)
+            due = self._copies_due(slot, table_len, want)
+            num_room = (0 if starved else pool.num_available) - len(due)
+            granted = want
+            if num_room < seqs.num_blocks(want) - table_len:
+                granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
+            if granted < low or num_room < 0:
+                starved = True
+                reserved[row] = min(held, low - 1)
+                self.counters.num_refusals += 1
+                continue
+            if len(due):
+                self._copy_on_write(owner, log, slot, due)
+            if granted > seqs.num_committed[slot]:
+                seqs.may_copy[slot] = False
+            blocks = self._allocate(log, seqs.num_blocks(granted) - table_len, seqs.roots[slot])
+            seqs.tables[slot, table_len : table_len + len(blocks)] = blocks
+            seqs.num_reserved_before[slot] = held
+            seqs.num_reserved[slot] = granted
+            seqs.last_reserve_step[slot] = owner.step_id
+            item_idx.extend([row] * len(blocks))
+            new_blocks.extend(blocks.tolist())
+            reserved[row] = granted
+        return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
+
+    def _copies_due(self, slot: int, table_len: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
+        seqs = self.sequences
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
+            return np.empty(0, np.int64)
+        first = int(seqs.num_committed[slot]) // self._block_size
+        blocks = seqs.tables[slot, first:table_len]
+        return first + np.flatnonzero((self.pool.ref_counts[blocks] > 1) | self.pool.indexed[blocks])
+
+    def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
+        seqs = self.sequences
+        sources = seqs.tables[slot, due]
+        copies = self.pool.allocate(len(due))
+        self.last_roots[copies] = seqs.roots[slot]
+        seqs.tables[slot, due] = copies
+        seqs.last_copy_step[slot] = owner.step_id
+        log.copy_sources.extend(sources.tolist())
+        log.copy_destinations.extend(copies.tolist())
+        for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
+            log.update(int(seqs.ids[slot]), table_idx, block)
+        owner.drop(self.pool, sources, until=owner.step_id)  # the copy still reads them
+        self.counters.num_copies_on_write += len(due)
+
+    def _allocate(self, log: StepLog, count: int, roots: Int32Array) -> Int32Array:
+        """[count] blocks for sequences under these roots ([count] or a scalar); another tenant's are cleared first (R8)."""
+        blocks = self.pool.allocate(count)
+        if self.index.num_roots > 1:
+            before = self.last_roots[blocks]
+            foreign = blocks[(before != 0) & (before != roots)].tolist()
+            log.copy_sources.extend([NULL_BLOCK] * len(foreign))
+            log.copy_destinations.extend(foreign)
+        self.last_roots[blocks] = roots
+        return blocks
+
+    def _publish(self, owner: Owner, log: StepLog, slots: Int64Array, num_full: Int32Array) -> None:
+        """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
+        seqs, size = self.sequences, self._block_size
+        first = seqs.num_published[slots]
+        seqs.num_published[slots] = num_full
+        one = num_full - first == 1
+        if np.count_nonzero(one) < len(one):
+            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
+                tokens = seqs.tokens[slot, start * size : end * size]
+                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+                seqs.last_nodes[slot] = nodes[-1]
+            slots, first = slots[one], first[one]
+        if len(slots):
+            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
+            self._settle(owner, log, slots, first, nodes)
+            seqs.last_nodes[slots] = nodes
+
+    def _settle(
+        self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array
+    ) -> None:
+        """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
+        seqs, pool = self.sequences, self.pool
+        own = seqs.tables[slots, places]
+        known = self.index.block_of_node[nodes]
+        twice = known != own
+        pool.indexed[known] = True
+        if not np.count_nonzero(twice):
+            return
+        slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
+        pool.acquire(known)
+        seqs.tables[slots, places] = known
+        for sequence_id, place, block in zip(seqs.ids[slots].tolist(), places.tolist(), known.tolist(), strict=True):
+            log.update(sequence_id, place, block)
+        # The running step may still read the duplicate, so it is fenced like everything that is dropped.
+        owner.drop(pool, own[::-1].copy(), until=owner.step_id - 1)
+        self.counters.num_adopted_blocks += len(own)
+
+    def _set_published(self, slot: int, num_published: int, *, like: int) -> None:
+        """The first num_published blocks of a table are indexed, as they are in the row `like`."""
+        seqs = self.sequences
+        if num_published == seqs.num_published[like]:
+            node = int(seqs.last_nodes[like])
+        elif num_published:
+            node = int(self.index.node_of_block[seqs.tables[like, num_published - 1]])
+        else:
+            node = int(seqs.roots[like])
+        seqs.num_published[slot] = num_published
+        seqs.last_nodes[slot] = node
+
+    def _forget(self, blocks: Int32Array) -> Int32Array:
+        """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
+        lost = self.index.forget_blocks(blocks)
+        if len(lost):
+            seqs = self.sequences
+            running = seqs.running_slots()
+            gone = self.index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
+            orphans = running[gone & (seqs.last_nodes[running] > 0)]
+            seqs.num_published[orphans] = 0
+            seqs.last_nodes[orphans] = seqs.roots[orphans]
+        return lost

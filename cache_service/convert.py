@@ -1,0 +1,243 @@
+"""Messages to values of the core and back: the only module that knows both.
+
+Checks what the core cannot see any more once it has values: sizes of columns, ranges of narrower types, lengths of texts. The
+core checks what the values mean. Columns are not copied on the way in and once on the way out.
+"""
+
+import numpy as np
+
+from cache_service.arena.shared_memory import ByteArray
+from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.session import Session
+from cache_service.types import (
+    MAX_ID,
+    Executor,
+    Int32Array,
+    Int64Array,
+    PoolStats,
+    SequenceArgs,
+    SequenceId,
+    SequenceView,
+    StepBatch,
+    StepReply,
+)
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+_LE32 = np.dtype("<i4")
+_LE64 = np.dtype("<i8")
+_EMPTY32: Int32Array = np.empty(0, _LE32)
+_EMPTY64: Int64Array = np.empty(0, _LE64)
+_MAX_INT32 = 2**31 - 1
+
+EXECUTORS = {
+    pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
+    pb.EXECUTOR_CACHE: Executor.CACHE,
+    pb.EXECUTOR_ENGINE: Executor.ENGINE,
+}
+_EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
+
+
+def step_batch(request: pb.StepRequest) -> StepBatch:
+    """The columns of a Step as arrays over the message's bytes. Raises InvalidField, NotImplementedYet.
+
+    Most steps only commit and reserve, so the other lists are looked at only where one of their columns is there.
+    """
+    if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
+        raise NotImplementedYet("swapping is not part of this build", feature="swap")
+    check_no_transfers(request)
+    commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = _EMPTY64
+    commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = _EMPTY32
+    start_max_new = start_max_hit = reserve_min = reserve_max = _EMPTY32
+    if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
+        commit_ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
+        commit_lens = _int32(request.commit_num_tokens, "commit_num_tokens", len(commit_ids))
+        commit_num_new = _int32(request.commit_num_new_tokens, "commit_num_new_tokens", len(commit_ids))
+        tokens = request.commit_token_ids
+        commit_tokens = _int32(tokens, "commit_token_ids", len(tokens) // 4)
+    if request.fork_parent_ids or request.fork_child_ids or request.fork_num_tokens:
+        fork_ids = _int64(request.fork_parent_ids, "fork_parent_ids")
+        fork_children = _int64(request.fork_child_ids, "fork_child_ids")
+        if len(fork_children) != len(fork_ids):
+            raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=len(fork_ids))
+        fork_lens = _int32(request.fork_num_tokens, "fork_num_tokens", len(fork_ids))
+    if request.truncate_sequence_ids or request.truncate_num_tokens:
+        truncate_ids = _int64(request.truncate_sequence_ids, "truncate_sequence_ids")
+        truncate_lens = _int32(request.truncate_num_tokens, "truncate_num_tokens", len(truncate_ids))
+    if request.release_sequence_ids:
+        release_ids = _int64(request.release_sequence_ids, "release_sequence_ids")
+    if request.start_sequence_ids or request.start_max_new_tokens or request.start_max_hit_tokens:
+        start_ids = _int64(request.start_sequence_ids, "start_sequence_ids")
+        start_max_new = _int32(request.start_max_new_tokens, "start_max_new_tokens", len(start_ids))
+        start_max_hit = _int32(request.start_max_hit_tokens, "start_max_hit_tokens", len(start_ids))
+    if request.reserve_sequence_ids or request.reserve_min_tokens or request.reserve_max_tokens:
+        reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
+        reserve_min = _int32(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
+        reserve_max = _int32(request.reserve_max_tokens, "reserve_max_tokens", len(reserve_ids))
+    return StepBatch(
+        request.step_id,
+        request.completed_step_id,
+        commit_ids,
+        commit_lens,
+        commit_num_new,
+        commit_tokens,
+        fork_ids,
+        fork_children,
+        fork_lens,
+        truncate_ids,
+        truncate_lens,
+        release_ids,
+        start_ids,
+        start_max_new,
+        start_max_hit,
+        reserve_ids,
+        reserve_min,
+        reserve_max,
+    )
+
+
+def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
+    """The StepResponse that answers a Step, as the bytes that every repeat of it gets."""
+    response = pb.StepResponse(
+        step_id=step_id,
+        epoch=epoch,
+        revision=reply.revision,
+        reserve_num_reserved_tokens=reply.reserve_reserved.tobytes(),
+        num_free_blocks=reply.num_free,
+        num_evictable_blocks=reply.num_evictable,
+        num_fenced_blocks=reply.num_fenced,
+        pressure=reply.pressure,  # type: ignore[arg-type]  # the numbers are the protocol's
+    )
+    if len(reply.new_block_ids):
+        response.new_block_item_idx = reply.new_block_item_idx.tobytes()
+        response.new_block_ids = reply.new_block_ids.tobytes()
+    if len(reply.fork_results):
+        response.fork_results = reply.fork_results.tobytes()
+    if len(reply.start_results):
+        response.start_results = reply.start_results.tobytes()
+        response.start_num_hit_tokens = reply.start_hits.tobytes()
+        response.start_num_reserved_tokens = reply.start_reserved.tobytes()
+        response.start_num_blocks = reply.start_num_blocks.tobytes()
+        response.start_block_ids = reply.start_block_ids.tobytes()
+    if len(reply.update_ids):
+        response.table_update_sequence_ids = reply.update_ids.tobytes()
+        response.table_update_table_idx = reply.update_table_idx.tobytes()
+        response.table_update_block_ids = reply.update_block_ids.tobytes()
+    if len(reply.copy_sources):
+        response.copy_source_block_ids = reply.copy_sources.tobytes()
+        response.copy_destination_block_ids = reply.copy_destinations.tobytes()
+    return response.SerializeToString()
+
+
+def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None:
+    """No transfer order is ever issued by this build, so whatever id is reported was never issued. Raises InvalidField."""
+    if request.completed_transfer_ids or request.failed_transfer_ids:
+        field = "completed_transfer_ids" if request.completed_transfer_ids else "failed_transfer_ids"
+        raise InvalidField("no such transfer order was issued", field=field)
+
+
+def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
+    """Raises InvalidField, NotImplementedYet."""
+    if request.HasField("retention"):
+        raise NotImplementedYet("retention is not part of this build", feature="retention")
+    if bool(request.token_ids) == bool(request.packed_token_ids):
+        raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
+    check_range("priority", request.priority, -1000, 1000)
+    check_range("max_tokens", request.max_tokens, 0, _MAX_INT32)
+    if request.packed_token_ids:
+        tokens = _int32(request.packed_token_ids, "packed_token_ids", len(request.packed_token_ids) // 4)
+        if tokens.min() < 0:
+            raise InvalidField("token ids are below 2^31", field="packed_token_ids", limit=_MAX_INT32)
+    else:
+        tokens = token_ids(request.token_ids)
+    return SequenceArgs(sequence_id(request.sequence_id), tokens, request.max_tokens, tenant(request.tenant), request.priority)
+
+
+def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
+    """Raises InvalidField."""
+    check_range(field, value, 1, MAX_ID)
+    return SequenceId(value)
+
+
+def token_ids(values: object, *, at_least: int = 1) -> Int32Array:
+    """A repeated uint32 field as an array. Raises InvalidField."""
+    tokens = np.array(values, np.int64)
+    if len(tokens) < at_least:
+        raise InvalidField(f"{at_least} tokens or more", field="token_ids", limit=at_least)
+    if len(tokens) and tokens.max() > _MAX_INT32:
+        raise InvalidField("token ids are below 2^31", field="token_ids", limit=_MAX_INT32)
+    return tokens.astype(_LE32)
+
+
+def tenant(value: str) -> str:
+    """Raises InvalidField."""
+    check_text("tenant", value, 64)
+    return value
+
+
+def check_range(field: str, value: float, low: int, high: int) -> None:
+    """Raises InvalidField; its limit is the bound that was passed."""
+    if not low <= value <= high:
+        raise InvalidField(f"{field} is {low} to {high}", field=field, limit=low if value < low else high)
+
+
+def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
+    """Raises InvalidField."""
+    if not shortest <= len(value) <= longest:
+        raise InvalidField(f"{field} has {shortest} to {longest} characters", field=field, limit=longest)
+
+
+def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = _EMPTY32) -> pb.SequenceInfo:
+    """A sequence as people see it."""
+    return pb.SequenceInfo(
+        sequence_id=view.sequence_id,
+        session_id=view.session_id,
+        state=int(view.state),  # type: ignore[arg-type]  # the numbers are the protocol's
+        num_tokens=view.num_tokens,
+        num_committed_tokens=view.num_committed_tokens,
+        num_reserved_tokens=view.num_reserved_tokens,
+        max_tokens=view.max_tokens,
+        priority=view.priority,
+        num_hit_tokens=view.num_hit_tokens,
+        block_table=view.block_table.tolist() if with_table else (),
+        token_ids=tokens.tolist(),
+        num_accesses=view.num_accesses,
+    )
+
+
+def pool_stats(stats: PoolStats, info: pb.PoolInfo) -> pb.PoolStats:
+    """Field names are the same on both sides."""
+    values = {name: getattr(stats, name) for name in PoolStats.__slots__}
+    return pb.PoolStats(pool=info, **values)
+
+
+def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:
+    """A session as people see it; ids of other sessions are no secret while there is only one role."""
+    return pb.SessionInfo(
+        session_id=session.id,
+        client_name=session.client_name,
+        executor=_EXECUTOR_NUMBERS[session.executor],
+        step_id=session.step_id,
+        completed_step_id=session.completed_step_id,
+        num_sequences=num_sequences,
+        lease_left_ms=max(0, round((session.deadline - now) * 1000)),
+        num_attached_processes=num_processes,
+    )
+
+
+def as_bytes(rows: ByteArray) -> bytes:
+    """K or V of a run of tokens, [num_tokens, token_bytes], as they travel."""
+    return rows.tobytes()
+
+
+def _int64(raw: bytes, field: str) -> Int64Array:
+    if not raw:
+        return _EMPTY64
+    if len(raw) % 8:
+        raise InvalidField("the column holds 8 bytes an item", field=field)
+    return np.frombuffer(raw, _LE64)
+
+
+def _int32(raw: bytes, field: str, count: int) -> Int32Array:
+    if len(raw) != 4 * count:
+        raise InvalidField(f"the column holds 4 bytes an item and {count} items", field=field, limit=count)
+    return np.frombuffer(raw, _LE32) if raw else _EMPTY32

@@ -1,0 +1,129 @@
+"""Typed refusals of the core: a broken contract with its reason and the data to recover.
+
+No room and no hit are ordinary answers, not errors; a bug is an assertion. Texts hold no handles, paths or other
+tenants' ids. `reason` is a name of the protocol's ErrorReason without its prefix.
+"""
+
+
+class CacheError(Exception):
+    """A call that was refused and changed nothing. metadata is what the caller needs to go on, as strings."""
+
+    reason = "BROKEN_INVARIANT"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidField(CacheError):
+    """A field is out of its range or contradicts another. Metadata: field, and limit where there is one."""
+
+    reason = "INVALID_FIELD"
+
+
+class UnknownSession(CacheError):
+    """No live session has this id."""
+
+    reason = "UNKNOWN_SESSION"
+
+
+class StaleEpoch(CacheError):
+    """The epoch is not the session's. Metadata: current_epoch."""
+
+    reason = "STALE_EPOCH"
+
+
+class UnknownSequence(CacheError):
+    """The session has no such sequence. Metadata: sequence_id."""
+
+    reason = "UNKNOWN_SEQUENCE"
+
+
+class DuplicateSequence(CacheError):
+    """The id is taken with other arguments. Metadata: sequence_id."""
+
+    reason = "DUPLICATE_SEQUENCE"
+
+
+class WrongState(CacheError):
+    """The sequence is not in a state for this. Metadata: sequence_id, state."""
+
+    reason = "WRONG_STATE"
+
+
+class WrongMode(CacheError):
+    """Steps and one-item calls do not mix in one session. Metadata: mode."""
+
+    reason = "WRONG_MODE"
+
+
+class StepConflict(CacheError):
+    """The step id was used with other contents. Metadata: expected_step_id."""
+
+    reason = "STEP_CONFLICT"
+
+
+class StepGap(CacheError):
+    """The step id is not the next one. Metadata: expected_step_id."""
+
+    reason = "STEP_GAP"
+
+
+class StreamReplaced(CacheError):
+    """Another stream of the session took over."""
+
+    reason = "STREAM_REPLACED"
+
+
+class OutOfBlocks(CacheError):
+    """Not enough blocks for an all-or-nothing call. Metadata: requested, available."""
+
+    reason = "OUT_OF_BLOCKS"
+
+
+class OutOfSequences(CacheError):
+    """No sequence slot is left. Metadata: limit."""
+
+    reason = "OUT_OF_SEQUENCES"
+
+
+class OutOfSessions(CacheError):
+    """No session slot is left. Metadata: limit."""
+
+    reason = "OUT_OF_SESSIONS"
+
+
+class OutOfPools(CacheError):
+    """No memory for another pool. Metadata: flag."""
+
+    reason = "OUT_OF_POOLS"
+
+
+class NeverFits(CacheError):
+    """Longer than a sequence of this pool can ever be. Metadata: requested, limit."""
+
+    reason = "NEVER_FITS"
+
+
+class Draining(CacheError):
+    """The service is stopping."""
+
+    reason = "DRAINING"
+
+
+class PoolNotReady(CacheError):
+    """The pool's memory is not there yet."""
+
+    reason = "POOL_NOT_READY"
+
+
+class NotImplementedYet(CacheError):
+    """Part of the protocol, not of this build. Metadata: feature."""
+
+    reason = "NOT_IMPLEMENTED"
+
+
+class BrokenInvariant(CacheError):
+    """The service found itself inconsistent."""
+
+    reason = "BROKEN_INVARIANT"

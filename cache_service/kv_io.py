@@ -1,0 +1,69 @@
+"""K and V of single tokens, for people, tests and clients without shared memory. Never on the path of a step.
+
+Reads and writes rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment:
+nothing is remembered between two chunks, because whatever is awaited in between may change the table.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cache_service import kv_spec
+from cache_service.arena.shared_memory import ByteArray
+from cache_service.convert import check_range
+from cache_service.errors import InvalidField
+from cache_service.registry import Pool
+from cache_service.types import Int32Array, SequenceId, SequenceView, SessionId
+
+MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
+_KEY, _VALUE = 0, 1
+
+
+def chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Cuts a token range into (first token, number of tokens) of one message each."""
+    row_bytes = kv_spec.token_bytes(pool.info.spec)
+    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * row_bytes))
+    for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
+        yield first, min(per_chunk, first_token_idx + num_tokens - first)
+
+
+def read(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
+    """K and V, [num_tokens, token_bytes] each. Raises InvalidField for tokens that are not committed."""
+    check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+    if first_token_idx < 0 or num_tokens < 0 or first_token_idx + num_tokens > view.num_committed_tokens:
+        raise InvalidField("only committed tokens are read", field="first_token_idx", limit=view.num_committed_tokens)
+    block_ids, offsets = _slots(pool, view.block_table, first_token_idx, num_tokens)
+    layer = _by_layer(pool)[:, layer_idx]
+    return layer[block_ids, _KEY, offsets].tobytes(), layer[block_ids, _VALUE, offsets].tobytes()
+
+
+def write(
+    pool: Pool, session: SessionId, sequence: SequenceId, layer_idx: int, first_token_idx: int, key: bytes, value: bytes
+) -> None:
+    """Writes K and V, [num_tokens, token_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
+    row_bytes = kv_spec.token_bytes(pool.info.spec)
+    check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+    if not key or len(key) % row_bytes or len(key) != len(value):
+        raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
+    num_tokens = len(key) // row_bytes
+    low, high = pool.manager.writable_slots(session, sequence)
+    if not (low <= first_token_idx and first_token_idx + num_tokens <= high):
+        limit = low if first_token_idx < low else high
+        raise InvalidField(f"slots {low} to {high} may be written", field="first_token_idx", limit=limit)
+    table = pool.manager.view(session, sequence).block_table
+    block_ids, offsets = _slots(pool, table, first_token_idx, num_tokens)
+    layer = _by_layer(pool)[:, layer_idx]
+    layer[block_ids, _KEY, offsets] = np.frombuffer(key, np.uint8).reshape(num_tokens, row_bytes)
+    layer[block_ids, _VALUE, offsets] = np.frombuffer(value, np.uint8).reshape(num_tokens, row_bytes)
+
+
+def _slots(pool: Pool, table: Int32Array, first_token_idx: int, num_tokens: int) -> tuple[Int32Array, Int32Array]:
+    """Block ids and offsets of a run of tokens, [num_tokens] each."""
+    tokens = np.arange(first_token_idx, first_token_idx + num_tokens, dtype=np.int32)
+    return table[tokens // pool.info.block_size], tokens % pool.info.block_size
+
+
+def _by_layer(pool: Pool) -> ByteArray:
+    """The arena as [num_blocks, num_layers, 2, block_size, token_bytes]."""
+    spec = pool.info.spec
+    return pool.blocks.reshape(-1, spec.num_layers, 2, spec.block_size, kv_spec.token_bytes(spec))

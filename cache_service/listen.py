@@ -1,0 +1,83 @@
+"""Where a service may listen: one live service per address, nothing left behind by dead ones.
+
+gRPC binds over an existing socket file without a word, so a lock file beside each Unix socket says whether its owner lives:
+the kernel drops the lock with the process. Stale sockets are removed, files that are no sockets are left alone.
+"""
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+
+
+class AddressInUse(Exception):
+    """Somebody else serves there, or something there is not ours to remove. One line."""
+
+
+class SocketLock:
+    """Exclusive right to a Unix socket's path for as long as this process lives. Raises AddressInUse."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._descriptor = self._lock()
+        try:
+            self._remove_stale_socket()
+        except AddressInUse:
+            self._unlock()
+            raise
+
+    def release(self) -> None:
+        """Removes the socket and the lock file."""
+        self.path.unlink(missing_ok=True)
+        self._unlock()
+
+    def _lock(self) -> int:
+        while True:
+            try:
+                descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise AddressInUse(f"cannot make a socket at {self.path}: {error.strerror}") from None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._lock_path)):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                raise AddressInUse(f"another service listens on {self.path}") from None
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)  # its owner removed it between our open and our lock: take the new file
+
+    def _unlock(self) -> None:
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _remove_stale_socket(self) -> None:
+        try:
+            if not stat.S_ISSOCK(os.lstat(self.path).st_mode):
+                raise AddressInUse(f"{self.path} exists and is not a socket")
+        except FileNotFoundError:
+            return
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(os.fspath(self.path))
+            except ConnectionRefusedError:
+                self.path.unlink()
+                return
+            except OSError as error:
+                raise AddressInUse(f"cannot make a socket at {self.path}: {error.strerror}") from None
+        raise AddressInUse(f"another program listens on {self.path}")
+
+
+def private_directory(path: Path) -> Path:
+    """Makes the folder with mode 0700 if there is none. Raises AddressInUse where it is not ours alone."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise AddressInUse(f"cannot make the folder {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise AddressInUse(f"the folder {path} must be yours with mode 0700")
+    return path

@@ -1,0 +1,241 @@
+"""One pool: the facade of the pure core.
+
+Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
+questions that change nothing. Knows no grpc, asyncio, torch or clock.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cache_service import invariants
+from cache_service.block_tables import StepLog
+from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownSequence
+from cache_service.owner import Owner
+from cache_service.stats import pool_stats
+from cache_service.step import too_long
+from cache_service.step_core import StepCore
+from cache_service.types import (
+    Admission,
+    BlockId,
+    BlockState,
+    Copies,
+    Int32Array,
+    ItemResult,
+    PoolStats,
+    SequenceId,
+    SequenceState,
+    SequenceView,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+
+
+class ClearResult(NamedTuple):
+    """What clearing the prefix cache did."""
+
+    num_freed_blocks: int
+    num_forgotten_blocks: int
+
+
+class Manager(StepCore):
+    """See the module."""
+
+    # One-item calls
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
+        """Reserves up to num_tokens, starting a waiting sequence first; all or nothing.
+
+        Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
+        """
+        owner, slot = self._find(session, sequence_id)
+        seqs, pool = self.tables.sequences, self.tables.pool
+        if num_tokens < 1:
+            raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
+        if num_tokens > seqs.max_tokens[slot]:
+            raise too_long("num_tokens", int(seqs.max_tokens[slot]))
+        if seqs.states[slot] == SequenceState.RUNNING:
+            reply = self._step_once(
+                owner,
+                reserve_ids=np.array([sequence_id]),
+                reserve_min=np.array([num_tokens], np.int32),
+                reserve_max=np.array([num_tokens], np.int32),
+            )
+            if reply.reserve_reserved[0] >= num_tokens:
+                return Copies(reply.copy_sources, reply.copy_destinations)
+        else:
+            log = StepLog()
+            max_hit = num_tokens if look_up else 0
+            if self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens):
+                self.revision += 1
+                self.tables.counters.num_steps += 1
+                return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
+        requested = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
+        raise OutOfBlocks(
+            f"{requested} blocks asked for, {pool.num_available} to be had",
+            requested=requested,
+            available=pool.num_available,
+        )
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None:
+        """Appends token ids, which stand at first_token_idx, and commits. What is stored already is not stored twice."""
+        owner, slot = self._find(session, sequence_id)
+        seqs = self.tables.sequences
+        known = int(seqs.num_tokens[slot])
+        repeated = token_ids[: max(known - first_token_idx, 0)]
+        stored = seqs.tokens[slot, first_token_idx : first_token_idx + len(repeated)]
+        if not 0 <= first_token_idx <= known or not np.array_equal(repeated, stored):
+            raise InvalidField(f"{known} tokens are stored, and other ones", field="first_token_idx", limit=known)
+        new = token_ids[len(repeated) :]
+        if len(new) == 0 and num_tokens <= seqs.num_committed[slot]:
+            return
+        self._step_once(
+            owner,
+            commit_ids=np.array([sequence_id]),
+            commit_lens=np.array([num_tokens], np.int32),
+            commit_num_new=np.array([len(new)], np.int32),
+            commit_tokens=new,
+        )
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int | None) -> None:
+        """Shares the parent's first tokens, by default all committed ones. The same fork again changes nothing."""
+        owner, parent = self._find(session, parent_id)
+        seqs = self.tables.sequences
+        num_tokens = num_tokens or int(seqs.num_committed[parent])
+        child = owner.ids.get(child_id)
+        if child is not None:
+            shared = seqs.tokens[parent, :num_tokens]
+            if seqs.num_prompt[child] == num_tokens and np.array_equal(seqs.tokens[child, :num_tokens], shared):
+                return
+            raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
+        reply = self._step_once(
+            owner,
+            fork_parents=np.array([parent_id]),
+            fork_children=np.array([child_id]),
+            fork_lens=np.array([num_tokens], np.int32),
+        )
+        if reply.fork_results[0] == ItemResult.NO_ROOM:
+            limit = self.config.max_sequences
+            raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
+        """Cuts to num_tokens, 1 or more, and gives back the blocks behind."""
+        owner, _ = self._find(session, sequence_id)
+        lens = np.array([num_tokens], np.int32)
+        self._step_once(owner, truncate_ids=np.array([sequence_id]), truncate_lens=lens)
+
+    def release(self, session: SessionId, sequence_id: int) -> int:
+        """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
+        owner, slot = self._find(session, sequence_id)
+        alone = int(np.count_nonzero(self.tables.pool.ref_counts[self.tables.sequences.table(slot)] == 1))
+        self._step_once(owner, release_ids=np.array([sequence_id]))
+        return alone
+
+    # Questions
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
+        """One sequence with its block table. Raises UnknownSequence."""
+        owner, slot = self._find(session, sequence_id)
+        return self._view(owner, slot, self.tables.sequences.table(slot).copy())
+
+    def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
+        """[num_tokens] token ids."""
+        _, slot = self._find(session, sequence_id)
+        return self.tables.sequences.tokens[slot, : self.tables.sequences.num_tokens[slot]].copy()
+
+    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
+        """Sequences of one session or of all, by session and id, without tables. Raises UnknownSession."""
+        owners = [self._owner(session)] if session else sorted(self._owners.values(), key=lambda owner: owner.session)
+        for owner in owners:
+            for slot in owner.ids.items()[1].tolist():
+                yield self._view(owner, slot, np.empty(0, np.int32))
+
+    def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
+        """[committed, reserved): the token indices whose K and V may be written."""
+        _, slot = self._find(session, sequence_id)
+        return int(self.tables.sequences.num_committed[slot]), int(self.tables.sequences.num_reserved[slot])
+
+    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
+        """[matched] block ids of the longest cached prefix, whole blocks."""
+        root = self.tables.index.find_root(tenant)
+        nodes = self.tables.index.match(root, token_ids, len(token_ids) // self.config.block_size)
+        return self.tables.index.block_of_node[nodes]
+
+    def check_admission(
+        self, tenant: str, token_ids: Int32Array | None, num_prompt_tokens: int, num_new_tokens: int
+    ) -> Admission:
+        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given."""
+        pool, block_size = self.tables.pool, self.config.block_size
+        hits = np.empty(0, np.int32)
+        if token_ids is not None:
+            num_prompt_tokens = len(token_ids)
+            hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
+        num_required = -(-num_prompt_tokens // block_size) - len(hits)
+        num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        can_ever = num_prompt_tokens + num_new_tokens <= self.config.limit_tokens
+        return Admission(
+            can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
+            can_ever=can_ever,
+            num_hit_tokens=len(hits) * block_size,
+            num_required_blocks=num_required,
+            num_available_blocks=num_room,
+            limit_tokens=self.config.limit_tokens,
+        )
+
+    def clear_prefix_cache(self) -> ClearResult:
+        """Forgets every cached block that nothing holds; blocks in use lose their index entry."""
+        self.revision += 1
+        return ClearResult(*self.tables.clear_index())
+
+    def evict_blocks(self, num_free_blocks: int) -> int:
+        """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
+        pool = self.tables.pool
+        count = min(max(num_free_blocks - len(pool.free), 0), pool.num_evictable)
+        if count:
+            self.revision += 1
+            pool.evict(count)
+        return count
+
+    def stats(self) -> PoolStats:
+        """Counts derived from the state, and sums over the pool's life."""
+        return pool_stats(self.tables, self.revision, self.num_sessions)
+
+    def check_invariants(self) -> list[str]:
+        """What is wrong, one sentence each; empty when all is well."""
+        return invariants.violations(self.tables, list(self._owners.values()), list(self._quarantines.values()))
+
+    def block_state(self, block: BlockId) -> BlockState:
+        return self.tables.pool.state(block)
+
+    def _find(self, session: SessionId, sequence_id: int) -> tuple[Owner, int]:
+        owner = self._owner(session)
+        slot = owner.ids.get(sequence_id)
+        if slot is None:
+            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        return owner, slot
+
+    def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
+        step_id = owner.step_id + 1
+        reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        owner.complete(self.tables.pool, step_id)
+        return reply
+
+    def _view(self, owner: Owner, slot: int, table: Int32Array) -> SequenceView:
+        seqs = self.tables.sequences
+        return SequenceView(
+            sequence_id=SequenceId(int(seqs.ids[slot])),
+            session_id=owner.session,
+            state=SequenceState(int(seqs.states[slot])),
+            num_tokens=int(seqs.num_tokens[slot]),
+            num_committed_tokens=int(seqs.num_committed[slot]),
+            num_reserved_tokens=int(seqs.num_reserved[slot]),
+            max_tokens=int(seqs.max_tokens[slot]),
+            priority=int(seqs.priorities[slot]),
+            num_hit_tokens=int(seqs.num_hit[slot]),
+            num_accesses=int(seqs.num_accesses[slot]),
+            block_table=table,
+        )

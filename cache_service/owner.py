@@ -1,0 +1,45 @@
+"""What one session holds in one pool.
+
+Owns the session's sequence ids and its fences: blocks it dropped while a step in flight may still touch them. Rule: fences
+are lifted in the order of their steps. Does not know leases, epochs or the wire.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache_service.block_pool import BlockPool
+from cache_service.sequence import IdMap
+from cache_service.types import Executor, Int32Array, SessionId
+
+
+@dataclass(slots=True)
+class Owner:
+    """step_id: the last step applied; completed_step_id: all device work up to it has finished."""
+
+    number: int
+    session: SessionId
+    executor: Executor
+    ids: IdMap = field(default_factory=IdMap)
+    step_id: int = 0
+    completed_step_id: int = 0
+    fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
+
+    def drop(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
+        """Gives up one reference per entry; nothing of it is reused before step `until` has completed."""
+        fenced = until > self.completed_step_id
+        pool.drop(blocks, fenced=fenced)
+        if fenced:
+            assert not self.fences or self.fences[-1][0] <= until, "fences out of order"
+            self.fences.append((until, blocks))
+
+    def complete(self, pool: BlockPool, step_id: int) -> None:
+        """All device work up to step_id has finished; a lower id than before changes nothing."""
+        self.completed_step_id = max(self.completed_step_id, step_id)
+        while self.fences and self.fences[0][0] <= self.completed_step_id:
+            pool.lift_fences(self.fences.popleft()[1])
+
+    def fenced_blocks(self) -> Int32Array:
+        """One entry per fence, for the session's end and for audits."""
+        return np.concatenate([np.empty(0, np.int32), *(blocks for _, blocks in self.fences)])

@@ -1,0 +1,162 @@
+"""Pools by KV spec, and the memory they stand on.
+
+Owns the arenas. Memory is reserved before the first session (or, where the configuration counts blocks, when a spec first needs
+it, because only then a block's size is known). When all pools are taken, the least recently used one that nobody can reach
+makes room, and the new one gets fresh memory: its K and V are not the old one's. Does not know sessions, only who holds a pool.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from cache_service import kv_spec
+from cache_service.arena import memory_limit
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy_blocks
+from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
+from cache_service.errors import OutOfPools, PoolNotReady
+from cache_service.manager import Manager
+from cache_service.types import Copies, PoolConfig, SessionId
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+log = structlog.get_logger()
+
+_MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
+
+Allocate = Callable[[int], SharedMemoryArena]
+
+
+class Pool:
+    """One KV spec's core and memory. The sets say who keeps it from making room for another."""
+
+    def __init__(self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena) -> None:
+        self.key = key
+        self.manager = Manager(config)
+        self.arena = arena
+        bytes_per_block = kv_spec.block_bytes(spec)
+        self.blocks: ByteArray = arena.blocks(config.num_blocks, bytes_per_block)  # [num_blocks, block_bytes]
+        self.info = pb.PoolInfo(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            block_bytes=bytes_per_block,
+            arena_bytes=config.num_blocks * bytes_per_block,
+            max_sequences=config.max_sequences,
+            max_tokens_per_sequence=config.limit_tokens,
+            spec=spec,
+        )
+        self.sessions: set[SessionId] = set()
+        self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
+        self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
+        self.last_use = 0
+        self.copying: asyncio.Task[None] | None = None  # large copies in a thread; nothing is granted until they are done
+
+    def copy(self, copies: Copies) -> Awaitable[None] | None:
+        """Runs a call's copies, in order; awaitable when they are large, so that everything but this pool goes on.
+
+        Then they are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
+        granted block could be one of their sources, so whoever grants blocks of this pool awaits `copying` first.
+        """
+        if len(copies.sources) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
+            copy_blocks(self.blocks, copies)
+            return None
+        self.copying = asyncio.create_task(self._copy_in_thread(copies))
+        return asyncio.shield(self.copying)
+
+    async def _copy_in_thread(self, copies: Copies) -> None:
+        try:
+            await asyncio.to_thread(copy_blocks, self.blocks, copies)
+        finally:
+            self.copying = None
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.sessions or self.mappings or self.quarantines)
+
+
+class PoolRegistry:
+    """At most config.num_pools pools. `allocate` makes an arena of so many bytes and may take its time, in a thread."""
+
+    def __init__(self, config: CacheConfig, allocate: Allocate = SharedMemoryArena) -> None:
+        self._config = config
+        self._allocate = allocate
+        self._pools: dict[bytes, Pool] = {}
+        self._spare: list[SharedMemoryArena] = []
+        self._is_ready = False
+        self._making = asyncio.Lock()  # one pool is made at a time
+        self._num_uses = 0
+
+    @property
+    def pools(self) -> list[Pool]:
+        return list(self._pools.values())
+
+    async def reserve(self) -> None:
+        """Takes the memory that can be taken now. Raises OutOfMemory; its text names the flag."""
+        if self._config.num_blocks is None:
+            num_pools, num_bytes = self._config.num_pools, self._config.pool_memory
+            try:
+                memory_limit.require(num_pools * num_bytes)  # of all, before any is taken
+                for _ in range(num_pools):
+                    self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
+            except OutOfMemory as error:
+                self.close()
+                raise OutOfMemory(f"--num-pools {num_pools} of --pool-memory {num_bytes} bytes: {error}") from None
+        self._is_ready = True
+
+    async def obtain(self, spec: pb.KvSpec) -> Pool:
+        """The pool of a checked spec, made if there is none. Raises PoolNotReady, OutOfPools."""
+        if not self._is_ready:
+            raise PoolNotReady("the memory of the pools is being reserved")
+        key = kv_spec.spec_key(spec)
+        async with self._making:
+            pool = self._pools.get(key)
+            if pool is None:
+                pool = self._pools[key] = await self._make(key, spec)
+                log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
+            self._num_uses += 1
+            pool.last_use = self._num_uses
+            return pool
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        for arena in [*self._spare, *(pool.arena for pool in self._pools.values())]:
+            arena.close()
+        self._spare.clear()
+        self._pools.clear()
+
+    async def _make(self, key: bytes, spec: pb.KvSpec) -> Pool:
+        bytes_per_block = kv_spec.block_bytes(spec)
+        if self._config.num_blocks is None:
+            num_blocks, num_bytes = min(self._config.pool_memory // bytes_per_block, MAX_POOL_BLOCKS), self._config.pool_memory
+            if num_blocks < 2:
+                raise OutOfPools(f"--pool-memory holds fewer than 2 blocks of {bytes_per_block} bytes", flag="--pool-memory")
+        else:
+            num_blocks, num_bytes = self._config.num_blocks, self._config.num_blocks * bytes_per_block
+        config = PoolConfig(
+            num_blocks=num_blocks,
+            block_size=spec.block_size,
+            max_sequences=self._config.max_sequences,
+            max_tokens_per_sequence=self._config.max_tokens_per_sequence,
+            eviction_policy=self._config.eviction_policy,
+            prefix_caching=self._config.prefix_caching,
+        )
+        return Pool(key, spec, config, await self._arena(num_bytes))
+
+    async def _arena(self, num_bytes: int) -> SharedMemoryArena:
+        if self._spare:
+            return self._spare.pop()
+        if len(self._pools) >= self._config.num_pools:
+            self._drop_idle_pool()
+        flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
+        try:
+            return await asyncio.to_thread(self._allocate, num_bytes)
+        except OutOfMemory as error:
+            raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
+
+    def _drop_idle_pool(self) -> None:
+        idle = [pool for pool in self._pools.values() if pool.is_idle]
+        if not idle:
+            raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
+        pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
+        pool.arena.close()
+        log.info("pool_dropped", num_blocks=pool.info.num_blocks, model_id=pool.info.spec.model_id)

@@ -1,0 +1,34 @@
+"""Counts of a pool for people and dashboards, derived from the state whenever they are asked for."""
+
+from dataclasses import asdict
+
+import numpy as np
+
+from cache_service.block_tables import BlockTables
+from cache_service.types import PoolStats, SequenceState
+
+
+def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolStats:
+    """Costs a look at every block; not for the path of a step."""
+    pool, seqs = tables.pool, tables.sequences
+    running = seqs.running_slots()
+    num_reserved = seqs.num_reserved[running]
+    num_slots = int((-(-num_reserved // seqs.block_size)).sum()) * seqs.block_size
+    return PoolStats(
+        num_free_blocks=len(pool.free),
+        num_cached_blocks=pool.num_evictable,
+        num_referenced_blocks=pool.num_referenced,
+        num_fenced_blocks=pool.num_fenced,
+        num_quarantined_blocks=pool.num_quarantined,
+        num_indexed_blocks=len(tables.index),
+        peak_used_blocks=pool.peak_used,
+        num_shared_blocks=int(np.count_nonzero(pool.ref_counts > 1)),
+        num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
+        num_running_sequences=len(running),
+        slot_utilization=float(num_reserved.sum() / num_slots) if num_slots else 1.0,
+        num_evicted_blocks=pool.num_evicted,
+        revision=revision,
+        pressure=pool.pressure(),
+        num_sessions=num_sessions,
+        **asdict(tables.counters),
+    )

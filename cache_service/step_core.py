@@ -1,0 +1,262 @@
+"""One pool's sessions and steps.
+
+Owns the order of things: a step is decided by step.py and then applied by block_tables.py, list by list, as the protocol
+says. Also what a session leaves behind when it ends: its cached blocks, and the quarantine of what it may still write. Who
+may call, and whether a call is a repeat, is session.py's.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cache_service.block_tables import BlockTables, Grants, StepLog
+from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
+from cache_service.owner import Owner
+from cache_service.step import StepPlan, check_id, check_step
+from cache_service.types import (
+    Executor,
+    Int32Array,
+    ItemResult,
+    PoolConfig,
+    SequenceArgs,
+    SequenceState,
+    SessionId,
+    StartResult,
+    StepBatch,
+    StepReply,
+)
+
+_NO_BLOCKS = np.empty(0, np.int32)
+_NO_IDS = np.empty(0, np.int64)
+_NO_GRANTS = Grants(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
+
+
+class CloseResult(NamedTuple):
+    """What the end of a session did."""
+
+    num_released_sequences: int
+    num_quarantined_blocks: int
+
+
+class StepCore:
+    """See the module. Raises InvalidField for a configuration that cannot work."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
+            if getattr(config, name) < least:
+                raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
+        if not 0 <= config.watermark < 1:
+            raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
+        self.config = config
+        self.tables = BlockTables(config)
+        self._owners: dict[SessionId, Owner] = {}
+        self._next_owner = 1
+        self._quarantines: dict[SessionId, Int32Array] = {}
+        self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
+        self.revision = 0
+
+    # Sessions
+
+    def open_session(self, session: SessionId, executor: Executor) -> None:
+        assert session not in self._owners, "a session id is drawn once"
+        self._owners[session] = Owner(self._next_owner, session, executor)
+        self._next_owner += 1
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
+        owner = self._owner(session)
+        self.revision += 1
+        ids, slots = owner.ids.items()
+        fences = owner.fenced_blocks()
+        owner.fences.clear()
+        if may_still_write:
+            blocks = np.concatenate([_NO_BLOCKS, *(self._writable_blocks(slot) for slot in slots.tolist())])
+            self.tables.pool.quarantine(blocks, fences=fences)
+            self._quarantines[session] = np.concatenate([blocks, fences])
+        else:
+            self.tables.pool.lift_fences(fences)
+        owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
+        self.tables.release(owner, slots.tolist())
+        del self._owners[session]
+        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, _NO_BLOCKS))))
+
+    def end_quarantine(self, session: SessionId) -> int:
+        """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
+        blocks = self._quarantines.pop(session, None)
+        if blocks is None:
+            return 0
+        self.revision += 1
+        return self.tables.pool.end_quarantine(blocks)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._owners)
+
+    @property
+    def num_quarantines(self) -> int:
+        return len(self._quarantines)
+
+    # The hot path
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+        """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
+        owner, seqs = self._owner(session), self.tables.sequences
+        sequence_id = check_id(args.sequence_id, "sequence_id")
+        num_tokens, limit = len(args.token_ids), self.config.limit_tokens
+        if num_tokens < 1 or int(args.token_ids.min()) < 0:
+            raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
+        max_tokens = args.max_tokens or limit
+        if max_tokens > limit or num_tokens > limit:
+            requested = max(max_tokens, num_tokens)
+            raise NeverFits(f"{requested} tokens, at most {limit} fit", requested=requested, limit=limit)
+        if max_tokens < num_tokens:
+            raise InvalidField("max_tokens is less than the prompt", field="max_tokens", limit=num_tokens)
+        slot = owner.ids.get(sequence_id)
+        if slot is not None:
+            if not self._is_same(slot, args, max_tokens):
+                raise DuplicateSequence(f"sequence {sequence_id} exists", sequence_id=sequence_id)
+        else:
+            if not seqs.num_free_slots:
+                limit = self.config.max_sequences
+                raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+            self.revision += 1
+            slot = seqs.take_slot()
+            seqs.ids[slot], seqs.owners[slot] = sequence_id, owner.number
+            seqs.states[slot] = SequenceState.WAITING
+            seqs.roots[slot] = self.tables.index.root(args.tenant)
+            seqs.tokens[slot, :num_tokens] = args.token_ids
+            seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
+            seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            owner.ids.add(sequence_id, slot)
+        root = self.tables.index.find_root(args.tenant)
+        num_blocks = num_tokens // self.config.block_size
+        return len(self.tables.index.match(root, args.token_ids, num_blocks)) * self.config.block_size
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply."""
+        owner = self._owner(session)
+        plan = check_step(self.tables.sequences, owner, batch)
+        owner.step_id = batch.step_id
+        owner.complete(self.tables.pool, batch.completed_step_id)
+        return self._apply(owner, batch, plan)
+
+    def complete(self, session: SessionId, completed_step_id: int) -> None:
+        """All device work of the session up to this step has finished."""
+        self._owner(session).complete(self.tables.pool, completed_step_id)
+
+    def _apply(self, owner: Owner, batch: StepBatch, plan: StepPlan) -> StepReply:
+        tables, log = self.tables, StepLog()
+        self.revision += 1
+        tables.counters.num_steps += 1
+        forks: list[ItemResult] = []
+        starts: list[StartResult] = []
+        refused: set[int] = set()
+        if len(plan.commit_slots):
+            lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
+            tables.commit(owner, log, plan.commit_slots, lens, num_new, tokens)
+        if len(batch.fork_children):
+            forks, refused = self._fork_all(owner, batch)
+        for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+            slot = owner.ids.get(sequence_id)
+            if slot is not None:
+                tables.truncate(owner, slot, num_tokens)
+        if len(batch.release_ids):
+            slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
+            tables.release(owner, [slot for slot in slots if slot is not None])
+        if len(plan.start_slots):
+            items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
+            starts = [self._start(owner, log, *item) for item in items]
+        grants = self._reserve_all(owner, log, batch, plan, refused)
+        return self._reply(log, forks, starts, plan, grants)
+
+    def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
+        """Results, and the children that there was no slot for: later items that name one do nothing."""
+        results: list[ItemResult] = []
+        refused: set[int] = set()
+        for parent_id, child_id, num_tokens in zip(
+            batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
+        ):
+            parent = owner.ids.get(parent_id)
+            if parent is None or not self.tables.sequences.num_free_slots:
+                refused.add(child_id)
+                results.append(ItemResult.NO_ROOM)
+                continue
+            self.tables.fork(parent, child_id, owner, num_tokens)
+            results.append(ItemResult.OK)
+        return results, refused
+
+    def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
+        started = self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())
+        return StartResult.STARTED if started else StartResult.NO_ROOM
+
+    def _reserve_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
+        if not len(batch.reserve_ids):
+            return _NO_GRANTS
+        if plan.reserve_slots is not None:
+            return self.tables.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
+        there = np.array([sequence_id not in refused for sequence_id in batch.reserve_ids.tolist()])
+        slots = owner.ids.find(batch.reserve_ids[there], "reserve_sequence_ids")
+        grants = self.tables.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
+        reserved = np.zeros(len(there), np.int32)
+        reserved[there] = grants.reserved
+        return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)
+
+    def _reply(
+        self, log: StepLog, forks: list[ItemResult], starts: list[StartResult], plan: StepPlan, grants: Grants
+    ) -> StepReply:
+        seqs, pool = self.tables.sequences, self.tables.pool
+        # A start that was refused holds nothing, so its row tells zeros by itself.
+        tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
+        return StepReply(
+            fork_results=_int32(forks),
+            start_results=_int32(starts),
+            start_hits=seqs.num_hit[plan.start_slots] if tables else _NO_BLOCKS,
+            start_reserved=seqs.num_reserved[plan.start_slots] if tables else _NO_BLOCKS,
+            start_num_blocks=_int32([len(table) for table in tables]),
+            start_block_ids=np.concatenate(tables) if tables else _NO_BLOCKS,
+            reserve_reserved=grants.reserved,
+            new_block_item_idx=grants.item_idx,
+            new_block_ids=grants.blocks,
+            update_ids=np.array(log.update_ids, np.int64) if log.update_ids else _NO_IDS,
+            update_table_idx=_int32(log.update_table_idx),
+            update_block_ids=_int32(log.update_blocks),
+            copy_sources=_int32(log.copy_sources),
+            copy_destinations=_int32(log.copy_destinations),
+            num_free=len(pool.free),
+            num_evictable=pool.num_evictable,
+            num_fenced=pool.num_fenced,
+            pressure=pool.pressure(),
+            revision=self.revision,
+        )
+
+    def _num_spare(self) -> int:
+        """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
+        return self._num_spare_blocks if self.tables.pool.num_referenced else 0
+
+    def _owner(self, session: SessionId) -> Owner:
+        if session not in self._owners:
+            raise UnknownSession("no live session of this id on this pool")
+        return self._owners[session]
+
+    def _is_same(self, slot: int, args: SequenceArgs, max_tokens: int) -> bool:
+        seqs = self.tables.sequences
+        return (
+            seqs.num_prompt[slot] == len(args.token_ids)
+            and seqs.max_tokens[slot] == max_tokens
+            and seqs.priorities[slot] == args.priority
+            and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
+            and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
+        )
+
+    def _writable_blocks(self, slot: int) -> Int32Array:
+        """Blocks that a step of the sequence's owner may still write: those behind its committed length."""
+        seqs = self.tables.sequences
+        if seqs.states[slot] != SequenceState.RUNNING:
+            return _NO_BLOCKS
+        return seqs.table(slot)[int(seqs.num_committed[slot]) // self.config.block_size :]
+
+
+def _int32(values: Sequence[int]) -> Int32Array:
+    """An array; the empty one is shared, because most lists of most steps are empty."""
+    return np.array(values, np.int32) if values else _NO_BLOCKS

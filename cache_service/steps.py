@@ -1,0 +1,122 @@
+"""The hot path: one Step in, one reply out, on raw bytes.
+
+Raw, because exactly once is a matter of bytes: a repeat of a request gets the recorded reply, and both are what travelled. The
+order within `apply` is the rule: state and reply are recorded before anything is awaited, so that whatever happens to the call
+afterwards, its repeat finds the step done. Nothing here loops over items.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from google.protobuf.message import DecodeError
+
+from cache_service import convert
+from cache_service.door import EOF, MAX_MESSAGE_BYTES
+from cache_service.errors import CacheError, InvalidField, StreamReplaced
+from cache_service.keeper import Keeper, LiveSession
+from cache_service.session import SessionMode
+from cache_service.types import Copies, Executor
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+_parse = pb.StepRequest.FromString
+
+
+class StepStream:
+    """One StreamSteps call. It carries the steps of one session, that of its first message."""
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.live: LiveSession | None = None
+        self.error: CacheError | None = None  # why it was ended from outside
+        self._task = task
+
+    def end(self, error: CacheError) -> None:
+        """See keeper.Stream."""
+        self.error = error
+        self._task.cancel()
+
+
+class StepHandler:
+    """Step and StreamSteps."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    async def step(self, raw: bytes) -> bytes:
+        """The unary call. Raises CacheError."""
+        _, reply = self.apply(raw)
+        return reply if isinstance(reply, bytes) else await reply
+
+    async def stream_steps(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Runs one stream until its client ends it. Raises CacheError: a failed step, or an end from outside."""
+        task = asyncio.current_task()
+        assert task is not None
+        stream = StepStream(task)
+        is_lost = True
+        try:
+            while (raw := await read()) is not EOF:
+                try:
+                    live, reply = self.apply(raw, stream.live)
+                except Exception:
+                    is_lost = False  # this service ends the stream; its client is there
+                    raise
+                if stream.live is None:
+                    stream.live = live
+                    self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
+                await write(reply if isinstance(reply, bytes) else await reply)
+        except asyncio.CancelledError:
+            if stream.error is None:
+                raise  # the client is gone
+            is_lost = False
+            task.uncancel()
+            raise stream.error from None
+        finally:
+            if stream.live is not None:
+                self._keeper.lose_stream(stream.live, stream, with_grace=is_lost)
+
+    def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
+        """Applies one request, of the bound session if there is one; the reply is awaitable where copies take their time.
+
+        Raises CacheError, and then nothing has changed but the session's lease.
+        """
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise InvalidField("the message is too large", field="request", limit=MAX_MESSAGE_BYTES)
+        try:
+            request = _parse(raw)
+        except DecodeError:
+            raise InvalidField("the bytes are not a StepRequest", field="request") from None
+        live = self._keeper.require(request.session_id, request.epoch)
+        if live is not bound and bound is not None:
+            raise InvalidField("a stream carries the steps of one session", field="session_id")
+        if live.pool.copying is not None:
+            return live, self._apply_later(live.pool.copying, raw, live)
+        session = live.core
+        step_id, completed_step_id = request.step_id, request.completed_step_id
+        recorded = session.repeat_of(step_id, raw)
+        if recorded is not None:
+            return live, recorded
+        session.check_completed(step_id, completed_step_id)
+        batch = convert.step_batch(request)
+        mode = session.mode
+        session.use_mode(SessionMode.STEPS)
+        try:
+            reply = live.pool.manager.step(session.id, batch)
+        except Exception:
+            session.mode = mode
+            raise
+        answer = convert.step_response(reply, step_id, session.epoch)
+        session.record(step_id, completed_step_id, raw, answer)
+        if session.executor is Executor.CACHE and len(reply.copy_sources):
+            copying = live.pool.copy(Copies(reply.copy_sources, reply.copy_destinations))
+            if copying is not None:
+                return live, _after(copying, answer)
+        return live, answer
+
+    async def _apply_later(self, copying: Awaitable[None], raw: bytes, live: LiveSession) -> bytes:
+        await asyncio.shield(copying)
+        _, reply = self.apply(raw, live)
+        return reply if isinstance(reply, bytes) else await reply
+
+
+async def _after(copying: Awaitable[None], answer: bytes) -> bytes:
+    await copying
+    return answer

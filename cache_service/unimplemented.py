@@ -1,0 +1,15 @@
+"""What is in the protocol and not in this build: one list, told by GetCapabilities and held by a test."""
+
+# Method -> feature of the NOT_IMPLEMENTED answer.
+UNIMPLEMENTED_METHODS = {
+    "CollectGarbage": "garbage collection",
+    "ExplainMatch": "match explanations",
+    "HandOffSequence": "hand-off between sessions",
+    "PinPrefix": "pins",
+    "StoreLogits": "stored logits",
+    "SwapInSequence": "swap",
+    "SwapOutSequence": "swap",
+    "UnpinPrefix": "pins",
+    "UpdateSequence": "changing priority or retention",
+    "WatchEvents": "events",
+}

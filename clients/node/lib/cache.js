@@ -1,0 +1,181 @@
+/** The cache service: a session of EXECUTOR_CACHE and its sequences, one operation at a time. */
+import { Door } from './door.js';
+import { CacheService } from './protos.js';
+
+/** One channel to a cache service. */
+export class CacheClient {
+  #door;
+
+  /**
+   * @param {string} address host:port or unix:/path
+   * @param {{timeoutMs?: number, retryMs?: number}} [options]
+   */
+  constructor(address = '127.0.0.1:7410', options = {}) {
+    this.#door = new Door(CacheService, address, options);
+  }
+
+  /**
+   * Opens a session on the pool of a KV spec (fields as in the protocol's KvSpec).
+   * @param {object} spec
+   * @param {{ttlMs?: number, clientName?: string}} [options] ttlMs 0 is the service's default lease
+   * @returns {Promise<CacheSession>}
+   */
+  async openSession(spec, { ttlMs = 0, clientName = '' } = {}) {
+    const opened = await this.#door.call('OpenSession', {
+      spec,
+      executor: 'EXECUTOR_CACHE',
+      ttl_ms: ttlMs,
+      client_name: clientName,
+    });
+    return new CacheSession(this.#door, opened);
+  }
+
+  capabilities() {
+    return this.#door.call('GetCapabilities', {});
+  }
+
+  stats() {
+    return this.#door.call('GetStats', {});
+  }
+
+  close() {
+    this.#door.close();
+  }
+}
+
+/** A lease on a pool. Every call renews it; renew() does in between. */
+export class CacheSession {
+  #door;
+  #head;
+
+  constructor(door, opened) {
+    this.#door = door;
+    this.#head = { session_id: opened.session_id, epoch: opened.epoch };
+    this.sessionId = opened.session_id;
+    this.epoch = opened.epoch;
+    this.pool = opened.pool;
+  }
+
+  renew() {
+    return this.#call('RenewSession', {});
+  }
+
+  close() {
+    return this.#call('CloseSession', { drained: true });
+  }
+
+  /**
+   * Stores a prompt.
+   * @param {number} sequenceId 1 to 2^53 - 1
+   * @param {number[]} tokenIds
+   * @param {{maxTokens?: number, tenant?: string, priority?: number}} [options]
+   * @returns {Promise<number>} leading tokens that are cached now, for information
+   */
+  async createSequence(sequenceId, tokenIds, { maxTokens = 0, tenant = '', priority = 0 } = {}) {
+    const answer = await this.#call('CreateSequence', {
+      sequence_id: sequenceId,
+      token_ids: tokenIds,
+      max_tokens: maxTokens,
+      tenant,
+      priority,
+    });
+    return answer.num_matched_tokens;
+  }
+
+  /** Starts the sequence if it waits, and reserves slots up to an absolute length. */
+  async extend(sequenceId, numTokens, { skipLookUp = false } = {}) {
+    const request = { sequence_id: sequenceId, num_tokens: numTokens, skip_look_up: skipLookUp };
+    return (await this.#call('ExtendSequence', request)).sequence;
+  }
+
+  /** Appends tokenIds at firstTokenIdx, and declares K and V written up to an absolute length. */
+  async commit(sequenceId, numTokens, firstTokenIdx = 0, tokenIds = []) {
+    const request = {
+      sequence_id: sequenceId,
+      num_tokens: numTokens,
+      first_token_idx: firstTokenIdx,
+      token_ids: tokenIds,
+    };
+    return (await this.#call('CommitSequence', request)).sequence;
+  }
+
+  /** Makes a child that shares the parent's first tokens; 0 is all committed ones. */
+  async fork(parentId, childId, numTokens = 0) {
+    const request = { parent_id: parentId, child_id: childId, num_tokens: numTokens };
+    return (await this.#call('ForkSequence', request)).sequence;
+  }
+
+  /** Cuts to an absolute length. */
+  async truncate(sequenceId, numTokens) {
+    return (await this.#call('TruncateSequence', { sequence_id: sequenceId, num_tokens: numTokens })).sequence;
+  }
+
+  /** Gives the sequence's blocks back; how many nothing else holds. */
+  async release(sequenceId) {
+    return (await this.#call('ReleaseSequence', { sequence_id: sequenceId })).num_dropped_blocks;
+  }
+
+  /** One sequence with its block table. */
+  async get(sequenceId, { includeTokens = false } = {}) {
+    return (await this.#call('GetSequence', { sequence_id: sequenceId, include_tokens: includeTokens })).sequence;
+  }
+
+  /** The session's sequences, without tables. */
+  async list() {
+    const rows = [];
+    let token = '';
+    do {
+      const page = await this.#door.call('ListSequences', {
+        session_id: this.sessionId,
+        page_size: 1000,
+        page_token: token,
+      });
+      rows.push(...page.sequences);
+      token = page.next_page_token;
+    } while (token);
+    return rows;
+  }
+
+  /**
+   * Writes K and V into reserved, uncommitted slots.
+   * @param {number} sequenceId
+   * @param {{layerIdx: number, firstTokenIdx: number, key: Buffer, value: Buffer}[]} chunks each one layer and a run of
+   *   tokens: [num_tokens, num_kv_heads, head_dim] in the spec's dtype, little-endian, at most 64 KiB
+   */
+  writeKv(sequenceId, chunks) {
+    const requests = chunks.map(({ layerIdx, firstTokenIdx, key, value }) => ({
+      ...this.#head,
+      sequence_id: sequenceId,
+      layer_idx: layerIdx,
+      first_token_idx: firstTokenIdx,
+      key,
+      value,
+    }));
+    return this.#door.send('WriteKv', requests);
+  }
+
+  /**
+   * Reads K and V of committed tokens, layer by layer.
+   * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer}[]>}
+   */
+  async readKv(sequenceId, { firstTokenIdx = 0, numTokens = 0, layers = [] } = {}) {
+    const chunks = await this.#door.collect('ReadKv', {
+      ...this.#head,
+      sequence_id: sequenceId,
+      first_token_idx: firstTokenIdx,
+      num_tokens: numTokens,
+      layer_idx: layers,
+    });
+    return chunks.map((chunk) => ({
+      layerIdx: chunk.layer_idx,
+      firstTokenIdx: chunk.first_token_idx,
+      numTokens: chunk.num_tokens,
+      key: chunk.key,
+      value: chunk.value,
+    }));
+  }
+
+  #call(method, request) {
+    return this.#door.call(method, { ...this.#head, ...request });
+  }
+}

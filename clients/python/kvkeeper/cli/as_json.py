@@ -1,0 +1,25 @@
+"""Messages as JSON for scripts."""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """Every field by its name in the protocol, zeros included.
+
+    Unlike protobuf's own JSON, 64-bit integers are numbers: ids and counters of the protocol fit in 53 bits.
+    """
+    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.is_repeated:
+        return [_single(field, item) for item in value]
+    return _single(field, value)
+
+
+def _single(field: Any, value: Any) -> Any:
+    if isinstance(value, Message):
+        return as_json(value)
+    return field.enum_type.values_by_number[value].name if field.enum_type else value

@@ -1,0 +1,164 @@
+"""`kvkeeper generate`: text to stdout as it comes, what it took to stderr."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
+from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
+from kvkeeper.client import EngineClient, GenerateOptions, Piece, Sampling, Usage
+
+_SAMPLING_FLAGS = {
+    "max_tokens": (int, "most new tokens per continuation"),
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "smallest set of tokens with this total probability"),
+    "top_k": (int, "most likely tokens kept; 0 is off"),
+    "min_p": (float, "least probability relative to the likeliest token"),
+    "repetition_penalty": (float, "1 is off"),
+    "frequency_penalty": (float, "-2 to 2"),
+    "presence_penalty": (float, "-2 to 2"),
+    "seed": (int, "seed of the random stream"),
+}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
+    parser.add_argument("prompt", nargs="?", help="text to continue; - reads it from stdin")
+    parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
+    parser.add_argument("--n", type=int, help="continuations of the prompt, which is computed once")
+    for name, (kind, text) in _SAMPLING_FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    parser.add_argument("--priority", type=int, default=0, help="larger is more important")
+    parser.add_argument("--timeout-ms", type=int, help="from arrival to the last token")
+    parser.add_argument("--tenant", default="", help="whose cache the prompt shares")
+    parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    add_engine_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = _read_prompt(args)
+    if prompt is None:
+        return EXIT_USAGE
+    printer = _Printer(args.n or 1, quiet=args.json)
+    started = time.monotonic()
+    first_token = None
+    with EngineClient(args.engine, OPTIONS) as client, client.generate(prompt, _options(args)) as generation:
+        for piece in generation:
+            if first_token is None and piece.token_ids:
+                first_token = time.monotonic()
+            printer.take(piece)
+    total_ms = (time.monotonic() - started) * 1000
+    first_ms = None if first_token is None else (first_token - started) * 1000
+    usage = generation.usage or Usage(0, 0, 0, 0, 0)
+    if args.json:
+        print(json.dumps(_report(generation.request_id, usage, first_ms, total_ms, printer)))
+    else:
+        printer.end()
+        print(_summary(usage, first_ms, total_ms, printer), file=sys.stderr)
+    return EXIT_OK if all(reason not in ("error", "cancelled") for reason in printer.reasons) else EXIT_FAILED
+
+
+class _Printer:
+    """Prints one continuation as it comes and keeps the others until it has ended."""
+
+    def __init__(self, num_continuations: int, quiet: bool) -> None:
+        self.texts = [""] * num_continuations
+        self.token_ids: list[list[int]] = [[] for _ in range(num_continuations)]
+        self.reasons: list[str | None] = [None] * num_continuations
+        self._quiet = quiet
+        self._shown = 0  # the continuation that is being printed
+        self._num_printed: int | None = None  # characters of it; None before its heading
+
+    def take(self, piece: Piece) -> None:
+        self.texts[piece.index] += piece.text
+        self.token_ids[piece.index] += piece.token_ids
+        self.reasons[piece.index] = piece.finish_reason or self.reasons[piece.index]
+        self._print_on()
+        while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
+            self._shown += 1
+            self._num_printed = None
+            self._write("\n")
+            self._print_on()
+
+    def end(self) -> None:
+        self._write("\n")
+
+    def _print_on(self) -> None:
+        if self._num_printed is None:
+            if len(self.texts) > 1:
+                self._write(f"--- continuation {self._shown + 1} of {len(self.texts)} ---\n")
+            self._num_printed = 0
+        text = self.texts[self._shown]
+        self._write(text[self._num_printed :])
+        self._num_printed = len(text)
+
+    def _write(self, text: str) -> None:
+        if not self._quiet and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _read_prompt(args: argparse.Namespace) -> str | None:
+    if (args.prompt is None) == (args.prompt_file is None):
+        args.usage_error("give a prompt, or --prompt-file PATH")
+    if args.prompt_file is None:
+        return str(sys.stdin.read() if args.prompt == "-" else args.prompt)
+    try:
+        return str(args.prompt_file.read_text(encoding="utf-8"))
+    except OSError as error:
+        print(f"kvkeeper: --prompt-file cannot be read: {error.strerror}", file=sys.stderr)
+    except UnicodeDecodeError:
+        print("kvkeeper: --prompt-file is not UTF-8 text", file=sys.stderr)
+    return None
+
+
+def _options(args: argparse.Namespace) -> GenerateOptions:
+    chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
+    chosen["stop"] = tuple(args.stop)
+    return GenerateOptions(
+        n=args.n,
+        priority=args.priority,
+        timeout_ms=args.timeout_ms,
+        tenant=args.tenant,
+        skip_look_up=args.skip_look_up,
+        sampling=Sampling(**chosen),
+    )
+
+
+def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
+    continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
+    return {
+        "request_id": request_id,
+        **asdict(usage),
+        "time_to_first_token_ms": None if first_ms is None else round(first_ms, 3),
+        "total_ms": round(total_ms, 3),
+        "continuations": [
+            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason}
+            for index, (text, token_ids, reason) in enumerate(continuations)
+        ],
+    }
+
+
+def _summary(usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> str:
+    reasons = ", ".join(dict.fromkeys((reason or "none").replace("_", " ") for reason in printer.reasons))
+    parts = [
+        f"prompt {usage.prompt_tokens} tokens",
+        f"cached {usage.cached_tokens}",
+        f"new {usage.new_tokens}",
+        f"finish: {reasons}",
+        "no token" if first_ms is None else f"first token after {first_ms:.0f} ms",
+        f"{usage.new_tokens / total_ms * 1000:.0f} tokens/s",
+    ]
+    if usage.copied_blocks:
+        parts.append(f"copied blocks {usage.copied_blocks}")
+    if usage.num_preemptions:
+        parts.append(f"preempted {usage.num_preemptions} times")
+    return "[" + " | ".join(parts) + "]"

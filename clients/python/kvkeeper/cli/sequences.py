@@ -1,0 +1,48 @@
+"""`kvkeeper sequences`: the live sequences of all sessions."""
+
+import argparse
+import json
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli.addresses import add_cache_flag, add_json_flag
+from kvkeeper.cli.as_json import as_json
+from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
+from kvkeeper.cli.tables import table
+from kvkeeper.client import CacheClient
+
+_HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "priority", "idle ms")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("sequences", help="list live sequences", allow_abbrev=False)
+    parser.add_argument("--session", default="", metavar="ID", help="of one session only")
+    add_cache_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run, asks="cache")
+
+
+def run(args: argparse.Namespace) -> int:
+    with CacheClient(args.cache, OPTIONS) as client:
+        sequences = client.list_sequences(args.session)
+    if args.json:
+        print(json.dumps({"sequences": [as_json(sequence) for sequence in sequences]}))
+    elif sequences:
+        print(table(_HEADERS, [_row(sequence) for sequence in sequences]))
+    else:
+        print("no live sequences")
+    return EXIT_OK
+
+
+def _row(sequence: pb.SequenceInfo) -> tuple[object, ...]:
+    return (
+        sequence.session_id[:8],
+        sequence.sequence_id,
+        pb.SequenceState.Name(sequence.state).removeprefix("SEQUENCE_STATE_").lower(),
+        sequence.num_tokens,
+        sequence.num_committed_tokens,
+        sequence.num_reserved_tokens,
+        sequence.num_hit_tokens,
+        sequence.priority,
+        sequence.last_access_age_ms,
+    )

@@ -1,0 +1,127 @@
+"""`kvkeeper stats`: counts of the pools, the sessions and the engine."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.as_json import as_json
+from kvkeeper.cli.outcome import EXIT_OK, OPTIONS, failure
+from kvkeeper.cli.status import pool_line
+from kvkeeper.cli.tables import facts, table
+from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
+from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("stats", help="show counts of the pool and the engine", allow_abbrev=False)
+    add_cache_flag(parser)
+    add_engine_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run, asks="cache")
+
+
+def run(args: argparse.Namespace) -> int:
+    """A service that is down does not hide the other one's counts."""
+    exit_code = EXIT_OK
+    report: dict[str, object] = {}
+    for name, ask, show in (("cache", _ask_cache, _show_cache), ("engine", _ask_engine, _show_engine)):
+        args.asks = name
+        try:
+            answer = ask(getattr(args, name))
+        except KvkeeperError as error:
+            exit_code = max(exit_code, failure(error, args))
+            continue
+        if args.json:
+            report[name] = as_json(answer)
+        else:
+            print(show(answer), end="\n\n" if name == "cache" else "\n")
+    if args.json:
+        print(json.dumps(report))
+    sys.stdout.flush()
+    return exit_code
+
+
+def _ask_cache(address: str) -> cache_pb.GetStatsResponse:
+    with CacheClient(address, OPTIONS) as client:
+        return client.stats()
+
+
+def _ask_engine(address: str) -> engine_pb.GetStatsResponse:
+    with EngineClient(address, OPTIONS) as client:
+        return client.stats()
+
+
+def _show_cache(stats: Any) -> str:
+    parts = [
+        "cache service",
+        facts(
+            [
+                ("up for", f"{stats.uptime_seconds:,.0f} s"),
+                ("sessions opened, reaped", f"{stats.num_opened_sessions:,}, {stats.num_reaped_sessions:,}"),
+            ],
+            "  ",
+        ),
+    ]
+    parts += [_show_pool(pool) for pool in stats.pools] or ["  no pool yet"]
+    if stats.sessions:
+        headers = ("session", "client", "step", "completed", "sequences", "lease left ms", "attached")
+        rows = [
+            (
+                session.session_id[:8],
+                session.client_name,
+                session.step_id,
+                session.completed_step_id,
+                session.num_sequences,
+                session.lease_left_ms,
+                session.num_attached_processes,
+            )
+            for session in stats.sessions
+        ]
+        parts += ["", table(headers, rows)]
+    return "\n".join(parts)
+
+
+def _show_pool(pool: Any) -> str:
+    level = cache_pb.PressureLevel.Name(pool.pressure).removeprefix("PRESSURE_LEVEL_").lower()
+    share = pool.num_hit_tokens / pool.num_look_up_tokens if pool.num_look_up_tokens else 0.0
+    rows: list[tuple[str, object]] = [
+        ("blocks free", pool.num_free_blocks),
+        ("blocks cached", pool.num_cached_blocks),
+        ("blocks in use", f"{pool.num_referenced_blocks:,} ({pool.num_shared_blocks:,} shared)"),
+        ("blocks fenced", pool.num_fenced_blocks),
+        ("blocks quarantined", pool.num_quarantined_blocks),
+        ("blocks indexed", pool.num_indexed_blocks),
+        ("most blocks ever in use", pool.peak_used_blocks),
+        ("pressure", level),
+        ("sequences waiting, running", f"{pool.num_waiting_sequences:,}, {pool.num_running_sequences:,}"),
+        ("slots in use of slots held", f"{pool.slot_utilization:.1%}"),
+        ("look-ups, hits", f"{pool.num_look_ups:,}, {pool.num_hits:,}"),
+        ("tokens looked up, found", f"{pool.num_look_up_tokens:,}, {pool.num_hit_tokens:,} ({share:.1%})"),
+        ("forks, copies on write", f"{pool.num_forks:,}, {pool.num_copies_on_write:,}"),
+        ("blocks adopted, evicted", f"{pool.num_adopted_blocks:,}, {pool.num_evicted_blocks:,}"),
+        ("steps, refusals", f"{pool.num_steps:,}, {pool.num_refusals:,}"),
+    ]
+    return f"  pool: {pool_line(pool.pool)}\n{facts(rows, '    ')}"
+
+
+def _show_engine(stats: Any) -> str:
+    rows: list[tuple[str, object]] = [
+        ("up for", f"{stats.uptime_seconds:,.0f} s"),
+        ("requests waiting, running", f"{stats.num_waiting_requests:,}, {stats.num_running_requests:,}"),
+        ("requests completed", stats.num_completed_requests),
+        ("requests failed, cancelled", f"{stats.num_failed_requests:,}, {stats.num_cancelled_requests:,}"),
+        ("preemptions", stats.num_preemptions),
+        ("prompt tokens cached, computed", f"{stats.num_cached_tokens:,}, {stats.num_prefill_tokens:,}"),
+        ("tokens sampled", stats.num_new_tokens),
+        ("steps", stats.num_steps),
+        (
+            "time to first token p50, p99",
+            f"{stats.time_to_first_token_p50_ms:.1f} ms, {stats.time_to_first_token_p99_ms:.1f} ms",
+        ),
+        ("blocks copied on write", stats.num_copied_blocks),
+        ("cache session", stats.cache_session_id[:8] or "none"),
+    ]
+    return f"engine service\n{facts(rows, '  ')}"

@@ -1,0 +1,174 @@
+"""What each call to the cache service sends and gives back: pure, shared by the synchronous and the asyncio client.
+
+A Call names a method, holds its request, and turns its answer into what the caller wants. Who makes it, when and how
+often is the door's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import kv_chunks
+from kvkeeper.client.kv_chunks import KvTokens
+
+T = TypeVar("T")
+TokenIds = Sequence[int] | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call. request is a list where the method takes a stream; result gets a list where it answers with one."""
+
+    method: str
+    request: Any
+    result: Callable[[Any], T]
+    streams_answers: bool = False
+
+
+def open_session(spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str) -> Call[pb.OpenSessionResponse]:
+    request = pb.OpenSessionRequest(spec=spec, executor=executor, ttl_ms=ttl_ms, client_name=client_name)
+    return Call("OpenSession", request, _whole)
+
+
+def capabilities() -> Call[pb.GetCapabilitiesResponse]:
+    return Call("GetCapabilities", pb.GetCapabilitiesRequest(), _whole)
+
+
+def stats() -> Call[pb.GetStatsResponse]:
+    return Call("GetStats", pb.GetStatsRequest(), _whole)
+
+
+def check_invariants() -> Call[pb.CheckInvariantsResponse]:
+    return Call("CheckInvariants", pb.CheckInvariantsRequest(), _whole)
+
+
+def list_page(session_id: str, page_token: str) -> Call[pb.ListSequencesResponse]:
+    request = pb.ListSequencesRequest(session_id=session_id, page_size=1000, page_token=page_token)
+    return Call("ListSequences", request, _whole)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCalls:
+    """Calls of one session; every one carries its id and epoch."""
+
+    session_id: str
+    epoch: int
+    spec: pb.KvSpec
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {"session_id": self.session_id, "epoch": self.epoch}
+
+    def renew(self, completed_step_id: int) -> Call[pb.RenewSessionResponse]:
+        request = pb.RenewSessionRequest(**self.head, completed_step_id=completed_step_id)
+        return Call("RenewSession", request, _whole)
+
+    def close(self, drained: bool) -> Call[pb.CloseSessionResponse]:
+        return Call("CloseSession", pb.CloseSessionRequest(**self.head, drained=drained), _whole)
+
+    def create_sequence(self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int) -> Call[int]:
+        request = pb.CreateSequenceRequest(
+            **self.head,
+            sequence_id=sequence_id,
+            packed_token_ids=_packed(token_ids),
+            max_tokens=max_tokens,
+            tenant=tenant,
+            priority=priority,
+        )
+        return Call("CreateSequence", request, lambda answer: answer.num_matched_tokens)
+
+    def extend(self, sequence_id: int, num_tokens: int, look_up: bool) -> Call[pb.SequenceInfo]:
+        request = pb.ExtendSequenceRequest(
+            **self.head, sequence_id=sequence_id, num_tokens=num_tokens, skip_look_up=not look_up
+        )
+        return Call("ExtendSequence", request, _sequence)
+
+    def commit(self, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: TokenIds) -> Call[pb.SequenceInfo]:
+        request = pb.CommitSequenceRequest(
+            **self.head,
+            sequence_id=sequence_id,
+            num_tokens=num_tokens,
+            first_token_idx=first_token_idx,
+            token_ids=_checked(token_ids).tolist(),
+        )
+        return Call("CommitSequence", request, _sequence)
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int) -> Call[pb.SequenceInfo]:
+        request = pb.ForkSequenceRequest(**self.head, parent_id=parent_id, child_id=child_id, num_tokens=num_tokens)
+        return Call("ForkSequence", request, _sequence)
+
+    def truncate(self, sequence_id: int, num_tokens: int) -> Call[pb.SequenceInfo]:
+        request = pb.TruncateSequenceRequest(**self.head, sequence_id=sequence_id, num_tokens=num_tokens)
+        return Call("TruncateSequence", request, _sequence)
+
+    def release(self, sequence_id: int) -> Call[int]:
+        request = pb.ReleaseSequenceRequest(**self.head, sequence_id=sequence_id)
+        return Call("ReleaseSequence", request, lambda answer: answer.num_dropped_blocks)
+
+    def get(self, sequence_id: int, include_tokens: bool) -> Call[pb.SequenceInfo]:
+        request = pb.GetSequenceRequest(**self.head, sequence_id=sequence_id, include_tokens=include_tokens)
+        return Call("GetSequence", request, _sequence)
+
+    def match_prefix(self, token_ids: TokenIds, tenant: str) -> Call[pb.MatchPrefixResponse]:
+        request = pb.MatchPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
+        return Call("MatchPrefix", request, _whole)
+
+    def check_admission(
+        self, token_ids: TokenIds, num_prompt_tokens: int, num_new_tokens: int, tenant: str
+    ) -> Call[pb.CheckAdmissionResponse]:
+        request = pb.CheckAdmissionRequest(
+            **self.head,
+            token_ids=_checked(token_ids).tolist(),
+            num_prompt_tokens=num_prompt_tokens,
+            num_new_tokens=num_new_tokens,
+            tenant=tenant,
+        )
+        return Call("CheckAdmission", request, _whole)
+
+    def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
+        return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)
+
+    def evict_blocks(self, num_free_blocks: int) -> Call[pb.EvictBlocksResponse]:
+        return Call("EvictBlocks", pb.EvictBlocksRequest(**self.head, num_free_blocks=num_free_blocks), _whole)
+
+    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]) -> Call[pb.WriteKvResponse]:
+        head = {**self.head, "sequence_id": sequence_id}
+        return Call("WriteKv", list(kv_chunks.split(self.spec, head, first_token_idx, kv, layers)), _whole)
+
+    def read_kv(self, sequence_id: int, first_token_idx: int, num_tokens: int, layers: Sequence[int]) -> Call[KvTokens]:
+        request = pb.ReadKvRequest(
+            **self.head,
+            sequence_id=sequence_id,
+            first_token_idx=first_token_idx,
+            num_tokens=num_tokens,
+            layer_idx=layers,
+        )
+        return Call("ReadKv", request, lambda chunks: kv_chunks.join(self.spec, layers, chunks), streams_answers=True)
+
+
+def _whole(answer: Any) -> Any:
+    return answer
+
+
+def _sequence(answer: Any) -> pb.SequenceInfo:
+    return answer.sequence
+
+
+def _checked(token_ids: TokenIds) -> npt.NDArray[Any]:
+    """The ids as an integer array; a cast on the way to the wire must not turn a wrong id into a valid one."""
+    array = np.asarray(token_ids)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError("token ids must be a one-dimensional sequence of integers")
+    if array.min() < 0 or array.max() >= 1 << 31:
+        raise ValueError("token ids are 0 to 2^31 - 1")
+    return array
+
+
+def _packed(token_ids: TokenIds) -> bytes:
+    return _checked(token_ids).astype("<i4", copy=False).tobytes()

@@ -1,0 +1,190 @@
+"""The cache service for threads: the same calls as in cache.py, blocking. Steps go one by one as unary calls.
+
+A session is not for use from two threads at once.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client import cache_calls
+from kvkeeper.client.arena import Arena, attach_arena
+from kvkeeper.client.cache import DEFAULT_TARGET
+from kvkeeper.client.cache_calls import Call, SessionCalls, TokenIds
+from kvkeeper.client.door import Door
+from kvkeeper.client.kv_chunks import KvTokens
+from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.steps import StepItems, StepResult, decode, encode
+
+T = TypeVar("T")
+_STEP_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
+
+
+class CacheClient:
+    """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
+        self._door = Door(target, options or CallOptions(), pb_grpc.CacheServiceStub)
+
+    def __enter__(self) -> "CacheClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open_session(
+        self,
+        spec: pb.KvSpec,
+        executor: "pb.Executor" = pb.EXECUTOR_CACHE,
+        ttl_ms: int = 0,
+        client_name: str = "",
+    ) -> "CacheSession":
+        """Open a session on the pool of spec; ttl_ms 0 is the service's default lease."""
+        return CacheSession(self._door, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name)))
+
+    def capabilities(self) -> pb.GetCapabilitiesResponse:
+        return self._do(cache_calls.capabilities())
+
+    def stats(self) -> pb.GetStatsResponse:
+        return self._do(cache_calls.stats())
+
+    def check_invariants(self) -> pb.CheckInvariantsResponse:
+        return self._do(cache_calls.check_invariants())
+
+    def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
+        """Sequences of one session, or of all, without tables."""
+        return _all_sequences(self._door, session_id)
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _do(self, call: Call[T]) -> T:
+        return _do(self._door, call)
+
+
+class CacheSession:
+    """A lease on a pool. Whoever drives it renews it: every step does, renew() does in between."""
+
+    def __init__(self, door: Door, opened: pb.OpenSessionResponse) -> None:
+        self.session_id: str = opened.session_id
+        self.epoch: int = opened.epoch
+        self.pool: pb.PoolInfo = opened.pool
+        self.ttl_ms: int = opened.ttl_ms
+        self.step_id = 0  # the last one answered
+        self._door = door
+        self._opened = opened
+        self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
+        self._step = door.channel.unary_unary(_STEP_METHOD, request_serializer=None, response_deserializer=None)
+
+    def __enter__(self) -> "CacheSession":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def attach(self) -> Arena:
+        """Map the pool's memory; once per session."""
+        opened = self._opened
+        return attach_arena(opened.attach_socket_path, opened.attach_token, self.pool.arena_bytes, self._door.options.timeout_s)
+
+    def step(self, items: StepItems, completed_step_id: int | None = None) -> StepResult:
+        """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
+
+        Repeats the same bytes, which the service answers exactly once. After a failure the step id is not used up;
+        after a deadline it is not known whether the step was applied.
+        """
+        step_id = self.step_id + 1
+        completed = self.step_id if completed_step_id is None else completed_step_id
+        request = encode(items, self.session_id, self.epoch, step_id, completed)
+        answer = decode(self._door.call(self._step, request))
+        self.step_id = step_id
+        return answer
+
+    def renew(self, completed_step_id: int = 0) -> pb.RenewSessionResponse:
+        """Renew the lease; completed_step_id 0 reports nothing."""
+        return self._do(self._calls.renew(completed_step_id))
+
+    def close(self, drained: bool = True) -> pb.CloseSessionResponse:
+        """End the session. drained says that nothing of it will write to the arena any more."""
+        return self._do(self._calls.close(drained))
+
+    def create_sequence(
+        self, sequence_id: int, token_ids: TokenIds, max_tokens: int = 0, tenant: str = "", priority: int = 0
+    ) -> int:
+        """Store a prompt; the leading tokens that are cached now, for information."""
+        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority))
+
+    def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
+        """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
+        return self._do(self._calls.extend(sequence_id, num_tokens, look_up))
+
+    def commit(self, sequence_id: int, num_tokens: int, first_token_idx: int = 0, token_ids: TokenIds = ()) -> pb.SequenceInfo:
+        """Append token_ids at first_token_idx, and declare K and V written up to an absolute length."""
+        return self._do(self._calls.commit(sequence_id, num_tokens, first_token_idx, token_ids))
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int = 0) -> pb.SequenceInfo:
+        """Make a child that shares the parent's first tokens; 0 is all committed ones."""
+        return self._do(self._calls.fork(parent_id, child_id, num_tokens))
+
+    def truncate(self, sequence_id: int, num_tokens: int) -> pb.SequenceInfo:
+        """Cut to an absolute length."""
+        return self._do(self._calls.truncate(sequence_id, num_tokens))
+
+    def release(self, sequence_id: int) -> int:
+        """Give the sequence's blocks back; the number that nothing else holds."""
+        return self._do(self._calls.release(sequence_id))
+
+    def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
+        """One sequence with its block table."""
+        return self._do(self._calls.get(sequence_id, include_tokens))
+
+    def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
+        """Leading tokens that are cached now."""
+        return self._do(self._calls.match_prefix(token_ids, tenant))
+
+    def check_admission(
+        self, token_ids: TokenIds = (), num_prompt_tokens: int = 0, num_new_tokens: int = 0, tenant: str = ""
+    ) -> pb.CheckAdmissionResponse:
+        """Whether a prompt could start now, later or never."""
+        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant))
+
+    def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
+        """Forget all cached blocks of the pool that nothing holds."""
+        return self._do(self._calls.clear_prefix_cache())
+
+    def evict_blocks(self, num_free_blocks: int) -> pb.EvictBlocksResponse:
+        """Evict until so many blocks are free."""
+        return self._do(self._calls.evict_blocks(num_free_blocks))
+
+    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()) -> pb.WriteKvResponse:
+        """Write K and V into reserved, uncommitted slots; no layers are all layers."""
+        return self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers))
+
+    def read_kv(self, sequence_id: int, first_token_idx: int = 0, num_tokens: int = 0, layers: Sequence[int] = ()) -> KvTokens:
+        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers."""
+        return self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers))
+
+    def list(self) -> tuple[pb.SequenceInfo, ...]:
+        """The session's sequences, without tables."""
+        return _all_sequences(self._door, self.session_id)
+
+    def _do(self, call: Call[T]) -> T:
+        return _do(self._door, call)
+
+
+def _do(door: Door, call: Call[T]) -> T:
+    method = getattr(door.stub, call.method)
+    make = door.collect if call.streams_answers else door.call
+    return call.result(make(method, call.request))
+
+
+def _all_sequences(door: Door, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+    rows: list[pb.SequenceInfo] = []
+    page_token = ""
+    while True:
+        page = _do(door, cache_calls.list_page(session_id, page_token))
+        rows += page.sequences
+        page_token = page.next_page_token
+        if not page_token:
+            return tuple(rows)

@@ -1,0 +1,195 @@
+"""The one place that makes calls: one channel to one target, an explicit deadline on each call, repeats of UNAVAILABLE.
+
+Door is for threads, AsyncDoor for asyncio; a call that is abandoned is cancelled explicitly, because grpcio leaves it
+running. Failures come out as KvkeeperError.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvkeeper.client.errors import error_of
+from kvkeeper.client.retry import CallOptions, Patience
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),  # ReadKv and long block tables; requests are bounded by the service
+    ("grpc.initial_reconnect_backoff_ms", 20),  # a cut stream must be back within the session's grace of 500 ms
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),  # a channel's backoff is its own
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Door:
+    """Calls to one service of one target from threads. Connects with the first call."""
+
+    def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:
+        self.target = target
+        self.options = options
+        self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self.stub = stub_class(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
+        """The answer to a unary request, or to a list of them where the method takes a stream."""
+        return self._repeat(options, lambda left: method(_requests(request), timeout=left))
+
+    def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
+        """All answers of a server stream; a repeat starts it over."""
+        return self._repeat(options, lambda left: list(method(request, timeout=left)))
+
+    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "Stream":
+        return Stream(method, request, options or self.options)
+
+    def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
+        patience = Patience(options or self.options, time.monotonic())
+        while True:
+            try:
+                return attempt(patience.left(time.monotonic()))
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                pause = patience.pause_after(error, time.monotonic())
+                if pause is None:
+                    raise error from None
+            time.sleep(pause)
+
+
+class Stream:
+    """Answers of a server stream, one by one. Repeated only while nothing has been received."""
+
+    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+        self._patience = Patience(options, time.monotonic())
+        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._call = self._start()
+        self._received = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                message = next(self._call)
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                pause = None if self._received else self._patience.pause_after(error, time.monotonic())
+                if pause is None:
+                    raise error from None
+                time.sleep(pause)
+                self._call = self._start()
+            else:
+                self._received = True
+                return message
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncDoor:
+    """Calls to one service of one target from one event loop. May be built before the loop runs."""
+
+    def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:
+        self.target = target
+        self.options = options
+        self._stub_class = stub_class
+
+    @cached_property
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+
+    @cached_property
+    def stub(self) -> Any:
+        return self._stub_class(self.channel)
+
+    async def close(self) -> None:
+        if "channel" in self.__dict__:
+            await self.channel.close(None)
+
+    async def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
+        """The answer to a unary request, or to a list of them where the method takes a stream."""
+
+        async def attempt(left: float) -> Any:
+            call = method(_requests(request), timeout=left)
+            try:
+                return await call
+            finally:
+                call.cancel()  # does nothing to a call that has ended
+
+        return await self._repeat(options, attempt)
+
+    async def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
+        """All answers of a server stream; a repeat starts it over."""
+
+        async def attempt(left: float) -> list[Any]:
+            call = method(request, timeout=left)
+            try:
+                return [message async for message in call]
+            finally:
+                call.cancel()
+
+        return await self._repeat(options, attempt)
+
+    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "AsyncStream":
+        return AsyncStream(method, request, options or self.options)
+
+    async def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
+        patience = Patience(options or self.options, time.monotonic())
+        while True:
+            try:
+                return await attempt(patience.left(time.monotonic()))
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                pause = patience.pause_after(error, time.monotonic())
+                if pause is None:
+                    raise error from None
+            await asyncio.sleep(pause)
+
+
+class AsyncStream:
+    """Answers of a server stream, one by one. Repeated only while nothing has been received."""
+
+    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+        self._patience = Patience(options, time.monotonic())
+        self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._received = False
+        self._start()
+
+    def _start(self) -> None:
+        self._call = self._make_call()
+        self._messages = self._call.__aiter__()  # not read(), which skips messages that came before an error status
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        while True:
+            try:
+                message = await self._messages.__anext__()
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                pause = None if self._received else self._patience.pause_after(error, time.monotonic())
+                if pause is None:
+                    raise error from None
+                await asyncio.sleep(pause)
+                self._start()
+            except BaseException:
+                self.cancel()
+                raise
+            else:
+                self._received = True
+                return message
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _requests(request: Any) -> Any:
+    """A stream of requests is given as a list, so that a repeat can send it again."""
+    return iter(request) if isinstance(request, list) else request

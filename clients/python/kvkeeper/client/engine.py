@@ -1,0 +1,187 @@
+"""The engine service for asyncio and for threads: text in, text out.
+
+generate() gives a stream of pieces; when it has ended, its usage is set. Leave it through `with` or close(): a stream
+left early is then cancelled, which frees the request's blocks. Every call raises KvkeeperError.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
+from kvkeeper.client.engine_calls import (
+    GenerateOptions,
+    Piece,
+    Prompt,
+    Usage,
+    generate_request,
+    piece_of,
+    stream_options,
+    usage_of,
+)
+from kvkeeper.client.retry import CallOptions
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+
+DEFAULT_TARGET = "127.0.0.1:7411"
+
+
+class EngineClient:
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
+        self._door = Door(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+
+    def __enter__(self) -> "EngineClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "Generation":
+        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        options = options or GenerateOptions()
+        request = generate_request(prompt, options)
+        patience = stream_options(self._door.options, options.timeout_ms)
+        return Generation(self._door.stream(self._door.stub.Generate, request, patience))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        self._call("CancelRequest", pb.CancelRequestRequest(request_id=request_id))
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self._call("Tokenize", pb.TokenizeRequest(text=text)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._call("Detokenize", pb.DetokenizeRequest(token_ids=token_ids)).text
+
+    def model(self) -> pb.GetModelResponse:
+        return self._call("GetModel", pb.GetModelRequest())
+
+    def stats(self) -> pb.GetStatsResponse:
+        return self._call("GetStats", pb.GetStatsRequest())
+
+    def list_requests(self) -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, in order of arrival."""
+        rows: list[pb.RequestInfo] = []
+        page_token = ""
+        while True:
+            page = self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            rows += page.requests
+            page_token = page.next_page_token
+            if not page_token:
+                return tuple(rows)
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        return self._door.call(getattr(self._door.stub, method), request)
+
+
+class Generation:
+    """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.request_id = ""
+        self.usage: Usage | None = None
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        message = next(self._stream)
+        self.request_id = message.request_id
+        self.usage = usage_of(message) or self.usage
+        return piece_of(message)
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        self._stream.cancel()
+
+
+class AsyncEngineClient:
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
+        self._door = AsyncDoor(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+
+    async def __aenter__(self) -> "AsyncEngineClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "AsyncGeneration":
+        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        options = options or GenerateOptions()
+        request = generate_request(prompt, options)
+        patience = stream_options(self._door.options, options.timeout_ms)
+        return AsyncGeneration(self._door.stream(self._door.stub.Generate, request, patience))
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        await self._call("CancelRequest", pb.CancelRequestRequest(request_id=request_id))
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple((await self._call("Tokenize", pb.TokenizeRequest(text=text))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return (await self._call("Detokenize", pb.DetokenizeRequest(token_ids=token_ids))).text
+
+    async def model(self) -> pb.GetModelResponse:
+        return await self._call("GetModel", pb.GetModelRequest())
+
+    async def stats(self) -> pb.GetStatsResponse:
+        return await self._call("GetStats", pb.GetStatsRequest())
+
+    async def list_requests(self) -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, in order of arrival."""
+        rows: list[pb.RequestInfo] = []
+        page_token = ""
+        while True:
+            page = await self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            rows += page.requests
+            page_token = page.next_page_token
+            if not page_token:
+                return tuple(rows)
+
+    async def close(self) -> None:
+        await self._door.close()
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await self._door.call(getattr(self._door.stub, method), request)
+
+
+class AsyncGeneration:
+    """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+        self.request_id = ""
+        self.usage: Usage | None = None
+
+    async def __aenter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        message = await self._stream.__anext__()
+        self.request_id = message.request_id
+        self.usage = usage_of(message) or self.usage
+        return piece_of(message)
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        self._stream.cancel()

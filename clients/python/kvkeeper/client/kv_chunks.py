@@ -1,0 +1,75 @@
+"""K and V as arrays on this side, as bounded chunks on the wire (ReadKv and WriteKv, for tests and tools).
+
+numpy has no bfloat16: its bits come and go as uint16.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+_CHUNK_BYTES = 64 << 10  # of K and of V each: with its frame well below the limit of a control message
+
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.KV_DTYPE_FLOAT16: np.dtype("<f2"),
+    pb.KV_DTYPE_BFLOAT16: np.dtype("<u2"),
+    pb.KV_DTYPE_FLOAT32: np.dtype("<f4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvTokens:
+    """K and V of a run of tokens, each [num_layers, num_tokens, num_kv_heads, head_dim] in the spec's dtype."""
+
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+
+
+def split(
+    spec: pb.KvSpec, head: dict[str, Any], first_token_idx: int, kv: KvTokens, layers: Sequence[int]
+) -> Iterator[pb.WriteKvRequest]:
+    """The chunks of a WriteKv; head holds the fields that all of them carry.
+
+    Raises ValueError for a shape or a dtype other than the spec's.
+    """
+    layer_idxs = list(layers) or list(range(spec.num_layers))
+    row = (spec.num_kv_heads, spec.head_dim)
+    dtype = _DTYPES[spec.kv_dtype]
+    for array in (kv.keys, kv.values):
+        if array.shape != (len(layer_idxs), kv.keys.shape[1], *row) or array.dtype != dtype:
+            raise ValueError(
+                f"K and V must be [{len(layer_idxs)}, num_tokens, {row[0]}, {row[1]}] of {dtype},"
+                f" got {list(array.shape)} of {array.dtype}"
+            )
+    num_tokens = kv.keys.shape[1]
+    chunk_len = max(1, _CHUNK_BYTES // (row[0] * row[1] * dtype.itemsize))
+    for position, layer_idx in enumerate(layer_idxs):
+        for start in range(0, num_tokens, chunk_len):
+            yield pb.WriteKvRequest(
+                **head,
+                layer_idx=layer_idx,
+                first_token_idx=first_token_idx + start,
+                key=kv.keys[position, start : start + chunk_len].tobytes(),
+                value=kv.values[position, start : start + chunk_len].tobytes(),
+            )
+
+
+def join(spec: pb.KvSpec, layers: Sequence[int], chunks: Iterable[pb.ReadKvResponse]) -> KvTokens:
+    """The arrays of a ReadKv whose chunks come layer by layer, tokens ascending."""
+    layer_idxs = list(layers) or list(range(spec.num_layers))
+    keys: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
+    values: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
+    for chunk in chunks:
+        keys[chunk.layer_idx].append(chunk.key)
+        values[chunk.layer_idx].append(chunk.value)
+    shape = (len(layer_idxs), -1, spec.num_kv_heads, spec.head_dim)
+
+    def array(parts: dict[int, list[bytes]]) -> npt.NDArray[Any]:
+        data = b"".join(b"".join(parts[layer_idx]) for layer_idx in layer_idxs)
+        return np.frombuffer(data, _DTYPES[spec.kv_dtype]).reshape(shape)
+
+    return KvTokens(array(keys), array(values))

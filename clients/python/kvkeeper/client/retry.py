@@ -1,0 +1,41 @@
+"""How long a call may take and when it is repeated: one pure schedule for sync and async, unary and stream.
+
+Only UNAVAILABLE is repeated, with the same bytes, after growing pauses or the pause that the service asks for. Times
+are seconds of any monotone clock, handed in.
+"""
+
+from dataclasses import dataclass
+
+from kvkeeper.client.errors import KvkeeperError
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """timeout_s bounds a whole call, repeats included; retry_s is how long after its start it is still repeated."""
+
+    timeout_s: float = 10.0
+    retry_s: float = 3.0
+    first_pause_s: float = 0.02
+    longest_pause_s: float = 0.5
+
+
+class Patience:
+    """One call's deadline and its pauses."""
+
+    def __init__(self, options: CallOptions, now: float) -> None:
+        self._deadline = now + options.timeout_s
+        self._retry_until = min(self._deadline, now + options.retry_s)
+        self._pause = options.first_pause_s
+        self._longest_pause = options.longest_pause_s
+
+    def left(self, now: float) -> float:
+        """Seconds until the deadline; a call is never made with less than a millisecond."""
+        return max(self._deadline - now, 0.001)
+
+    def pause_after(self, error: KvkeeperError, now: float) -> float | None:
+        """Seconds to wait before the same call is repeated; None when it is not repeated."""
+        pause = self._pause if error.retry_after is None else error.retry_after
+        if not error.unavailable or now + pause > self._retry_until:
+            return None
+        self._pause = min(2 * self._pause, self._longest_pause)
+        return pause

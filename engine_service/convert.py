@@ -1,0 +1,163 @@
+"""Between messages and values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
+
+Raises Refusal for what the protocol forbids or this build leaves out; see unimplemented.py for the list.
+"""
+
+import dataclasses
+import re
+import secrets
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine_service.errors import SamplingParamsError
+from engine_service.generation import Piece
+from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
+from engine_service.request import Int32Array
+from engine_service.sampler import SamplingParams
+from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_TIMEOUT_MS = 60_000
+MAX_TEXT_BYTES = 1 << 20
+_MAX_NAME_CHARS = 64
+_MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
+_LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """A GenerateRequest without its prompt. max_tokens None: the default, or what fits."""
+
+    request_id: str
+    n: int
+    priority: int
+    timeout_s: float
+    tenant: str
+    look_up: bool
+    max_tokens: int | None
+    params: SamplingParams
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+def options_of(request: pb.GenerateRequest) -> RequestOptions:
+    """Raises InvalidField and NotImplementedYet."""
+    _check_implemented(request)
+    sampling = request.sampling
+    n = request.n if request.HasField("n") else 1
+    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+    _check_name("request_id", request.request_id)
+    _check_name("tenant", request.tenant)
+    _check_range("n", n, 1, 64)
+    _check_range("priority", request.priority, -1000, 1000)
+    _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
+    if max_tokens is not None:
+        _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
+    if len(sampling.stop) > _MAX_STOPS:
+        raise InvalidField(f"at most {_MAX_STOPS} stop strings", field="sampling.stop", limit=_MAX_STOPS)
+    for stop in sampling.stop:
+        _check_range("sampling.stop", len(stop.encode()), 1, _MAX_STOP_BYTES)
+    if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
+        raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
+    return RequestOptions(
+        request_id=request.request_id or str(uuid.uuid4()),
+        n=n,
+        priority=request.priority,
+        timeout_s=timeout_ms / 1000,
+        tenant=request.tenant,
+        look_up=not request.skip_look_up,
+        max_tokens=max_tokens,
+        params=_params_of(sampling),
+        seed=sampling.seed % 2**64 if sampling.HasField("seed") else secrets.randbits(64),
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _check_implemented(request: pb.GenerateRequest) -> None:
+    sampling = request.sampling
+    asked = {
+        "retention": request.HasField("retention"),
+        "sampling.typical_p": sampling.HasField("typical_p") and sampling.typical_p != 1,
+        "sampling.num_logprobs": sampling.HasField("num_logprobs") and sampling.num_logprobs != 0,
+    }
+    for field, feature in UNIMPLEMENTED_FIELDS.items():
+        if asked[field]:
+            raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
+
+
+def _params_of(sampling: pb.SamplingParams) -> SamplingParams:
+    """Absent fields are SamplingParams' defaults, which are the protocol's."""
+    given: dict[str, Any] = {
+        name: getattr(sampling, name)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        if sampling.HasField(name)
+    }
+    for name in ("frequency_penalty", "presence_penalty"):
+        given[name] = getattr(sampling, name)
+    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
+        given["temperature"] = _LEAST_TEMPERATURE
+    if not given.get("repetition_penalty", 1) <= 10:
+        raise InvalidField("repetition_penalty: above 0, up to 10", field="sampling.repetition_penalty", limit=10)
+    if not given.get("min_p", 0) < 1:
+        raise InvalidField("min_p: 0 to below 1", field="sampling.min_p", limit=1)
+    try:
+        return SamplingParams(**given)
+    except SamplingParamsError as error:
+        raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
+
+
+def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
+    """Token ids of a repeated field, each in the vocabulary."""
+    token_ids = np.array(ids, np.int64)
+    if len(token_ids) and (largest := int(token_ids.max())) >= vocab_size:
+        raise WrongTokenId(
+            f"{field}: token id {largest} of a vocabulary of {vocab_size}", token_id=largest, vocab_size=vocab_size
+        )
+    return token_ids.astype(np.int32)
+
+
+def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+    """The message of a piece."""
+    reason = f"FINISH_REASON_{piece.finish_reason.name}" if piece.finish_reason is not None else None
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        finish_reason=reason,
+        usage=pb.Usage(**dataclasses.asdict(piece.usage)) if piece.usage is not None else None,
+    )
+
+
+def check_text(text: str, field: str) -> str:
+    """Text of a bounded size."""
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        raise InvalidField(f"{field}: at most {MAX_TEXT_BYTES} bytes", field=field, limit=MAX_TEXT_BYTES)
+    return text
+
+
+def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
+    """Rows wanted, and the rank of arrival that they come after."""
+    _check_range("page_size", request.page_size, 0, 1000)
+    if not re.fullmatch(r"\d{0,18}", request.page_token):
+        raise InvalidField("page_token: not one of ours", field="page_token")
+    return request.page_size or 100, int(request.page_token or -1)
+
+
+def _check_name(field: str, name: str) -> None:
+    if len(name) > _MAX_NAME_CHARS:
+        raise InvalidField(f"{field}: at most {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidField(f"{field}: {low} to {high}, not {value}", field=field, limit=low if value < low else high)

@@ -1,0 +1,10 @@
+"""The demo model: a small Llama, its tokenizer, and the script that trained them.
+
+This folder is an ordinary Hugging Face model folder (config.json, model.safetensors, tokenizer.json) that also
+holds three modules: `corpus` says which text is trained on and which is held out, `train` makes the weights,
+`evaluate` measures them. Serving needs none of the three: it reads the folder like any other.
+"""
+
+from pathlib import Path
+
+DEMO_MODEL_DIR = Path(__file__).resolve().parent

@@ -1,0 +1,248 @@
+"""Engine: the one loop.
+
+A step is schedule, reserve, copy, forward, sample, emit. The task that runs the loop is the only one that moves
+sequences, and the one that renews the lease; the middle three run in one worker thread, so that streams, arrivals and
+renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step begins.
+
+Steps do not overlap yet: the work of a step is done before the next one is asked for.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import structlog
+import torch
+
+from engine_service.generation import Generation
+from engine_service.kv_memory import KvMemory
+from engine_service.model_runner import Runner
+from engine_service.plan import Limits, Work
+from engine_service.refusals import (
+    CacheServiceDown,
+    Draining,
+    DuplicateRequest,
+    NeverFits,
+    QueueFull,
+    Refusal,
+    RequestFailed,
+    UnknownRequest,
+)
+from engine_service.request import Request, SequenceState
+from engine_service.sampler import SampledTokens, SamplingRow, sample
+from engine_service.scheduler import Scheduler
+from engine_service.sequence_creator import SequenceCreator
+from engine_service.stats import EngineStats
+from kvkeeper.client.cache import AsyncCacheSession
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+_PACE_S = 0.005  # before the next step, when one was refused all that it asked for
+_RENEW_SHARE = 1 / 3  # of the lease
+_NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
+
+
+class Engine:
+    """Requests in, pieces of text out. run_session serves on one session until it is lost or the engine is stopped."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self.stats = EngineStats()
+        self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
+        self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
+        self.memory: KvMemory | None = None  # of the session that is served on
+        self._max_waiting = max_waiting
+        self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
+        self._closed: list[Generation] = []
+        self._creator: SequenceCreator | None = None
+        self._num_reported = 0
+        self._wake = asyncio.Event()
+        self._worker = ThreadPoolExecutor(1, "forward")
+        self._stopping = False
+
+    # -- for other tasks
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request, or refuse it; no other task comes between check and queueing."""
+        request, max_len = generation.request, self.scheduler.limits.max_len
+        if self._stopping:
+            raise Draining("the service is stopping")
+        if self.memory is None:
+            raise CacheServiceDown("the cache service does not answer")
+        if request.request_id in self.generations:
+            raise DuplicateRequest("a live request has this id")
+        if request.max_len > max_len:
+            raise NeverFits(f"{request.max_len} tokens, at most {max_len} fit", requested=request.max_len, limit=max_len)
+        if self.scheduler.num_waiting >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
+        generation.on_close = self._note_close
+        self.generations[request.request_id] = self._by_request[request] = generation
+        self.scheduler.add(request)
+        self._wake_up()
+
+    def cancel(self, request_id: str) -> None:
+        """End an open request: its stream is told at once, its blocks go back with the next step."""
+        if request_id not in self.generations:
+            raise UnknownRequest("no live request has this id")
+        self.generations[request_id].cancel()
+
+    def stop(self) -> None:
+        """Take no more requests; run_session ends once the open ones have."""
+        self._stopping = True
+        self._wake_up()
+
+    def close(self) -> None:
+        """After the last session."""
+        self._worker.shutdown()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
+    async def wait_for_stop(self, seconds: float) -> None:
+        """So long, or until the engine is stopped."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not self._stopping and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            self._wake.clear()
+            await self._pause(left)
+
+    def fail_all(self, refusal: Refusal) -> None:
+        """End all open requests. While there is a session, their blocks go back with the next step."""
+        for generation in list(self.generations.values()):
+            generation.fail(refusal)
+
+    # -- the loop
+
+    async def run_session(self, memory: KvMemory, limits: Limits) -> None:
+        """Serve until the engine is stopped. Raises KvkeeperError when the session is lost; the requests live on."""
+        self.memory, self._num_reported = memory, 0
+        self._end_closed()
+        for request in self.scheduler.reset(limits):
+            self._by_request[request].fail(
+                NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limits.max_len)
+            )
+        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
+        try:
+            while not (self._stopping and not self.generations and self.scheduler.is_empty):
+                await self.step(memory)
+        finally:
+            self.memory = None
+            await self._creator.close()
+            self._creator = None
+            await self._in_worker(lambda: None)  # what still computes has ended when this has
+            self._end_closed()
+
+    async def step(self, memory: KvMemory) -> None:
+        """One turn: schedule, reserve, copy, forward, sample, emit."""
+        self._take_in()
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return await self._idle(memory.session)
+        answer = await memory.step(plan)
+        work = self.scheduler.apply(plan, answer)
+        compute = partial(_copy_forward_sample, memory.runner, work, self._sampling_rows(work))
+        self._emit(work, await self._while_renewing(memory.session, self._in_worker(compute)))
+        if work.batch is None and plan.only_asks:
+            await self._pause(_PACE_S)
+        return None
+
+    def _take_in(self) -> None:
+        """What other tasks did since the last step."""
+        self._wake.clear()
+        if self._creator is not None:
+            self._creator.proceed()
+        self._end_closed()
+
+    def _sampling_rows(self, work: Work) -> list[SamplingRow]:
+        histories = self.scheduler.histories(work)
+        return [
+            self._by_request[sequence.request].sampling_row(sequence.index, tokens)
+            for sequence, tokens in zip(work.sampled, histories, strict=True)
+        ]
+
+    def _emit(self, work: Work, sampled: SampledTokens | Exception) -> None:
+        """Take the tokens over and push them to the streams."""
+        if isinstance(sampled, Exception):
+            for sequence in self.scheduler.running.at(work.rows):
+                self._fail(sequence.request, RequestFailed("the forward pass failed"))
+            return
+        self.scheduler.advance(work, sampled.token_ids.astype(np.int32))
+        self.stats.count_step(work)
+        for row, (sequence, token_id) in enumerate(zip(work.sampled, sampled.token_ids.tolist(), strict=True)):
+            generation = self._by_request[sequence.request]
+            if row in sampled.bad_rows:
+                generation.fail(RequestFailed("the logits are not finite"))
+            elif generation.is_open and generation.take(sequence.index, token_id):
+                self.scheduler.end(sequence)
+
+    def _end_closed(self) -> None:
+        """Sequences of requests that ended give their blocks back; a failed one's last work is not to be shared."""
+        for generation in self._closed:
+            for sequence in generation.request.sequences:
+                if sequence.state is not SequenceState.ENDED:
+                    self.scheduler.end(sequence, discard=generation.has_failed)
+            del self._by_request[generation.request]
+        self._closed.clear()
+
+    def _fail(self, request: Request, refusal: Refusal) -> None:
+        self._by_request[request].fail(refusal)
+
+    def _note_close(self, generation: Generation) -> None:
+        """A request ended, in a step or outside of one."""
+        del self.generations[generation.request.request_id]
+        self.stats.count_end(generation)
+        self._closed.append(generation)
+        self._wake_up()
+
+    # -- waiting
+
+    async def _idle(self, session: AsyncCacheSession) -> None:
+        """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
+        if self._num_reported != session.step_id:
+            self._num_reported = session.step_id
+            await session.renew(session.step_id)
+        elif not await self._pause(session.ttl_ms / 1000 * _RENEW_SHARE):
+            await session.renew()
+
+    async def _pause(self, seconds: float) -> bool:
+        """Wait until another task did something, or so long. Whether one did."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._wake.wait()
+        except TimeoutError:
+            return False
+
+    async def _while_renewing(self, session: AsyncCacheSession, work: asyncio.Future[T]) -> T:
+        """The work's result; the lease is renewed for as long as it takes."""
+        while True:
+            done, _ = await asyncio.wait({work}, timeout=session.ttl_ms / 1000 * _RENEW_SHARE)
+            if done:
+                return work.result()
+            await session.renew()
+
+    def _in_worker(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    def _wake_up(self) -> None:
+        self._wake.set()
+        if self._creator is not None:
+            self._creator.kick()
+
+
+def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | Exception:
+    """In the worker thread. A failure is this batch's alone, so it is handed back and the loop goes on."""
+    try:
+        runner.copy_blocks(work.copies)
+        if work.batch is None:
+            return _NO_TOKENS
+        logits = runner.forward(work.batch)
+        if not rows:
+            return _NO_TOKENS
+        # One prompt's row of logits serves all its continuations.
+        return sample(logits if len(rows) == len(logits) else logits[torch.from_numpy(work.logit_idx)], rows)
+    except Exception as error:
+        log.exception("batch_failed")
+        return error

@@ -1,0 +1,156 @@
+"""Generation: one request under way, from the loop's tokens to the pieces that its client gets.
+
+Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), what it counts, and that the stream is
+told of its end exactly once. Knows no wire: pieces and a refusal are handed to `send`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from engine_service.refusals import Refusal, RequestFailed
+from engine_service.request import FinishReason, Int32Array, Request, RequestState
+from engine_service.sampler import SamplingParams, SamplingRow
+
+log = structlog.get_logger()
+
+
+class TextOutput(Protocol):
+    """Turns one continuation's tokens into text, and finds stop strings in it."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Text that is complete now, and whether a stop string was met, of which nothing is in the text."""
+
+    def flush(self) -> str:
+        """What was held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request that ended; names are the protocol's."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    copied_blocks: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of one continuation. finish_reason is set on its last, usage on the request's last."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """Token ids that end a continuation and are not part of it. Stop strings are TextOutput's."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request under way. Raises nothing: what goes wrong with it ends it."""
+
+    request: Request
+    params: SamplingParams
+    seed: int  # 64 bits
+    stop: StopRules
+    outputs: list[TextOutput]  # one per continuation
+    send: Callable[[Piece | Refusal], None]
+    on_close: Callable[["Generation"], None] = lambda generation: None
+    started_at: float = field(default_factory=time.monotonic)
+    first_token_seconds: float | None = None
+    refusal: Refusal | None = None
+    _ended: dict[int, FinishReason] = field(default_factory=dict)
+    _num_sent: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.refusal is None and len(self._ended) < self.request.n
+
+    @property
+    def has_failed(self) -> bool:
+        """What it computed last may be wrong, and is not to be shared."""
+        return isinstance(self.refusal, RequestFailed)
+
+    @property
+    def state(self) -> RequestState:
+        if self.is_open:
+            return self.request.state
+        if self.refusal is not None:
+            return RequestState.FAILED
+        cancelled = FinishReason.CANCELLED in self._ended.values()
+        return RequestState.CANCELLED if cancelled else RequestState.COMPLETED
+
+    def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
+        """How the next token of a continuation that holds token_ids is drawn."""
+        return SamplingRow(self.params, self.seed, index, token_ids, len(self.request.prompt))
+
+    def take(self, index: int, token_id: int) -> bool:
+        """A continuation's next token. Whether it is its last."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = time.monotonic() - self.started_at
+        try:
+            return self._take(index, token_id)
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            self.fail(RequestFailed("the tokens could not be turned into text"))
+            return False  # its sequences end with the request
+
+    def _take(self, index: int, token_id: int) -> bool:
+        output = self.outputs[index]
+        if token_id in self.stop.eos_token_ids:
+            return self._finish(Piece(index, output.flush(), (), FinishReason.END_OF_SEQUENCE))
+        if token_id in self.stop.stop_token_ids:
+            return self._finish(Piece(index, output.flush(), (), FinishReason.STOP))
+        self._num_sent += 1
+        text, is_stopped = output.push(token_id)
+        if is_stopped:
+            return self._finish(Piece(index, text, (token_id,), FinishReason.STOP))
+        if self.request.sequences[index].num_output == self.request.max_new_tokens:
+            return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH))
+        self.send(Piece(index, text, (token_id,)))
+        return False
+
+    def cancel(self) -> None:
+        """End what is still under way. Nothing happens to a request that has ended."""
+        for index in range(self.request.n):
+            if self.is_open and index not in self._ended:
+                self._finish(Piece(index, "", (), FinishReason.CANCELLED))
+
+    def fail(self, refusal: Refusal) -> None:
+        """End it with an error. Nothing happens to a request that has ended."""
+        if self.is_open:
+            self.refusal = refusal
+            self.send(refusal)
+            self.on_close(self)
+
+    def _finish(self, piece: Piece) -> bool:
+        assert piece.finish_reason is not None
+        self._ended[piece.index] = piece.finish_reason
+        usage = None if self.is_open else self._usage()
+        self.send(Piece(piece.index, piece.text, piece.token_ids, piece.finish_reason, usage))
+        if usage is not None:
+            self.on_close(self)
+        return True
+
+    def _usage(self) -> Usage:
+        request = self.request
+        return Usage(
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.num_hit_tokens or 0,
+            new_tokens=self._num_sent,
+            copied_blocks=request.num_copied_blocks,
+            num_preemptions=request.num_preemptions,
+        )

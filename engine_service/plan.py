@@ -1,0 +1,126 @@
+"""What crosses the scheduler's edges: the plan of a step, the cache service's answer, and the work that is granted.
+
+Frozen values of numpy columns. Plan's columns carry the names and the order of the protocol's StepRequest.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_service.batch import Batch
+from engine_service.request import Int32Array, Sequence
+from engine_service.running import IndexArray
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may do."""
+
+    block_size: int
+    max_len: int  # most tokens of one sequence, so few that one alone always fits the pool
+    max_known_sequences: int  # that the pool can know at once
+    max_running: int = 256
+    token_budget: int = 2048
+    chunk_size: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's items for the cache service, and whom they are about."""
+
+    commit_ids: Int64Array
+    commit_lens: Int32Array
+    commit_num_new: Int32Array
+    commit_tokens: Int32Array
+    fork_parents: Int64Array
+    fork_children: Int64Array
+    fork_lens: Int32Array
+    release_ids: Int64Array
+    start_ids: Int64Array
+    start_max_new: Int32Array
+    start_max_hit: Int32Array
+    reserve_ids: Int64Array
+    reserve_min: Int32Array
+    reserve_max: Int32Array
+    commit_rows: IndexArray
+    forked: tuple[Sequence, ...]
+    released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
+    started: tuple[Sequence, ...]
+    reserve_rows: IndexArray
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to tell the cache service, nothing to compute."""
+        columns = (self.commit_ids, self.fork_parents, self.release_ids, self.start_ids, self.reserve_ids)
+        return not any(len(column) for column in columns)
+
+    @property
+    def only_asks(self) -> bool:
+        """Tells nothing new: if nothing is granted either, the same plan would follow at once."""
+        return not any(len(column) for column in (self.commit_ids, self.fork_parents, self.release_ids))
+
+
+class StepAnswer(Protocol):
+    """The part of the client's StepResult that the scheduler learns from."""
+
+    @property
+    def fork_results(self) -> Int32Array: ...
+    @property
+    def start_results(self) -> Int32Array: ...
+    @property
+    def start_hits(self) -> Int32Array: ...
+    @property
+    def start_reserved(self) -> Int32Array: ...
+    @property
+    def start_num_blocks(self) -> Int32Array: ...
+    @property
+    def start_block_ids(self) -> Int32Array: ...
+    @property
+    def reserve_reserved(self) -> Int32Array: ...
+    @property
+    def new_block_item_idx(self) -> Int32Array: ...
+    @property
+    def new_block_ids(self) -> Int32Array: ...
+    @property
+    def update_ids(self) -> Int64Array: ...
+    @property
+    def update_table_idx(self) -> Int32Array: ...
+    @property
+    def update_block_ids(self) -> Int32Array: ...
+    @property
+    def copy_sources(self) -> Int32Array: ...
+    @property
+    def copy_destinations(self) -> Int32Array: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_evictable(self) -> int: ...
+    @property
+    def num_fenced(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes: copies first, then the batch, then one token for each of `sampled`.
+
+    Attributes:
+        rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
+        num_prompt_tokens: how many of them are their requests' prompts.
+        batch: None when nothing is computed.
+        sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
+            whose first tokens come from their prompt's one row of logits.
+        logit_idx: for each of them its row of the batch's logits.
+    """
+
+    rows: IndexArray
+    num_new: Int32Array
+    num_prompt_tokens: int
+    copies: list[tuple[int, int]]
+    batch: Batch | None
+    sample_rows: IndexArray
+    sampled: list[Sequence]
+    logit_idx: Int64Array

@@ -1,0 +1,86 @@
+"""Typed refusals of the engine service: a reason of the protocol's ErrorReason and the data to go on with.
+
+Texts hold no handles, paths or prompts.
+"""
+
+
+class Refusal(Exception):
+    """A call, or a request under way, that is refused. metadata is what the caller needs, as strings."""
+
+    reason = "BROKEN_INVARIANT"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidField(Refusal):
+    """A field is out of its range or contradicts another. Metadata: field, and limit where there is one."""
+
+    reason = "INVALID_FIELD"
+
+
+class NeverFits(Refusal):
+    """Prompt and new tokens are more than a sequence can have. Metadata: requested, limit."""
+
+    reason = "NEVER_FITS"
+
+
+class WrongTokenId(Refusal):
+    """A token id outside the vocabulary. Metadata: token_id, vocab_size."""
+
+    reason = "WRONG_TOKEN_ID"
+
+
+class DuplicateRequest(Refusal):
+    """A live request has this id."""
+
+    reason = "DUPLICATE_REQUEST"
+
+
+class UnknownRequest(Refusal):
+    """No live request has this id."""
+
+    reason = "UNKNOWN_REQUEST"
+
+
+class QueueFull(Refusal):
+    """Too many requests wait. Metadata: limit."""
+
+    reason = "QUEUE_FULL"
+
+
+class CacheServiceDown(Refusal):
+    """The cache service does not answer."""
+
+    reason = "CACHE_SERVICE_DOWN"
+
+
+class TimedOut(Refusal):
+    """The request took longer than its timeout."""
+
+    reason = "TIMED_OUT"
+
+
+class RequestFailed(Refusal):
+    """This request failed; others go on."""
+
+    reason = "REQUEST_FAILED"
+
+
+class Draining(Refusal):
+    """The service is stopping."""
+
+    reason = "DRAINING"
+
+
+class NotImplementedYet(Refusal):
+    """Part of the protocol, not of this build. Metadata: feature."""
+
+    reason = "NOT_IMPLEMENTED"
+
+
+class BrokenInvariant(Refusal):
+    """The service found itself inconsistent."""
+
+    reason = "BROKEN_INVARIANT"

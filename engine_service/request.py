@@ -1,0 +1,110 @@
+"""Requests and their sequences, as the scheduler sees them.
+
+A request is what a client asked for; each of its continuations is a sequence: a token list that gets a block table
+while it runs. Sequence 0 computes the prompt, the others are forked from it. Plain data, moved from state to state by
+the scheduler alone; what only the loop needs (streams, sampling, clocks) is generation.py's.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class FinishReason(IntEnum):
+    """Why a continuation ended. The numbers are the protocol's."""
+
+    LENGTH = 1
+    STOP = 2
+    END_OF_SEQUENCE = 3
+    CANCELLED = 4
+    ERROR = 5
+
+
+class RequestState(IntEnum):
+    """Where a request is in its life. The numbers are the protocol's."""
+
+    PENDING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    COMPLETED = 4
+    FAILED = 5
+    CANCELLED = 6
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    UNFORKED = "unforked"  # waits for its parent's prompt, known to nobody else
+    NEW = "new"  # in the waiting queue, the cache service does not know it
+    CREATING = "creating"  # in the waiting queue, CreateSequence is under way
+    WAITING = "waiting"  # in the waiting queue, may start
+    RUNNING = "running"  # has a row and a block table
+    ENDED = "ended"  # will never compute again
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation. While it runs its tokens are in its row of RunningSequences, else in token_ids."""
+
+    request: "Request"
+    index: int  # which continuation, from 0
+    token_ids: Int32Array  # prompt and output so far
+    state: SequenceState
+    sequence_id: int | None = None  # in the cache service; another one after each preemption
+    row: int | None = None
+    num_output: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of arrival."""
+        return self.request.arrival, self.index
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a client asked for."""
+
+    request_id: str
+    prompt: Int32Array
+    max_new_tokens: int
+    n: int = 1
+    priority: int = 0
+    tenant: str = ""
+    look_up: bool = True
+    arrival: int = 0  # rank, given by Scheduler.add
+    num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
+    num_copied_blocks: int = 0
+    num_preemptions: int = 0
+    sequences: SequenceOf[Sequence] = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = SequenceState.NEW
+        self.sequences = [
+            Sequence(self, index, self.prompt, SequenceState.UNFORKED if index else first) for index in range(self.n)
+        ]
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens that one of its sequences can come to."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(sequence.num_output for sequence in self.sequences)
+
+    @property
+    def unforked(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.state is SequenceState.UNFORKED]
+
+    @property
+    def state(self) -> RequestState:
+        """PENDING, RUNNING or PREEMPTED of a request that lives."""
+        states = {sequence.state for sequence in self.sequences}
+        if SequenceState.RUNNING in states:
+            return RequestState.RUNNING
+        return RequestState.PREEMPTED if self.num_preemptions else RequestState.PENDING

@@ -1,0 +1,111 @@
+"""The running sequences as columns: one row each, so that a step over all of them is array work.
+
+Owns: counters, tokens and block tables of the sequences that hold blocks. Rows are reused; `order` lists the rows in
+use by priority, then arrival, which is the order of reservations and, from its end, of preemption. Pure.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_service.request import Int32Array, Sequence
+
+IndexArray = npt.NDArray[np.intp]
+
+
+class RunningSequences:
+    """Rows of sequences. Every array is indexed by row."""
+
+    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.by_id: dict[int, int] = {}
+        self.sequence_ids = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_computed = np.zeros(num_rows, np.int32)
+        self.num_committed = np.zeros(num_rows, np.int32)  # as told to the cache service
+        self.num_known = np.zeros(num_rows, np.int32)  # tokens of which it knows the ids
+        self.num_reserved = np.zeros(num_rows, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.ended = np.zeros(num_rows, bool)
+        self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
+        # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
+        self.tokens = np.empty((num_rows, max_len), np.int32)
+        self.tables = np.zeros((num_rows, -(-max_len // block_size)), np.int32)  # null blocks behind each table
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._order: IndexArray | None = None
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def order(self) -> IndexArray:
+        """Rows in use, the most important and eldest first."""
+        if self._order is None:
+            rows = np.fromiter(self.by_id.values(), np.intp, len(self.by_id))
+            self._order = rows[np.lexsort(self._rank[:, rows])]
+        return self._order
+
+    @property
+    def live(self) -> IndexArray:
+        """Rows in order whose sequences have not ended."""
+        order = self.order
+        return order[~self.ended[order]]
+
+    def at(self, rows: IndexArray) -> list[Sequence]:
+        """The sequences of rows in use."""
+        return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
+
+    def add(self, sequence: Sequence, num_computed: int, num_known: int, num_reserved: int, table: Int32Array) -> int:
+        """Give a sequence with a sequence id a row."""
+        assert sequence.sequence_id is not None
+        row = self._free_rows.pop()
+        sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
+        self.sequence_ids[row] = sequence.sequence_id
+        self.num_prompt[row] = len(sequence.request.prompt)
+        self.num_tokens[row] = num_tokens = len(sequence.token_ids)
+        self.tokens[row, :num_tokens] = sequence.token_ids
+        self.num_computed[row] = self.num_committed[row] = num_computed
+        self.num_known[row], self.num_reserved[row] = num_known, num_reserved
+        self.num_blocks[row] = len(table)
+        self.tables[row, : len(table)] = table
+        self.ended[row] = False
+        self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
+        self._order = None
+        return row
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take the row back; the sequence keeps its tokens."""
+        assert sequence.row is not None
+        assert sequence.sequence_id is not None
+        row, sequence.row = sequence.row, None
+        sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        del self.by_id[sequence.sequence_id]
+        self.sequences[row] = None
+        self.tables[row, : self.num_blocks[row]] = 0
+        self._free_rows.append(row)
+        self._order = None
+
+    def append_blocks(self, rows: IndexArray, item_idx: Int32Array, block_ids: Int32Array) -> None:
+        """Append new blocks to tables: block_ids[i] belongs to rows[item_idx[i]]; item_idx ascends."""
+        counts = np.bincount(item_idx, minlength=len(rows)).astype(np.int32)
+        owners = rows[item_idx]
+        self.tables[owners, self.num_blocks[owners] + ranks(counts)] = block_ids
+        self.num_blocks[rows] += counts
+
+    def append_tokens(self, rows: IndexArray, token_ids: Int32Array) -> None:
+        """Append one token to each row."""
+        self.tokens[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def gather_tokens(self, rows: IndexArray, first: Int32Array, counts: Int32Array) -> Int32Array:
+        """Tokens [first, first + count) of each row, concatenated."""
+        return self.tokens[np.repeat(rows, counts), np.repeat(first, counts) + ranks(counts)]
+
+
+def ranks(counts: Int32Array) -> IndexArray:
+    """0 .. count - 1 for each of the counts, concatenated."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(starts, counts)

@@ -1,0 +1,341 @@
+"""Scheduler: which tokens of which sequences a step computes.
+
+One counter chases the other: a running sequence computes tokens [num_computed, num_tokens), in chunks while that is a
+prompt, one while it decodes, and again from the start after a preemption; there are no phases. Continuations of one
+prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
+
+Rules. First come, first served: who is refused a start keeps its place, and nobody overtakes it twice. Running
+sequences go before starts. When blocks run out, the youngest of the lowest priority gives its blocks back, never the
+only one that runs; then nothing starts until another sequence ends, so that equals do not take turns.
+
+Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_service.assemble import assemble_batch
+from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
+from engine_service.request import Int32Array, Request, Sequence, SequenceState
+from engine_service.running import IndexArray, RunningSequences
+from engine_service.waiting import WaitingSequences
+
+_STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
+_FORKED = 1  # ItemResult.OK of the protocol
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.running = _rows(limits)
+        self.waiting = WaitingSequences()
+        self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
+        self._num_arrivals = 0
+        self.num_preemptions = 0
+        self._hold_starts = False
+        self._refused: Sequence | None = None  # the one at the head that found no room
+        self._num_available: int | None = None  # blocks that could be had, as of the last answer
+        self._waited_for_fences = False
+
+    # -- arrivals and ends
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its first sequence must be created in the cache service before it can start."""
+        assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len
+        request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
+        self.waiting.put(request.sequences[0])
+
+    def next_to_create(self) -> Sequence | None:
+        """The next sequence that the cache service should be told of; see WaitingSequences."""
+        num_forks = sum(len(parent.request.unforked) for parent in self._parents)
+        return self.waiting.next_to_create(self.limits.max_known_sequences - num_forks)
+
+    def end(self, sequence: Sequence, *, discard: bool = False) -> None:
+        """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
+        state, sequence.state = sequence.state, SequenceState.ENDED
+        if state is SequenceState.RUNNING:
+            assert sequence.row is not None
+            self.running.ended[sequence.row] = True
+            if discard:
+                self.running.num_computed[sequence.row] = self.running.num_committed[sequence.row]
+        elif state is SequenceState.WAITING:
+            assert sequence.sequence_id is not None
+            self.waiting.releases.append(sequence.sequence_id)
+        if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
+            self.waiting.remove(sequence)
+
+    def reset(self, limits: Limits) -> list[Request]:
+        """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
+        for sequence in self.running.at(self.running.order):
+            self.running.remove(sequence)
+            if sequence.state is not SequenceState.ENDED:
+                self.waiting.put(sequence)
+            self._leave_children(sequence)
+        self.waiting.forget_all()
+        self.limits, self.running = limits, _rows(limits)
+        self._hold_starts, self._refused, self._num_available = False, None, None
+        requests = {sequence.request: None for sequence in self.waiting.sequences}
+        return [request for request in requests if request.max_len > limits.max_len]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting.sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running.live)
+
+    @property
+    def is_empty(self) -> bool:
+        """No sequence is known here, or to be given back."""
+        return not (self.waiting.sequences or self.running.by_id or self.waiting.releases)
+
+    # -- one step
+
+    def schedule(self) -> Plan:
+        """Plan a step; changes nothing but the next id."""
+        running = self.running
+        order = running.order
+        commit_rows = order[running.num_computed[order] > running.num_committed[order]]
+        first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
+        live = running.live
+        num_new, budget = self._share_budget(live)
+        num_free_rows = running.num_rows - len(live)
+        forks = self._plan_forks(num_free_rows)
+        reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
+        computed = running.num_computed[reserve_rows]
+        num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
+        starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
+        start_lens = _column(len(sequence.token_ids) for sequence in starts)
+        ended_rows = order[running.ended[order]]
+        return Plan(
+            commit_ids=running.sequence_ids[commit_rows],
+            commit_lens=running.num_computed[commit_rows],
+            commit_num_new=num_tokens - first_new,
+            commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
+            fork_parents=_ids(child.request.sequences[0] for child in forks),
+            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
+            fork_lens=_column(len(child.request.prompt) for child in forks),
+            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
+            start_ids=_ids(starts),
+            start_max_new=_column(starts.values()),
+            start_max_hit=start_lens * _column(sequence.request.look_up for sequence in starts),
+            reserve_ids=running.sequence_ids[reserve_rows],
+            reserve_min=computed + 1,
+            reserve_max=computed + num_new,
+            commit_rows=commit_rows,
+            forked=tuple(forks),
+            released=tuple(self.running.at(ended_rows)),
+            started=tuple(starts),
+            reserve_rows=reserve_rows,
+        )
+
+    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
+        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
+        limits, running = self.limits, self.running
+        remaining = running.num_tokens[live] - running.num_computed[live]
+        num_new = np.minimum(remaining, limits.chunk_size)
+        left = limits.token_budget - int(num_new.sum())
+        if left >= 0:
+            return num_new, left
+        decodes = remaining == 1
+        prompts = np.where(decodes, 0, num_new)
+        left = limits.token_budget - int(decodes.sum())
+        before = np.cumsum(prompts) - prompts
+        return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
+
+    def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
+        """Continuations whose first token is known, as far as there are rows and slots for them."""
+        room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
+        if room <= 0 or not self._parents:
+            return []
+        children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
+        return children[:room]
+
+    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
+        """Who of the waiting may start, with most new tokens."""
+        starts: dict[Sequence, int] = {}
+        short = self._num_available is not None and num_growing >= self._num_available
+        if len(self.running.live) and (self._hold_starts or short):
+            return starts
+        for sequence in self.waiting.sequences:
+            if not budget or len(starts) == num_free_rows:
+                break
+            if sequence.state is SequenceState.WAITING:
+                starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
+                budget -= starts[sequence]
+                if sequence is self._refused:
+                    break
+        return starts
+
+    def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
+        needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]
+        return int(np.maximum(needed, 0).sum())
+
+    def apply(self, plan: Plan, answer: StepAnswer) -> Work:
+        """Take over what the cache service decided, and say what can be computed."""
+        running = self.running
+        running.num_committed[plan.commit_rows] = plan.commit_lens
+        running.num_known[plan.commit_rows] += plan.commit_num_new
+        self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
+        # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
+        copied = np.isin(answer.update_block_ids, answer.copy_destinations)
+        self._update_tables(answer, ~copied)
+        self._take_releases_and_forks(plan, answer)
+        self._update_tables(answer, copied)
+        self._count_copies(answer, copied)
+        running.append_blocks(plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids)
+        running.num_reserved[plan.reserve_rows] = answer.reserve_reserved
+        start_rows = self._take_starts(plan, answer)
+        granted = answer.reserve_reserved >= plan.reserve_min
+        rows = np.concatenate((plan.reserve_rows[granted], start_rows))
+        targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
+        victim = None if granted.all() else self._make_room(answer)
+        if victim is not None:
+            kept = rows != victim.row
+            rows, targets = rows[kept], targets[kept]
+            self._preempt(victim)
+        num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
+        return self._work(rows, num_new, answer)
+
+    def advance(self, work: Work, token_ids: Int32Array) -> None:
+        """The work is done; token_ids [len(work.sampled)] were chosen."""
+        running = self.running
+        running.num_computed[work.rows] += work.num_new
+        num_rows = len(work.sample_rows)
+        running.append_tokens(work.sample_rows, token_ids[:num_rows])
+        for sequence in work.sampled:
+            sequence.num_output += 1
+        for child, token_id in zip(work.sampled[num_rows:], token_ids[num_rows:], strict=True):
+            child.token_ids = np.append(child.request.prompt, token_id).astype(np.int32)
+            self._parents[child.request.sequences[0]] = None
+
+    def histories(self, work: Work) -> list[Int32Array]:
+        """Prompt and output so far of each of work.sampled; views, good until advance."""
+        running, num_rows = self.running, len(work.sample_rows)
+        lens = running.num_tokens[work.sample_rows].tolist()
+        rows = zip(work.sample_rows.tolist(), lens, strict=True)
+        return [running.tokens[row, :length] for row, length in rows] + [child.token_ids for child in work.sampled[num_rows:]]
+
+    # -- what an answer changes
+
+    def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
+        running = self.running
+        columns = (answer.update_ids, answer.update_table_idx, answer.update_block_ids)
+        for sequence_id, table_idx, block_id in zip(*(column[chosen].tolist() for column in columns), strict=True):
+            row = running.by_id.get(sequence_id)  # a sequence released in this step has none any more
+            if row is not None:
+                running.tables[row, table_idx] = block_id
+
+    def _count_copies(self, answer: StepAnswer, copied: npt.NDArray[np.bool_]) -> None:
+        for sequence_id in answer.update_ids[copied].tolist():
+            sequence = self.running.sequences[self.running.by_id[sequence_id]]
+            assert sequence is not None
+            sequence.request.num_copied_blocks += 1
+
+    def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> None:
+        """Released rows make room for forked children, but a child's table comes from its parent's row."""
+        tables = [self._shared_table(child) for child in plan.forked]
+        self.waiting.num_known -= len(plan.release_ids)
+        del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
+        for sequence in plan.released:
+            self.running.remove(sequence)
+            self._hold_starts = False
+        answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
+        for child, child_id, table, result in answers:
+            if result == _FORKED:
+                self.waiting.num_known += 1
+                child.sequence_id, child.state = child_id, SequenceState.RUNNING
+                shared = len(child.request.prompt)
+                self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+        for sequence in plan.released:
+            self._leave_children(sequence)
+        self._parents = {parent: None for parent in self._parents if parent.request.unforked}
+
+    def _shared_table(self, child: Sequence) -> Int32Array:
+        """The part of the parent's block table that a child forked now shares."""
+        row = child.request.sequences[0].row
+        return self.running.tables[row, : -(-len(child.request.prompt) // self.limits.block_size)].copy()
+
+    def _leave_children(self, parent: Sequence) -> None:
+        """A parent gave its blocks back: continuations that were not forked yet start by themselves."""
+        self._parents.pop(parent, None)
+        for child in parent.request.unforked:
+            if child.num_output:
+                self.waiting.put(child)
+
+    def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
+        """Rows of the sequences that started."""
+        rows = []
+        self._refused = None
+        ends = np.cumsum(answer.start_num_blocks).tolist()
+        columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
+        items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
+        for sequence, end, result, hit_len, reserved, num_blocks in items:
+            if result == _STARTED:
+                self.waiting.remove(sequence)
+                sequence.state = SequenceState.RUNNING
+                if sequence.request.num_hit_tokens is None:
+                    sequence.request.num_hit_tokens = hit_len
+                table = answer.start_block_ids[end - num_blocks : end]
+                num_known = len(sequence.token_ids)
+                rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
+            elif result == _NO_ROOM and self._refused is None:
+                self._refused = sequence
+        return np.array(rows, np.intp)
+
+    def _make_room(self, answer: StepAnswer) -> Sequence | None:
+        """Who gives its blocks back now that a reservation was refused."""
+        live = self.running.live
+        if len(live) < 2:
+            return None
+        if answer.num_fenced and not self._waited_for_fences:
+            self._waited_for_fences = True  # they come free with the next step: look once more before anybody loses
+            return None
+        self._waited_for_fences = False
+        return self.running.sequences[live[-1]]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.sequence_id is not None
+        self.waiting.releases.append(sequence.sequence_id)
+        self.running.remove(sequence)
+        sequence.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put(sequence)
+        self._leave_children(sequence)
+        self._hold_starts = True
+
+    def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
+        running = self.running
+        copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
+        computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
+        wanted = computed + num_new == running.num_tokens[rows]
+        num_prompt_tokens = int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum())
+        batch = assemble_batch(running, rows, num_new, wanted) if len(rows) else None
+        sample_rows = rows[wanted]
+        sampled = running.at(sample_rows)
+        logit_idx = list(range(len(sampled)))
+        for idx, sequence in enumerate(sampled[:]):
+            if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
+                children = sequence.request.unforked
+                sampled += children
+                logit_idx += [idx] * len(children)
+        logits = np.array(logit_idx, np.int64)
+        return Work(rows, num_new, num_prompt_tokens, copies, batch, sample_rows, sampled, logits)
+
+
+def _rows(limits: Limits) -> RunningSequences:
+    num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
+    return RunningSequences(num_rows, limits.max_len, limits.block_size)
+
+
+def _ids(sequences: Iterable[Sequence]) -> Int64Array:
+    return np.array([sequence.sequence_id for sequence in sequences], np.int64)
+
+
+def _column(values: Iterable[int]) -> Int32Array:
+    return np.array(list(values), np.int32)

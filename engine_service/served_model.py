@@ -1,0 +1,143 @@
+"""ServedModel: all that the service needs to know of a model, whatever kind it is.
+
+Loads a Hugging Face folder, or takes the hash toy, and says what identifies its KV: name, revision (SHA-256 over config
+and weights), shape, rope parameters, window. The tokenizer is not part of that: it does not change what KV means.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+
+from engine_service.config import HASH_TOY, EngineConfig
+from engine_service.model.config import CONFIG_FILE, ModelConfig
+from engine_service.model.decoder import Decoder
+from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
+from engine_service.model.json_file import read_json_object
+from engine_service.model.loader import DtypeChoice, load_model
+from engine_service.model.safetensors_files import list_weight_files
+from engine_service.model_runner import ModelRunner, Runner, kv_layout_of
+from engine_service.text import ModelText
+from engine_service.tokenizer import Tokenizer
+from kernels.layout import KvLayout
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+_KV_DTYPES = {
+    torch.float16: pb.KV_DTYPE_FLOAT16,
+    torch.bfloat16: pb.KV_DTYPE_BFLOAT16,
+    torch.float32: pb.KV_DTYPE_FLOAT32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model. layout takes the block size, make_runner puts the model on a view of an arena."""
+
+    model_id: str
+    revision: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_len: int
+    compute_dtype: str
+    text: ModelText
+    layout: Callable[[int], KvLayout]
+    make_runner: Callable[[torch.Tensor, KvLayout], Runner]
+    sliding_window: int = 0
+    rope_parameters: str = ""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return self.text.tokenizer.eos_ids if self.text.tokenizer else frozenset()
+
+    def kv_spec(self, block_size: int) -> pb.KvSpec:
+        """What must be equal for another engine to share this one's KV."""
+        layout = self.layout(block_size)
+        return pb.KvSpec(
+            model_id=self.model_id,
+            revision=self.revision,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            kv_dtype=_KV_DTYPES[layout.dtype],
+            block_size=block_size,
+            layout=pb.KV_LAYOUT_BLOCK_MAJOR,
+            sliding_window=self.sliding_window,
+            rope_parameters=self.rope_parameters,
+            compute_dtype=self.compute_dtype,
+            tensor_parallel_size=1,
+        )
+
+
+def load_served_model(config: EngineConfig) -> ServedModel:
+    """Load what --model names. Raises ModelError."""
+    if config.model == HASH_TOY:
+        return _hash_toy()
+    folder = Path(config.model).resolve()
+    decoder, model_config = load_model(folder, dtype=cast(DtypeChoice, config.dtype), progress=config.progress)
+    return _from_folder(folder, decoder, model_config)
+
+
+def _from_folder(folder: Path, decoder: Decoder, config: ModelConfig) -> ServedModel:
+    raw = read_json_object(folder / CONFIG_FILE)
+    architectures = raw.get("architectures") or [config.family]
+    return ServedModel(
+        model_id=folder.name,
+        revision=_revision(folder),
+        architecture=str(architectures[0]),
+        num_parameters=_num_parameters(folder, config),
+        vocab_size=config.vocab_size,
+        max_len=config.max_position,
+        compute_dtype=str(decoder.dtype).removeprefix("torch."),
+        text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
+        layout=lambda block_size: kv_layout_of(config, decoder.dtype, block_size),
+        make_runner=lambda kv_view, layout: ModelRunner(decoder, kv_view, layout),
+        sliding_window=max((window or 0 for window in config.windows), default=0),
+        rope_parameters=json.dumps(dataclasses.asdict(config.rope), sort_keys=True),
+    )
+
+
+def _hash_toy() -> ServedModel:
+    config = HashToyConfig()
+    return ServedModel(
+        model_id=HASH_TOY,
+        revision="1",
+        architecture="HashToy",
+        num_parameters=0,
+        vocab_size=config.vocab_size,
+        max_len=config.max_position,
+        compute_dtype="uint64",
+        text=ModelText(None),
+        layout=config.kv_layout,
+        make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout),
+    )
+
+
+def _revision(folder: Path) -> str:
+    """SHA-256 over config and weights, file by file in order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / CONFIG_FILE, *list_weight_files(folder)]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\n{path.stat().st_size}\n".encode())
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _num_parameters(folder: Path, config: ModelConfig) -> int:
+    """Elements of the weight files; what is tied counts once, also where old files hold it twice."""
+    count = 0
+    for path in list_weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                if name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
+                    continue
+                count += math.prod(file.get_slice(name).get_shape())
+    return count

@@ -1,0 +1,162 @@
+"""EngineService's methods: messages in, messages out, on the engine and the model.
+
+A Generate's task reads its own queue and waits on nobody but its client; the loop never waits on it. Its end, however it
+comes, ends the request. Text and token limits are convert.py's, statuses the door's.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from engine_service.config import EngineConfig
+from engine_service.convert import DEFAULT_MAX_TOKENS, check_text, options_of, page_of, response_of, token_array
+from engine_service.engine import Engine
+from engine_service.generation import Generation, Piece, StopRules
+from engine_service.refusals import CacheServiceDown, InvalidField, Refusal, TimedOut
+from engine_service.request import Int32Array, Request, RequestState
+from engine_service.served_model import ServedModel
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+
+class EngineService:
+    """One method per call, in snake case; the door finds them by name."""
+
+    def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine) -> None:
+        self._config = config
+        self._model = model
+        self._engine = engine
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
+        generation, timeout_s = await self._admit(request, pieces.put_nowait)
+        timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
+        try:
+            while True:
+                piece = await pieces.get()
+                if isinstance(piece, Refusal):
+                    raise piece
+                yield response_of(generation.request.request_id, piece)
+                if piece.usage is not None:
+                    return
+        finally:
+            timer.cancel()
+            generation.cancel()
+
+    async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
+        self._engine.cancel(request.request_id)
+        return pb.CancelRequestResponse()
+
+    async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
+        page_size, after = page_of(request)
+        now = time.monotonic()
+        later = [other for other in self._engine.generations.values() if other.request.arrival > after]
+        rows = [
+            pb.RequestInfo(
+                request_id=generation.request.request_id,
+                state=f"REQUEST_STATE_{generation.state.name}",
+                prompt_tokens=len(generation.request.prompt),
+                new_tokens=generation.request.num_new_tokens,
+                n=generation.request.n,
+                priority=generation.request.priority,
+                age_ms=int((now - generation.started_at) * 1000),
+            )
+            for generation in later[:page_size]
+        ]
+        token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
+        return pb.ListRequestsResponse(requests=rows, next_page_token=token)
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        text = check_text(request.text, "text")
+        return pb.TokenizeResponse(token_ids=await asyncio.to_thread(self._model.text.encode, text, "text"))
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids").tolist()
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._model.text.decode, token_ids))
+
+    async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
+        model, memory = self._model, self._engine.memory
+        return pb.GetModelResponse(
+            model_id=model.model_id,
+            revision=model.revision,
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            vocab_size=model.vocab_size,
+            max_tokens_per_sequence=self._max_len or model.max_len,
+            compute_dtype=model.compute_dtype,
+            block_size=self._config.block_size,
+            num_blocks=memory.session.pool.num_blocks if memory else 0,
+            token_budget=self._config.token_budget,
+            eos_token_ids=sorted(model.eos_token_ids),
+        )
+
+    async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
+        engine, stats = self._engine, self._engine.stats
+        states = [generation.state for generation in engine.generations.values()]
+        num_running = states.count(RequestState.RUNNING)
+        return pb.GetStatsResponse(
+            uptime_seconds=time.monotonic() - stats.started_at,
+            num_waiting_requests=len(states) - num_running,
+            num_running_requests=num_running,
+            num_completed_requests=stats.num_completed_requests,
+            num_failed_requests=stats.num_failed_requests,
+            num_cancelled_requests=stats.num_cancelled_requests,
+            num_preemptions=engine.scheduler.num_preemptions,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_prefill_tokens=stats.num_prefill_tokens,
+            num_new_tokens=stats.num_new_tokens,
+            num_steps=stats.num_steps,
+            time_to_first_token_p50_ms=stats.first_token_ms(50),
+            time_to_first_token_p99_ms=stats.first_token_ms(99),
+            num_copied_blocks=stats.num_copied_blocks,
+            cache_session_id=engine.memory.session.session_id if engine.memory else "",
+        )
+
+    @property
+    def _max_len(self) -> int:
+        """Most tokens of a sequence; 0 before there was a session."""
+        return self._engine.scheduler.limits.max_len
+
+    async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
+        """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
+        options = options_of(message)
+        prompt = await self._prompt(message)
+        if self._engine.memory is None:
+            raise CacheServiceDown("the cache service does not answer")
+        max_tokens = options.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._max_len - len(prompt)))
+        request = Request(
+            request_id=options.request_id,
+            prompt=prompt,
+            max_new_tokens=max_tokens,
+            n=options.n,
+            priority=options.priority,
+            tenant=options.tenant,
+            look_up=options.look_up,
+        )
+        eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
+        stop = StopRules(eos, frozenset(options.stop_token_ids))
+        context = prompt.tolist()
+        outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
+        generation = Generation(request, options.params, options.seed, stop, outputs, send)
+        self._engine.submit(generation)
+        return generation, options.timeout_s
+
+    async def _prompt(self, message: pb.GenerateRequest) -> Int32Array:
+        """Token ids, 1 or more. Text is turned into them beside the loop."""
+        text, kind = self._model.text, message.WhichOneof("prompt")
+        if kind == "text":
+            ids = await asyncio.to_thread(text.encode, check_text(message.text, "text"), "text")
+        elif kind == "chat":
+            messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+            check_text("".join(turn["content"] for turn in messages), "chat")
+            if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
+                raise InvalidField("chat: one message or more, of system, user or assistant", field="chat")
+            ids = await asyncio.to_thread(text.encode_chat, messages)
+        elif kind == "token_ids":
+            ids = list(message.token_ids.ids)
+        else:
+            raise InvalidField("a prompt is needed: text, token_ids or chat", field="prompt")
+        if not ids:
+            raise InvalidField("the prompt has no tokens", field=kind)
+        return token_array(ids, self._model.vocab_size, kind)

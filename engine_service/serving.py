@@ -1,0 +1,75 @@
+"""keep_serving: opens a session, serves on it, and opens the next one when it is lost.
+
+Requests outlive a session: they start again from the tokens they hold. When none can be had for a while they end with
+CACHE_SERVICE_DOWN; until the first one is there, and in between, new requests are refused with it.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import structlog
+
+from engine_service.config import EngineConfig
+from engine_service.engine import Engine
+from engine_service.kv_memory import KvMemory, limits_of, open_memory
+from engine_service.refusals import CacheServiceDown, RequestFailed
+from engine_service.served_model import ServedModel
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.errors import KvkeeperError
+
+log = structlog.get_logger()
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+_SESSION_GONE = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING"}
+
+
+class CacheServiceRefused(Exception):
+    """The cache service will never serve this model as it is configured. One line."""
+
+
+async def keep_serving(
+    engine: Engine,
+    client: AsyncCacheClient,
+    model: ServedModel,
+    config: EngineConfig,
+    tell: Callable[[bool], Awaitable[None]],
+) -> None:
+    """Until the engine is stopped. tell hears whether there is a session. Raises CacheServiceRefused at the start."""
+    has_served = False
+    while (memory := await _open(engine, client, model, config, may_refuse=not has_served)) is not None:
+        has_served = True
+        try:
+            pool = memory.session.pool
+            log.info("session_opened", num_blocks=pool.num_blocks, block_size=pool.block_size)
+            await tell(True)
+            await engine.run_session(memory, limits_of(pool, model, config))
+            return
+        except KvkeeperError as error:
+            log.warning("session_lost", code=error.code.name, reason=error.reason)
+            if error.code not in _AWAY and error.reason not in _SESSION_GONE:
+                # Our steps are refused: going on with the same requests would be refused again.
+                engine.fail_all(RequestFailed("the cache service refused a step"))
+        finally:
+            await tell(False)
+            await memory.close()
+
+
+async def _open(
+    engine: Engine, client: AsyncCacheClient, model: ServedModel, config: EngineConfig, *, may_refuse: bool
+) -> KvMemory | None:
+    """A session, after however many attempts; None when the engine was stopped."""
+    pause, give_up_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout
+    while not engine.is_stopping:
+        try:
+            return await open_memory(client, model, config)
+        except KvkeeperError as error:
+            log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
+            if may_refuse and error.code not in _AWAY:
+                raise CacheServiceRefused(f"the cache service refuses this model: {error}") from None
+        if time.monotonic() > give_up_at:
+            engine.fail_all(CacheServiceDown("the cache service does not answer"))
+        await engine.wait_for_stop(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return None

@@ -1,0 +1,64 @@
+"""The waiting sequences, in order of arrival, and how far the cache service knows of them.
+
+A sequence is stored there (CreateSequence) while it waits, so that its start is one item of a step. The slots for that
+are bounded; whoever runs or is to be forked from what runs has them first. Pure.
+"""
+
+import bisect
+
+from engine_service.request import Sequence, SequenceState
+
+
+class WaitingSequences:
+    """Owns the ids of sequences, and the count of those that the cache service knows."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []  # NEW, CREATING and WAITING ones
+        self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
+        self.num_known = 0  # sequences that the cache service knows, or is being told
+        self._next_id = 1
+
+    def put(self, sequence: Sequence) -> None:
+        """At its place by arrival: who was preempted stands before whoever came later."""
+        sequence.state, sequence.sequence_id = SequenceState.NEW, None
+        bisect.insort(self.sequences, sequence, key=lambda other: other.key)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+
+    def draw_id(self) -> int:
+        """A sequence id that was never used."""
+        sequence_id, self._next_id = self._next_id, self._next_id + 1
+        return sequence_id
+
+    def next_to_create(self, max_known: int) -> Sequence | None:
+        """The first that the cache service should be told of, now CREATING under a fresh id; None for now."""
+        if self.num_known and self.num_known >= max_known:
+            return None
+        sequence = next((other for other in self.sequences if other.state is SequenceState.NEW), None)
+        if sequence is not None:
+            sequence.state, sequence.sequence_id = SequenceState.CREATING, self.draw_id()
+            self.num_known += 1
+        return sequence
+
+    def created(self, sequence: Sequence) -> None:
+        """The cache service knows it; it may have ended meanwhile."""
+        if sequence.state is SequenceState.CREATING:
+            sequence.state = SequenceState.WAITING
+        else:
+            assert sequence.sequence_id is not None
+            self.releases.append(sequence.sequence_id)
+
+    def create_refused(self, sequence: Sequence) -> None:
+        """The cache service had no slot, or failed: there is nothing to release."""
+        self.num_known -= 1
+        sequence.sequence_id = None
+        if sequence.state is SequenceState.CREATING:
+            sequence.state = SequenceState.NEW
+
+    def forget_all(self) -> None:
+        """The cache service knows nothing any more."""
+        for sequence in self.sequences:
+            sequence.state, sequence.sequence_id = SequenceState.NEW, None
+        self.releases.clear()
+        self.num_known = 0

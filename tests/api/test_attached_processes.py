@@ -1,0 +1,197 @@
+"""Real processes that map the arena: their death, their silence, and what they may still write meanwhile."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support import attached_process
+from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
+
+
+class Attached:
+    """A child process on a session's arena."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def says(self, word: str) -> None:
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), DEADLINE)
+        assert line.decode().strip() == word
+
+    async def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+        await self.process.stdin.drain()
+
+
+class Processes:
+    """Starts them, and ends those that a test left."""
+
+    def __init__(self) -> None:
+        self._all: list[asyncio.subprocess.Process] = []
+
+    async def attach(self, session: Session) -> Attached:
+        child = await self.start(session.opened.attach_socket_path, session.opened.attach_token)
+        await child.says("attached")
+        return child
+
+    async def start(self, path: str, token: str) -> Attached:
+        pipe = asyncio.subprocess.PIPE
+        script = Path(attached_process.__file__)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", str(script), path, token, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        self._all.append(process)
+        return Attached(process)
+
+    async def end(self) -> None:
+        for process in self._all:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[Processes]:
+    started = Processes()
+    yield started
+    await started.end()
+
+
+async def start(session: Session, sequence_id: int, num_tokens: int) -> list[int]:
+    """Runs a prompt, and commits its full blocks; answers its table."""
+    await session.create(sequence_id, num_tokens)
+    raw = await session.api.raw_step(session.start_bytes(1, sequence_id))
+    await session.step(
+        2, commit_sequence_ids=le64(sequence_id), commit_num_tokens=le32(num_tokens // 4 * 4), commit_num_new_tokens=le32(0)
+    )
+    return int32s(pb.StepResponse.FromString(raw).start_block_ids)
+
+
+async def test_the_memory_is_shared(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    child = await processes.attach(session)
+    assert (await api.stats()).sessions[0].num_attached_processes == 1
+    await child.tell(f"write {3 * BLOCK_BYTES + 5} 200")
+    await child.says("written")
+    (pool,) = api.server.keeper.registry.pools
+    assert pool.blocks[3, 5] == 200
+
+
+async def test_a_killed_process_loses_its_session_and_leaves_a_warm_cache(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await start(session, 1, 10)
+    child = await processes.attach(session)
+    child.process.kill()
+    stats = await api.until(lambda stats: not stats.sessions)
+    assert stats.num_reaped_sessions == 1
+    stats = await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+    (pool,) = stats.pools
+    assert (pool.num_running_sequences, pool.num_referenced_blocks, pool.num_cached_blocks) == (0, 0, 2)
+    follower = await api.open()
+    assert await follower.create(1, 10) == 8
+
+
+async def test_a_killed_process_ends_its_open_stream(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    stream = api.raw_stream()
+    await stream.write(session.step_bytes(1))
+    await stream.read()
+    child = await processes.attach(session)
+    child.process.kill()
+    await asyncio.wait_for(api.server.keeper.no_session.wait(), DEADLINE)
+    stream.cancel()
+
+
+async def test_a_stopped_process_keeps_its_blocks_in_quarantine(api: Api, processes: Processes, clock: ManualClock) -> None:
+    session = await api.open()
+    table = await start(session, 1, 10)
+    child = await processes.attach(session)
+    child.process.send_signal(signal.SIGSTOP)
+    clock.advance(11)
+    stats = await api.stats()
+    assert (len(stats.sessions), stats.pools[0].num_quarantined_blocks) == (0, 1)
+    # All the rest of the pool is granted to somebody else; the block that may still be written is not.
+    follower = await api.open()
+    num_free = stats.pools[0].num_free_blocks + stats.pools[0].num_cached_blocks
+    await follower.create(5, 4 * num_free, first=1000)
+    raw = await api.raw_step(follower.start_bytes(1, 5))
+    granted = int32s(pb.StepResponse.FromString(raw).start_block_ids)
+    assert len(granted) == num_free
+    assert table[2] not in granted
+    child.process.kill()
+    stats = await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+    assert stats.pools[0].num_free_blocks == 1
+
+
+async def test_a_drained_close_ends_the_quarantine(api: Api, processes: Processes, clock: ManualClock) -> None:
+    session = await api.open()
+    await start(session, 1, 10)
+    await processes.attach(session)
+    clock.advance(11)
+    assert (await api.stats()).pools[0].num_quarantined_blocks == 1
+    await session.call("CloseSession", drained=True)
+    assert (await api.stats()).pools[0].num_quarantined_blocks == 0
+    await session.call("CloseSession", drained=True)
+
+
+async def test_closing_without_draining_quarantines(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await start(session, 1, 10)
+    child = await processes.attach(session)
+    answer = await session.call("CloseSession")
+    assert (answer.num_released_sequences, answer.num_quarantined_blocks) == (1, 1)
+    await child.tell("unmap")
+    await child.says("unmapped")
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+    assert (await api.stats()).num_reaped_sessions == 0
+
+
+async def test_closing_drained_quarantines_nothing(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await start(session, 1, 10)
+    await processes.attach(session)
+    assert (await session.call("CloseSession", drained=True)).num_quarantined_blocks == 0
+
+
+async def test_a_session_outlives_its_mapping(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await start(session, 1, 10)
+    child = await processes.attach(session)
+    await child.tell("unmap")
+    await child.says("unmapped")
+    await api.until(lambda stats: stats.sessions[0].num_attached_processes == 0)
+    await session.step(3)
+    child.process.kill()
+    await asyncio.wait_for(api.server.keeper.no_session.wait(), DEADLINE)  # its process is still what drives it
+    assert (await api.stats()).pools[0].num_quarantined_blocks == 0
+
+
+async def test_a_token_is_good_for_one_attach(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await processes.attach(session)
+    again = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
+    await again.process.wait()
+    _, error = await again.process.communicate()
+    assert error.decode().strip() == '{"error": "UNKNOWN_TOKEN"}'
+
+
+async def test_a_token_ends_with_its_session(api: Api, processes: Processes) -> None:
+    session = await api.open()
+    await session.call("CloseSession")
+    late = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
+    _, error = await late.process.communicate()
+    assert error.decode().strip() == '{"error": "UNKNOWN_TOKEN"}'
+
+
+async def test_a_lease_longer_than_a_minute_does_not_attach(api: Api, processes: Processes) -> None:
+    session = await api.open(ttl_ms=60_001)
+    child = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
+    _, error = await child.process.communicate()
+    assert error.decode().strip() == '{"error": "LEASE_TOO_LONG"}'

@@ -1,0 +1,50 @@
+"""The README's lines for grpcurl and `buf curl` are those of the table, and the table's lines work."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.curl_examples import CACHE, ENGINE, EXAMPLES, Example, block
+from tests.support.services import Services, free_ports, services_up, short_folder
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    with short_folder() as folder, services_up(folder, *free_ports()) as running:
+        yield running
+
+
+def test_every_buf_curl_line_works_as_it_is_written(services: Services) -> None:
+    assert shutil.which("buf"), "buf, of the development environment, must be on the PATH"
+    lines = [example.buf_curl() for example in EXAMPLES]
+    # The answer of the line that keeps the session is not shown.
+    marks = [f"{line}\necho '=== {number}'" for number, line in enumerate(lines)]
+    script = "\n".join(marks).replace(CACHE, services.cache).replace(ENGINE, services.engine)
+    done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + services.log_path.read_text()
+    answers: dict[str, str] = {}
+    rest = done.stdout
+    for number, example in enumerate(EXAMPLES):
+        answers[example.method], _, rest = rest.partition(f"=== {number}\n")
+    sequence = json.loads(answers["GetSequence"])["sequence"]
+    assert (sequence["numCommittedTokens"], sequence["tokenIds"]) == (6, [11, 12, 13, 14, 15, 16])
+    assert len(sequence["blockTable"]) == 2
+    pools = json.loads(answers["GetStats"])["pools"]
+    assert [pool["numCachedBlocks"] for pool in pools if pool["pool"]["spec"]["modelId"] == "curl-example"] == [1]
+    assert json.loads(answers["GetModel"])["vocabSize"] > 0
+    assert '"usage"' in answers["Generate"]
+
+
+def test_the_readme_shows_exactly_these_lines() -> None:
+    text = README.read_text()
+    for render in (Example.grpcurl, Example.buf_curl):
+        assert block(render) in text, "paste what `python tests/api/curl_examples.py` prints"
+    shown = [line for line in text.splitlines() if line.lstrip("S=$(").startswith(("grpcurl -", "buf curl "))]
+    expected = [render(example) for render in (Example.grpcurl, Example.buf_curl) for example in EXAMPLES]
+    assert sorted(shown) == sorted(expected)

@@ -1,0 +1,156 @@
+"""Sessions whose copies the cache service runs: done before the answer, also when they take their time."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from cache_service import registry
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
+
+
+async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
+    """A session with sequence 1 of 6 committed tokens and its child 2 on the same blocks, after 3 steps."""
+    session = await api.open(engine=False, **fields)
+    await session.create(1, 6)
+    answer = pb.StepResponse.FromString(await api.raw_step(session.start_bytes(1, 1)))
+    table = int32s(answer.start_block_ids)
+    blocks_of(api)[table] = np.arange(2 * BLOCK_BYTES).reshape(2, -1) % 251
+    await session.step(
+        2,
+        commit_sequence_ids=le64(1),
+        commit_num_tokens=le32(6),
+        commit_num_new_tokens=le32(0),
+        fork_parent_ids=le64(1),
+        fork_child_ids=le64(2),
+        fork_num_tokens=le32(6),
+    )
+    return session, table
+
+
+def blocks_of(api: Api) -> np.ndarray:
+    (pool,) = api.server.keeper.registry.pools
+    return pool.blocks
+
+
+def reserve_child(session: Session) -> bytes:
+    return session.step_bytes(3, reserve_sequence_ids=le64(2), reserve_min_tokens=le32(7), reserve_max_tokens=le32(7))
+
+
+class SlowCopies:
+    """Copies that wait for the test: all count as large."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on = threading.Event()
+        self.num_begun = 0
+        copy_blocks = registry.copy_blocks
+
+        def slowly(*args: object) -> None:
+            self.num_begun += 1
+            assert self.may_go_on.wait(DEADLINE)
+            copy_blocks(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(registry, "copy_blocks", slowly)
+        monkeypatch.setattr(registry, "_MAX_INLINE_COPY_BYTES", 0)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
+    return SlowCopies(monkeypatch)
+
+
+async def begun(api: Api, slow: SlowCopies, count: int = 1) -> None:
+    await api.until(lambda _: slow.num_begun == count)
+
+
+async def test_a_step_copies_before_it_answers(api: Api) -> None:
+    session, table = await forked(api)
+    answer = pb.StepResponse.FromString(await api.raw_step(reserve_child(session)))
+    assert int32s(answer.copy_source_block_ids) == [table[1]]
+    (copy,) = int32s(answer.copy_destination_block_ids)
+    assert copy not in table
+    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
+    assert blocks_of(api)[copy].any()
+
+
+async def test_a_repeat_does_not_copy_again(api: Api) -> None:
+    session, _ = await forked(api)
+    answer = await api.raw_step(reserve_child(session))
+    (copy,) = int32s(pb.StepResponse.FromString(answer).copy_destination_block_ids)
+    blocks_of(api)[copy] = 7  # the client's own writes
+    assert await api.raw_step(reserve_child(session)) == answer
+    assert (blocks_of(api)[copy] == 7).all()
+
+
+async def test_large_copies_leave_the_service_answering(api: Api, slow: SlowCopies) -> None:
+    session, table = await forked(api)
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    assert not stepping.done()
+    slow.may_go_on.set()
+    answer = pb.StepResponse.FromString(await asyncio.wait_for(stepping, DEADLINE))
+    (copy,) = int32s(answer.copy_destination_block_ids)
+    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
+
+
+async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
+    session, table = await forked(api)
+    first = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    first.cancel()
+    again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await api.stats()
+    assert not again.done()
+    slow.may_go_on.set()
+    answer = pb.StepResponse.FromString(await asyncio.wait_for(again, DEADLINE))
+    (copy,) = int32s(answer.copy_destination_block_ids)
+    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
+    assert slow.num_begun == 1
+
+
+async def test_no_block_is_granted_while_large_copies_run(api: Api, slow: SlowCopies) -> None:
+    session, _ = await forked(api)
+    other, single = await api.open(), await api.open(engine=False)
+    for waiting in (other, single):
+        await waiting.create(1, 4)
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    starting = asyncio.ensure_future(api.raw_step(other.start_bytes(1, 1)))
+    extending = asyncio.ensure_future(single.call("ExtendSequence", sequence_id=1, num_tokens=4))
+    before = (await api.stats()).pools[0]
+    assert before.num_running_sequences == 2
+    slow.may_go_on.set()
+    await asyncio.wait_for(asyncio.gather(stepping, starting, extending), DEADLINE)
+    assert (await api.stats()).pools[0].num_running_sequences == 4
+
+
+async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_are_done(
+    api: Api, slow: SlowCopies, clock: ManualClock
+) -> None:
+    session, _ = await forked(api, ttl_ms=1000)
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    clock.advance(1.1)
+    stats = await api.stats()
+    assert (len(stats.sessions), stats.num_reaped_sessions) == (0, 1)
+    assert stats.pools[0].num_quarantined_blocks > 0
+    slow.may_go_on.set()
+    await asyncio.wait_for(stepping, DEADLINE)
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_copies_run_in_order(api: Api) -> None:
+    """A block that changes tenant is cleared first: a copy of the null block, then whatever else the step copies."""
+    owner = await api.open(engine=False)
+    await owner.create(1, 4, tenant="a")
+    table = int32s(pb.StepResponse.FromString(await api.raw_step(owner.start_bytes(1, 1))).start_block_ids)
+    blocks_of(api)[:] = 9
+    blocks_of(api)[0] = 0
+    await owner.step(2, release_sequence_ids=le64(1))
+    num_tokens = 4 * (owner.opened.pool.num_blocks - 1)
+    await owner.create(2, min(num_tokens, owner.opened.pool.max_tokens_per_sequence), tenant="b")
+    answer = pb.StepResponse.FromString(await api.raw_step(owner.start_bytes(3, 2)))
+    assert table[0] in int32s(answer.start_block_ids)
+    assert not blocks_of(api)[table[0]].any()

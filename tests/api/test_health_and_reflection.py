@@ -1,0 +1,72 @@
+"""What tools ask before they know anything: grpc.health.v1 and server reflection."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cache_service.arena.shared_memory import SharedMemoryArena
+from cache_service.config import CacheConfig
+from cache_service.server import start_server
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
+
+SERVICE = "kvkeeper.cache.v1.CacheService"
+
+
+async def health(channel: grpc.aio.Channel, service: str = SERVICE) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await stub.Check(request, timeout=DEADLINE, wait_for_ready=True)).status
+
+
+async def test_a_running_service_is_serving(api: Api) -> None:
+    assert await health(api.channel) == health_pb2.HealthCheckResponse.SERVING
+    assert await health(api.channel, "") == health_pb2.HealthCheckResponse.SERVING
+    await api.server.drain()
+    assert await health(api.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_it_listens_before_its_memory_is_reserved(tmp_path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        assert may_go_on.wait(DEADLINE)
+        return SharedMemoryArena(num_bytes)
+
+    async with serving() as other:  # for a folder with a short name
+        folder = other.server.attach_path.parent
+        listen = f"unix:{folder}/early"
+        config = CacheConfig(listen=listen, runtime_dir=folder, pool_memory=64 << 10)
+        starting = asyncio.create_task(start_server(config, allocate=allocate))
+        async with grpc.aio.insecure_channel(listen) as channel:
+            assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+            stub = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+            error = await refusal(stub.OpenSession(pb.OpenSessionRequest(spec=SPEC), timeout=DEADLINE))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "POOL_NOT_READY")
+            assert error.retry_after is not None
+            may_go_on.set()
+            server = await asyncio.wait_for(starting, DEADLINE)
+            assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
+            await server.stop()
+
+
+async def listed(channel: grpc.aio.Channel) -> set[str]:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = stub.ServerReflectionInfo(iter([request]), timeout=DEADLINE)
+    return {service.name for service in (await call.read()).list_services_response.service}
+
+
+async def test_reflection_lists_the_services(api: Api) -> None:
+    assert await listed(api.channel) == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_reflection_can_be_switched_off() -> None:
+    async with serving(reflection=False) as api:
+        assert (await refusal(listed(api.channel))).code is grpc.StatusCode.UNIMPLEMENTED

@@ -1,0 +1,178 @@
+"""Pools by KV spec: who shares one, what makes room for another, and what there is no memory for."""
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
+
+
+def spec_of(**changes: object) -> pb.KvSpec:
+    spec = pb.KvSpec()
+    spec.CopyFrom(SPEC)
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    return spec
+
+
+async def test_equal_specs_share_a_pool_and_others_do_not(api: Api) -> None:
+    await api.open()
+    await api.open(spec=spec_of(tensor_parallel_size=1))
+    assert len((await api.stats()).pools) == 1
+    await api.open(spec=spec_of(revision="other"))
+    assert [pool.num_sessions for pool in (await api.stats()).pools] == [2, 1]
+
+
+async def test_every_pool_in_use_is_a_refusal(api: Api) -> None:
+    first = await api.open()
+    await api.open(spec=spec_of(revision="b"))
+    error = await refusal(api.open(spec=spec_of(revision="c")))
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_POOLS")
+    assert error.metadata["flag"] == "--num-pools"
+    await first.call("CloseSession")
+    await api.open(spec=spec_of(revision="c"))
+
+
+async def test_the_least_recently_used_idle_pool_makes_room() -> None:
+    made: list[SharedMemoryArena] = []
+
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        made.append(SharedMemoryArena(num_bytes))
+        return made[-1]
+
+    async with serving(allocate=allocate) as api:
+        for revision in ("a", "b", "a"):
+            session = await api.open(spec=spec_of(revision=revision))
+            (pool,) = [pool for pool in api.server.keeper.registry.pools if pool.info.spec.revision == revision]
+            pool.blocks[:] = 7
+            await session.call("CloseSession")
+        assert len(made) == 2
+        await api.open(spec=spec_of(revision="c"))
+        assert [pool.pool.spec.revision for pool in (await api.stats()).pools] == ["a", "c"]
+        assert len(made) == 3  # never the old memory: a process may have kept it
+        assert not made[-1].array.any()
+
+
+async def test_a_quarantine_keeps_its_pool(api: Api) -> None:
+    session = await api.open()
+    (pool,) = api.server.keeper.registry.pools
+    pool.quarantines.add(session.opened.session_id)
+    await session.call("CloseSession")
+    await api.open(spec=spec_of(revision="b"))
+    assert (await refusal(api.open(spec=spec_of(revision="c")))).reason == "OUT_OF_POOLS"
+    pool.quarantines.clear()
+    await api.open(spec=spec_of(revision="c"))
+
+
+async def test_sessions_wait_for_the_memory_to_be_reserved() -> None:
+    may_go_on = threading.Event()
+
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        assert may_go_on.wait(DEADLINE)
+        return SharedMemoryArena(num_bytes)
+
+    async with serving(num_blocks=4, allocate=allocate) as api:
+        opening = asyncio.ensure_future(api.open())
+        await api.stats()
+        assert not opening.done()
+        may_go_on.set()
+        await asyncio.wait_for(opening, DEADLINE)
+
+
+async def test_a_cancelled_opening_leaves_nothing() -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        begun.set()
+        assert may_go_on.wait(DEADLINE)
+        return SharedMemoryArena(num_bytes)
+
+    async with serving(num_blocks=4, allocate=allocate) as api:
+        opening = asyncio.ensure_future(api.open())
+        assert await asyncio.to_thread(begun.wait, DEADLINE)
+        opening.cancel()
+        await asyncio.wait({opening})
+        await api.until(lambda _: not api.server.keeper.registry._making.locked())  # the service knows
+        may_go_on.set()
+        await api.open()
+        stats = await api.stats()
+        assert (len(stats.pools), len(stats.sessions)) == (1, 1)
+
+
+async def test_no_memory_for_a_pool_names_the_flag() -> None:
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        raise OutOfMemory(f"{num_bytes} bytes are wanted, 0 are available")
+
+    async with serving(num_blocks=4, allocate=allocate) as api:
+        error = await refusal(api.open())
+        assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
+        assert (await api.stats()).num_opened_sessions == 0
+
+
+async def test_a_block_that_does_not_fit_names_the_flag(api: Api) -> None:
+    error = await refusal(api.open(spec=spec_of(num_layers=1024)))
+    assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--pool-memory")
+
+
+async def test_a_pool_larger_than_the_machine_is_refused() -> None:
+    spec = spec_of(num_layers=1024, num_kv_heads=1024, head_dim=4096, block_size=1024)
+    async with serving(num_blocks=1 << 20) as api:
+        error = await refusal(api.open(spec=spec))
+        assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
+        await api.open(spec=spec_of(num_layers=1))
+
+
+async def test_tiny_blocks_do_not_make_a_huge_core() -> None:
+    spec = spec_of(num_layers=1, head_dim=1, block_size=1)
+    async with serving(pool_memory=16 << 20, num_pools=1) as api:
+        assert (await api.open(spec=spec)).opened.pool.num_blocks == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model_id": ""}, "model_id"),
+        ({"model_id": "m" * 257}, "model_id"),
+        ({"revision": "r" * 257}, "revision"),
+        ({"adapter_id": "a" * 257}, "adapter_id"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"num_layers": 1025}, "num_layers"),
+        ({"num_layers": -1}, "num_layers"),
+        ({"num_kv_heads": 0}, "num_kv_heads"),
+        ({"num_kv_heads": 1025}, "num_kv_heads"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"head_dim": 4097}, "head_dim"),
+        ({"kv_dtype": 0}, "kv_dtype"),
+        ({"kv_dtype": 9}, "kv_dtype"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 1025}, "block_size"),
+        ({"layout": 0}, "layout"),
+        ({"layout": 2}, "layout"),
+        ({"sliding_window": -1}, "sliding_window"),
+        ({"rope_parameters": "r" * 4097}, "rope_parameters"),
+        ({"compute_dtype": "c" * 33}, "compute_dtype"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
+    ],
+)
+async def test_specs_that_are_refused(api: Api, changes: dict[str, object], field: str) -> None:
+    error = await refusal(api.open(spec=spec_of(**changes)))
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert error.metadata["field"] == f"spec.{field}"
+    assert (await api.stats()).pools == []
+
+
+async def test_several_ranks_are_not_part_of_this_build(api: Api) -> None:
+    error = await refusal(api.open(spec=spec_of(tensor_parallel_size=2)))
+    assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
+
+
+@pytest.mark.parametrize(("fields", "field"), [({"executor": 9}, "executor"), ({"client_name": "n" * 65}, "client_name")])
+async def test_openings_that_are_refused(api: Api, fields: dict[str, object], field: str) -> None:
+    request = pb.OpenSessionRequest(spec=SPEC, **fields)
+    error = await refusal(api.stub.OpenSession(request, timeout=DEADLINE))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)

@@ -1,0 +1,288 @@
+"""Steps take effect exactly once, in order, or not at all; over the unary call and over the stream."""
+
+import asyncio
+import sys
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal
+
+
+async def _stepping(api: Api, session_bytes: bytes) -> tuple[grpc.aio.StreamStreamCall, bytes]:
+    stream = api.raw_stream()
+    await stream.write(session_bytes)
+    return stream, await stream.read()
+
+
+async def test_a_step_over_the_stream_answers_what_the_unary_one_does(api: Api) -> None:
+    unary, streamed = await api.open(), await api.open()
+    for session in (unary, streamed):
+        await session.create(1, 6)
+    answers = [
+        pb.StepResponse.FromString(raw)
+        for raw in (
+            await api.raw_step(unary.start_bytes(1, 1)),
+            (await _stepping(api, streamed.start_bytes(1, 1)))[1],
+        )
+    ]
+    for answer, session in zip(answers, (unary, streamed), strict=True):
+        assert (answer.step_id, answer.epoch) == (1, session.opened.epoch)
+        assert int32s(answer.start_results) == [pb.START_RESULT_STARTED]
+        assert int32s(answer.start_num_reserved_tokens) == [6]
+        assert int32s(answer.start_num_blocks) == [2]
+    assert set(int32s(answers[0].start_block_ids)).isdisjoint(int32s(answers[1].start_block_ids))
+
+
+async def test_a_repeat_gets_the_same_bytes(api: Api) -> None:
+    session = await api.open()
+    await session.create(1, 6)
+    raw = session.start_bytes(1, 1)
+    first = await api.raw_step(raw)
+    other = await api.open()  # the pool changes in between
+    await other.create(1, 8)
+    await api.raw_step(other.start_bytes(1, 1))
+    assert await api.raw_step(raw) == first
+    stream, again = await _stepping(api, raw)
+    assert again == first
+    await stream.write(raw)
+    assert await stream.read() == first
+    stats = await api.stats()
+    assert (stats.pools[0].num_starts, stats.pools[0].num_steps) == (2, 2)
+
+
+async def test_a_repeat_after_the_next_step_is_a_gap(api: Api) -> None:
+    session = await api.open()
+    first = session.step_bytes(1)
+    await api.raw_step(first)
+    await session.step(2)
+    error = await refusal(api.raw_step(first))
+    assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "STEP_GAP")
+    assert error.metadata["expected_step_id"] == "3"
+
+
+@pytest.mark.parametrize("step_id", [0, -1, 3, 2**53])
+async def test_a_gap_tells_the_expected_id(api: Api, step_id: int) -> None:
+    session = await api.open()
+    await session.step(1)
+    error = await refusal(session.step(step_id))
+    assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "STEP_GAP")
+    assert error.metadata["expected_step_id"] == "2"
+
+
+async def test_the_same_id_with_other_contents_is_a_conflict(api: Api) -> None:
+    session = await api.open()
+    await session.create(1, 6)
+    await session.step(1)
+    error = await refusal(api.raw_step(session.start_bytes(1, 1)))
+    assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "STEP_CONFLICT")
+    assert error.metadata["expected_step_id"] == "2"
+
+
+async def test_a_failed_step_uses_no_id_and_changes_nothing(api: Api) -> None:
+    session = await api.open()
+    await session.create(1, 6)
+    before = (await api.stats()).pools[0]
+    failed = session.step_bytes(
+        1,
+        release_sequence_ids=le64(1),
+        start_sequence_ids=le64(99),
+        start_max_new_tokens=le32(1),
+        start_max_hit_tokens=le32(0),
+    )
+    error = await refusal(api.raw_step(failed))
+    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SEQUENCE")
+    assert error.metadata["sequence_id"] == "99"
+    assert (await api.stats()).pools[0] == before
+    await api.raw_step(session.start_bytes(1, 1))
+
+
+async def test_a_failed_step_ends_its_stream_and_not_its_session(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    stream, _ = await _stepping(api, session.step_bytes(1))
+    await stream.write(session.step_bytes(7))
+    error = await refusal(stream.read())
+    assert (error.reason, error.metadata["expected_step_id"]) == ("STEP_GAP", "2")
+    clock.advance(5)  # no grace is running: its client is there
+    await _stepping(api, session.step_bytes(2))
+
+
+async def test_a_second_stream_takes_over(api: Api) -> None:
+    session = await api.open()
+    raw = session.step_bytes(1)
+    first, answer = await _stepping(api, raw)
+    second, again = await _stepping(api, raw)
+    assert again == answer
+    error = await refusal(first.read())
+    assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
+    await second.write(session.step_bytes(2))
+    assert pb.StepResponse.FromString(await second.read()).step_id == 2
+
+
+async def test_a_lost_stream_may_come_back_within_its_grace(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    raw = session.step_bytes(1)
+    stream, answer = await _stepping(api, raw)
+    stream.cancel()
+    await api.until(lambda _: _has_grace(api))
+    clock.advance(0.4)
+    again, repeated = await _stepping(api, raw)
+    assert repeated == answer
+    clock.advance(5)
+    assert len((await api.stats()).sessions) == 1
+    again.cancel()
+    await api.until(lambda _: _has_grace(api))
+    clock.advance(0.6)
+    stats = await api.stats()
+    assert (len(stats.sessions), stats.num_reaped_sessions) == (0, 1)
+
+
+STREAMING_CLIENT = """
+import queue, sys, grpc
+requests = queue.SimpleQueue()
+requests.put(bytes.fromhex(sys.argv[2]))
+call = grpc.insecure_channel(sys.argv[1]).stream_stream("/kvkeeper.cache.v1.CacheService/StreamSteps")(iter(requests.get, None))
+next(call)
+print("stepped", flush=True)
+next(call)
+"""
+
+
+async def test_a_killed_client_has_a_grace_too(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    arguments = ("-c", STREAMING_CLIENT, api.server.address, session.step_bytes(1).hex())
+    client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    assert client.stdout is not None
+    assert await asyncio.wait_for(client.stdout.readline(), DEADLINE) == b"stepped\n"
+    assert not _has_grace(api)
+    client.kill()
+    await client.communicate()
+    await api.until(lambda _: _has_grace(api))
+    clock.advance(0.6)
+    assert (await api.stats()).num_reaped_sessions == 1
+
+
+async def test_a_stream_that_its_client_ends_starts_the_grace(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    stream, _ = await _stepping(api, session.step_bytes(1))
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    clock.advance(0.4)
+    await session.call("RenewSession")  # any message ends it
+    clock.advance(5)
+    assert len((await api.stats()).sessions) == 1
+
+
+async def test_an_open_stream_alone_does_not_renew(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    stream, _ = await _stepping(api, session.step_bytes(1))
+    clock.advance(9)
+    await stream.write(session.step_bytes(2))
+    await stream.read()
+    clock.advance(9)
+    assert len((await api.stats()).sessions) == 1
+    clock.advance(2)
+    error = await refusal(stream.read())
+    assert error.reason == "UNKNOWN_SESSION"
+    assert len((await api.stats()).sessions) == 0
+
+
+async def test_a_stream_carries_one_session(api: Api) -> None:
+    first, second = await api.open(), await api.open()
+    stream, _ = await _stepping(api, first.step_bytes(1))
+    await stream.write(second.step_bytes(1))
+    error = await refusal(stream.read())
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "session_id")
+    assert (await second.call("RenewSession")).expected_step_id == 1
+
+
+@pytest.mark.parametrize("raw", [b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe", bytes(100), b"\x08" * 1001])
+async def test_malformed_bytes_are_refused(api: Api, raw: bytes) -> None:
+    for call in (api.raw_step, lambda raw: api.raw_stream(iter([raw])).read()):
+        error = await refusal(call(raw))
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert error.metadata["field"] == "request"
+
+
+async def test_a_step_message_has_a_limit(api: Api) -> None:
+    session = await api.open()
+    error = await refusal(api.raw_step(session.step_bytes(1, commit_token_ids=bytes(256 << 10))))
+    assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(256 << 10))
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        ({"commit_sequence_ids": b"1234567"}, "commit_sequence_ids"),
+        ({"commit_sequence_ids": le64(1), "commit_num_tokens": le32(1, 2)}, "commit_num_tokens"),
+        ({"commit_sequence_ids": le64(1), "commit_num_tokens": le32(1)}, "commit_num_new_tokens"),
+        ({"commit_token_ids": b"123"}, "commit_token_ids"),
+        ({"fork_parent_ids": le64(1), "fork_child_ids": le64(2, 3), "fork_num_tokens": le32(1)}, "fork_child_ids"),
+        ({"fork_parent_ids": le64(1), "fork_child_ids": le64(2)}, "fork_num_tokens"),
+        ({"truncate_sequence_ids": le64(1)}, "truncate_num_tokens"),
+        ({"truncate_num_tokens": le32(1)}, "truncate_num_tokens"),
+        ({"release_sequence_ids": bytes(9)}, "release_sequence_ids"),
+        ({"start_sequence_ids": le64(1), "start_max_new_tokens": le32(1)}, "start_max_hit_tokens"),
+        ({"reserve_sequence_ids": le64(1), "reserve_max_tokens": le32(1)}, "reserve_min_tokens"),
+        ({"completed_transfer_ids": le64(1)}, "completed_transfer_ids"),
+        ({"failed_transfer_ids": le64(1)}, "failed_transfer_ids"),
+    ],
+)
+async def test_columns_that_do_not_fit_are_refused(api: Api, columns: dict[str, bytes], field: str) -> None:
+    session = await api.open()
+    error = await refusal(session.step(1, **columns))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)
+    await session.step(1)
+
+
+@pytest.mark.parametrize("column", ["swap_out_sequence_ids", "swap_in_sequence_ids"])
+async def test_swaps_are_not_part_of_this_build(api: Api, column: str) -> None:
+    session = await api.open()
+    error = await refusal(session.step(1, **{column: le64(1)}))
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+    assert error.metadata["feature"] == "swap"
+
+
+async def test_completions_lag_by_two_steps_at_most(api: Api) -> None:
+    session = await api.open()
+    await session.step(1)
+    await api.raw_step(session.step_bytes(2, completed=0))
+    error = await refusal(api.raw_step(session.step_bytes(3, completed=0)))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "completed_step_id")
+    error = await refusal(api.raw_step(session.step_bytes(3, completed=3)))
+    assert error.metadata["field"] == "completed_step_id"
+    await api.raw_step(session.step_bytes(3, completed=1))
+
+
+async def test_a_cache_executed_session_does_not_overlap_steps(api: Api) -> None:
+    session = await api.open(engine=False)
+    await session.step(1)
+    error = await refusal(api.raw_step(session.step_bytes(2, completed=0)))
+    assert error.metadata["field"] == "completed_step_id"
+
+
+async def test_steps_and_one_item_calls_do_not_mix(api: Api) -> None:
+    stepping, single = await api.open(engine=False), await api.open(engine=False)
+    for session in (stepping, single):
+        await session.create(1, 6)
+    await api.raw_step(stepping.start_bytes(1, 1))
+    error = await refusal(stepping.call("ExtendSequence", sequence_id=1, num_tokens=8))
+    assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WRONG_MODE")
+    assert error.metadata["mode"] == "steps"
+    await single.call("ExtendSequence", sequence_id=1, num_tokens=8)
+    error = await refusal(single.step(1))
+    assert (error.reason, error.metadata["mode"]) == ("WRONG_MODE", "one-item")
+
+
+async def test_a_failed_call_fixes_no_mode(api: Api) -> None:
+    session = await api.open(engine=False)
+    await refusal(session.step(1, release_sequence_ids=le64(9)))
+    await refusal(session.call("ReleaseSequence", sequence_id=9))
+    await session.step(1)
+    assert (await refusal(session.call("ReleaseSequence", sequence_id=9))).reason == "WRONG_MODE"
+
+
+def _has_grace(api: Api) -> bool:
+    return any(live.core.grace_deadline is not None for live in api.server.keeper.sessions)

@@ -1,0 +1,25 @@
+"""`python -m tests.benchmarks [NAME ...]`: runs the named benchmarks, or all; one JSON object a line on standard output."""
+
+import argparse
+import importlib
+import json
+import sys
+
+NAMES = ("step_core", "step", "generate")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    chosen = parser.parse_args().names or NAMES
+    unknown = set(chosen) - set(NAMES)
+    if unknown:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    for name in chosen:
+        for figure in importlib.import_module(f"tests.benchmarks.{name}").figures():
+            print(json.dumps({"bench": name, **figure}), flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The pure core alone: one step of growing sequences, from columns to columns."""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from cache_service.manager import Manager
+from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from tests.benchmarks.growing import BLOCK_SIZE, Growing
+
+_NUM_STEPS = 320
+_SESSION = SessionId("bench")
+
+
+def figures() -> Iterator[dict[str, object]]:
+    for num_sequences in (1, 256, 1024):
+        took = _step_times(Growing(num_sequences))
+        yield {
+            "sequences": num_sequences,
+            "median_us": round(float(np.median(took)), 1),
+            "p99_us": round(float(np.percentile(took, 99)), 1),
+        }
+
+
+def _step_times(load: Growing) -> list[float]:
+    config = PoolConfig(load.num_blocks(_NUM_STEPS), BLOCK_SIZE, max_sequences=load.num_sequences)
+    manager = Manager(config)
+    manager.open_session(_SESSION, Executor.ENGINE)
+    for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
+        manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+    manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+    took = []
+    for step_idx in range(_NUM_STEPS):
+        batch = StepBatch(step_idx + 2, step_idx + 1, **load.grow_columns(step_idx))
+        begin = time.perf_counter()
+        manager.step(_SESSION, batch)
+        took.append((time.perf_counter() - begin) * 1e6)
+    return took

@@ -1,0 +1,43 @@
+"""Configuration: flags over environment over defaults."""
+
+import pytest
+
+from cache_service.config import CacheConfig, ConfigError, load_config, parse_size
+
+
+def test_defaults() -> None:
+    config = load_config([], {})
+    assert config == CacheConfig()
+    assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, 4096)
+    assert config.num_blocks is None
+
+
+def test_flags_win_over_the_environment() -> None:
+    environ = {"KVKEEPER_CACHE_MAX_SEQUENCES": "8", "KVKEEPER_CACHE_POOL_MEMORY": "1MiB", "KVKEEPER_CACHE_REFLECTION": "off"}
+    config = load_config(["--max-sequences", "9", "--no-prefix-caching"], environ)
+    assert (config.max_sequences, config.pool_memory, config.reflection, config.prefix_caching) == (9, 1 << 20, False, False)
+
+
+def test_an_error_names_its_source() -> None:
+    with pytest.raises(ConfigError, match="KVKEEPER_CACHE_NUM_POOLS"):
+        load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "two"})
+    with pytest.raises(ConfigError, match="KVKEEPER_CACHE_PREFIX_CACHING"):
+        load_config([], {"KVKEEPER_CACHE_PREFIX_CACHING": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("12B", 12), ("3KiB", 3 << 10), ("256MiB", 256 << 20), ("2 GiB", 2 << 30), ("1TiB", 1 << 40)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1MB", "-1", "1.5GiB", "1e9", "9" * 30])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="number of bytes"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.8.8.8:7410", "[::1]:7410", "localhost:7410", "unix:/run/x.sock"])
+def test_addresses_that_are_served(listen: str) -> None:
+    assert CacheConfig(listen=listen).listen == listen

@@ -1,0 +1,57 @@
+"""One live service per Unix socket, and nothing of dead ones in the way."""
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_service.listen import AddressInUse, SocketLock, private_directory
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        yield Path(folder) / "s"
+
+
+def test_a_second_owner_is_refused_while_the_first_lives(path: Path) -> None:
+    first = SocketLock(path)
+    with pytest.raises(AddressInUse, match="another service listens"):
+        SocketLock(path)
+    first.release()
+    SocketLock(path).release()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_stale_socket_is_removed(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.is_socket()
+    lock = SocketLock(path)
+    assert not path.exists()
+    lock.release()
+
+
+def test_a_refusal_leaves_no_lock(path: Path) -> None:
+    path.write_text("a file")
+    with pytest.raises(AddressInUse, match="is not a socket"):
+        SocketLock(path)
+    assert [item.name for item in path.parent.iterdir()] == ["s"]
+
+
+def test_a_missing_folder_is_told(path: Path) -> None:
+    with pytest.raises(AddressInUse, match="No such file"):
+        SocketLock(path / "deeper" / "s")
+
+
+def test_a_private_directory_is_made_and_checked(path: Path) -> None:
+    assert private_directory(path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    private_directory(path / "a" / "b")
+    (path / "a" / "b").chmod(0o770)
+    with pytest.raises(AddressInUse, match="0700"):
+        private_directory(path / "a" / "b")
+    (path / "file").write_text("")
+    with pytest.raises(AddressInUse):
+        private_directory(path / "file")

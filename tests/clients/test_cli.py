@@ -1,0 +1,176 @@
+"""The command line against a real cache service and against nobody: what it prints, where, and its exit code."""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cache_service.server import RunningServer
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli import main
+from kvkeeper.cli.as_json import as_json
+from kvkeeper.cli.tables import facts, size, table
+from kvkeeper.client import AsyncCacheClient
+
+NOBODY = "127.0.0.1:1"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    out: str
+    err: str
+
+
+async def kvkeeper(*argv: str, stdin: str = "") -> Outcome:
+    """The command as a user runs it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvkeeper.cli", *argv),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
+    return Outcome(process.returncode or 0, out.decode(), err.decode())
+
+
+@pytest.mark.parametrize(
+    ("argv", "service"),
+    [
+        (["stats", "--cache", NOBODY, "--engine", NOBODY], "cache"),
+        (["sequences", "--cache", NOBODY], "cache"),
+        (["sequences", "--cache", NOBODY, "--json"], "cache"),
+        (["generate", "hello", "--engine", NOBODY], "engine"),
+        (["generate", "hello", "--engine", NOBODY, "--json"], "engine"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+async def test_a_service_that_is_down_is_one_line_that_says_what_to_start(argv: list[str], service: str) -> None:
+    outcome = await kvkeeper(*argv)
+    assert outcome.exit_code == 3
+    line = outcome.err.splitlines()[0]
+    assert line == (
+        f"kvkeeper: the {service} service does not answer at {NOBODY};"
+        f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`"
+    )
+    assert len(outcome.err.splitlines()) == (2 if argv[0] == "stats" else 1)
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["generate"],
+        ["generate", "one", "--prompt-file", "two"],
+        ["generate", "x", "--n", "many"],
+        ["sequences", "--nonsense"],
+        ["status", "--js"],
+        ["up", "--max-sequences", "3"],
+        ["up", "--cache-listen", "127.0.0.1:0"],
+        ["up", "stray"],
+    ],
+    ids=" ".join,
+)
+async def test_wrong_usage_is_told_and_starts_nothing(argv: list[str]) -> None:
+    outcome = await kvkeeper(*argv)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert "usage: kvkeeper" in outcome.err
+    assert "error: " in outcome.err
+
+
+async def test_help_names_every_command_and_the_exit_codes() -> None:
+    outcome = await kvkeeper("--help")
+    assert outcome.exit_code == 0
+    for word in ("cache", "engine", "up", "generate", "status", "stats", "sequences", "Exit codes"):
+        assert word in outcome.out
+
+
+async def test_a_service_told_its_own_help_shows_its_own_flags() -> None:
+    outcome = await kvkeeper("cache", "--help")
+    assert outcome.exit_code == 0
+    assert "--pool-memory" in outcome.out
+
+
+async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, text in (("missing", "cannot be read: No such file"), ("binary", "is not UTF-8")):
+        outcome = await kvkeeper("generate", "--prompt-file", str(tmp_path / name), "--engine", NOBODY)
+        assert (outcome.exit_code, outcome.out) == (2, "")
+        assert text in outcome.err
+
+
+async def test_status_shows_who_is_up_and_who_is_not(cache_server: RunningServer, spec: pb.KvSpec) -> None:
+    addresses = ("--cache", cache_server.address, "--engine", NOBODY)
+    async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec):
+        outcome = await kvkeeper("status", *addresses)
+        assert outcome.exit_code == 3
+        cache_row, engine_row = (line.split() for line in outcome.out.splitlines()[2:4])
+        assert cache_row[:3] == ["cache", "up", cache_server.address]
+        assert engine_row[:3] == ["engine", "down", NOBODY]
+        assert "for tiny" in outcome.out
+        assert "start it with `kvkeeper engine`" in outcome.err
+
+        outcome = await kvkeeper("status", *addresses, "--json")
+        assert outcome.exit_code == 3
+        report = json.loads(outcome.out)
+        assert (report["cache"]["state"], report["engine"]["state"]) == ("up", "down")
+        assert report["cache"]["version"] == (await client.capabilities()).version
+
+
+async def test_stats_and_sequences_show_what_the_service_holds(cache_server: RunningServer, spec: pb.KvSpec) -> None:
+    flag = ("--cache", cache_server.address)
+    assert (await kvkeeper("sequences", *flag)).out == "no live sequences\n"
+    async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec) as session:
+        await session.create_sequence(17, [1, 2, 3])
+        await session.extend(17, 3)
+        outcome = await kvkeeper("sequences", *flag)
+        assert outcome.exit_code == 0
+        row = outcome.out.splitlines()[2].split()
+        assert row[:6] == [session.session_id[:8], "17", "running", "3", "0", "3"]
+        (sequence,) = json.loads((await kvkeeper("sequences", *flag, "--json")).out)["sequences"]
+        assert (sequence["sequence_id"], sequence["session_id"]) == (17, session.session_id)
+        refused = await kvkeeper("sequences", *flag, "--session", "0" * 32)
+        assert (refused.exit_code, refused.out) == (1, "")
+        assert "UNKNOWN_SESSION" in refused.err
+
+        outcome = await kvkeeper("stats", *flag, "--engine", NOBODY)
+        assert outcome.exit_code == 3  # for the engine; the cache service's counts are shown nevertheless
+        assert "sequences waiting, running  0, 1" in outcome.out
+        report = json.loads((await kvkeeper("stats", *flag, "--engine", NOBODY, "--json")).out)
+        assert report["cache"]["pools"][0]["num_running_sequences"] == 1
+        assert report["cache"]["epoch"] < session.epoch
+
+
+def test_interruption_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvkeeper.cli.sequences.CacheClient", interrupted)
+    assert main(["sequences"]) == 130
+
+
+def test_tables_line_up() -> None:
+    assert table(("name", "n"), [("a", 5), ("long", 1234)]).splitlines() == [
+        "name      n",
+        "----  -----",
+        "a         5",
+        "long  1,234",
+    ]
+    assert table(("name",), []) == "name\n----"
+    assert facts([("a", 1), ("bcd", "x")], "  ") == "  a    1\n  bcd  x"
+    assert [size(number) for number in (0, 1023, 1 << 20, 3 << 29)] == ["0 B", "1023 B", "1 MiB", "1.5 GiB"]
+
+
+def test_json_of_a_message_has_every_field_and_numbers() -> None:
+    message = pb.GetStatsResponse(epoch=1 << 50, pools=[pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW)])
+    report = as_json(message)
+    assert (report["epoch"], report["sessions"]) == (1 << 50, [])
+    assert report["pools"][0]["pressure"] == "PRESSURE_LEVEL_LOW"
+    assert report["pools"][0]["num_free_blocks"] == 0

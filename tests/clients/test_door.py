@@ -1,0 +1,144 @@
+"""Calls: explicit deadlines, UNAVAILABLE repeated with the same bytes and nothing else, one error type."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
+from kvkeeper.client.door import AsyncDoor, Door
+from kvkeeper.client.retry import Patience
+from tests.support.fake_cache import FakeCache, Fault, Refusal
+
+QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
+DRAINING = Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_ms=1)
+OPENED = pb.OpenSessionResponse(session_id="s1", epoch=3)
+
+
+@pytest.fixture(params=["async", "sync"])
+def call_stats(request: pytest.FixtureRequest, fake: FakeCache):  # type: ignore[no-untyped-def]
+    """GetStats through either client, with the given options."""
+
+    async def call(options: CallOptions) -> pb.GetStatsResponse:
+        if request.param == "async":
+            async with AsyncCacheClient(fake.target, options) as client:
+                return await client.stats()
+        with CacheClient(fake.target, options) as client:
+            return await asyncio.to_thread(client.stats)
+
+    return call
+
+
+async def test_unavailable_is_repeated_with_the_same_bytes(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
+    fake.script["GetStats"] = [DRAINING, Refusal(grpc.StatusCode.UNAVAILABLE), pb.GetStatsResponse(epoch=9)]
+    assert (await call_stats(QUICK)).epoch == 9
+    assert len(fake.requests["GetStats"]) == 3
+    assert len(set(fake.requests["GetStats"])) == 1
+
+
+async def test_a_refusal_is_not_repeated_and_keeps_what_it_said(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
+    fake.script["GetStats"] = [
+        Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_BLOCKS", "not enough", {"requested": "9", "available": "2"})
+    ]
+    with pytest.raises(KvkeeperError) as caught:
+        await call_stats(QUICK)
+    error = caught.value
+    assert (error.code, error.reason, error.message) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "OUT_OF_BLOCKS",
+        "not enough",
+    )
+    assert error.metadata == {"requested": "9", "available": "2"}
+    assert (error.retry_after, error.service_down, error.unavailable) == (None, False, False)
+    assert str(error) == "RESOURCE_EXHAUSTED OUT_OF_BLOCKS: not enough"
+    assert len(fake.requests["GetStats"]) == 1
+
+
+async def test_a_busy_service_that_stays_busy_says_when_to_come_back(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
+    fake.script["GetStats"] = [Refusal(grpc.StatusCode.UNAVAILABLE, "POOL_NOT_READY", retry_ms=250)]
+    with pytest.raises(KvkeeperError) as caught:
+        await call_stats(CallOptions(timeout_s=5, retry_s=0.2))
+    assert (caught.value.reason, caught.value.retry_after) == ("POOL_NOT_READY", 0.25)
+    assert not caught.value.service_down
+
+
+async def test_nobody_at_the_address_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
+    options = CallOptions(timeout_s=2, retry_s=0)
+    async with AsyncCacheClient(f"127.0.0.1:{unused_tcp_port}", options) as client:
+        with pytest.raises(KvkeeperError) as caught:
+            await client.stats()
+    assert caught.value.service_down
+
+
+async def test_every_call_has_a_deadline(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
+    fake.script["GetStats"] = [Fault.SILENCE]
+    with pytest.raises(KvkeeperError) as caught:
+        await call_stats(CallOptions(timeout_s=0.1))
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_an_abandoned_call_is_cancelled_at_the_service(fake: FakeCache) -> None:
+    fake.script["GetStats"] = [Fault.SILENCE]
+    async with AsyncCacheClient(fake.target) as client:
+        call = asyncio.create_task(client.stats())
+        await asyncio.wait_for(fake.waits.wait(), 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(fake.cancelled.wait(), 5)  # while the channel is still open
+
+
+async def test_an_abandoned_server_stream_is_cancelled_at_the_service(fake: FakeCache) -> None:
+    fake.script["OpenSession"] = [OPENED]
+    fake.script["ReadKv"] = [pb.ReadKvResponse(), Fault.SILENCE]
+    async with AsyncCacheClient(fake.target) as client:
+        session = await client.open_session(pb.KvSpec())
+        call = asyncio.create_task(session.read_kv(1))
+        await asyncio.wait_for(fake.waits.wait(), 5)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(fake.cancelled.wait(), 5)
+
+
+async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after(fake: FakeCache) -> None:
+    script = [DRAINING, DRAINING, pb.ReadKvResponse(num_tokens=1), pb.ReadKvResponse(num_tokens=2), DRAINING]
+
+    async def received() -> list[int]:
+        door = AsyncDoor(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        numbers = [(await anext(stream)).num_tokens, (await anext(stream)).num_tokens]
+        with pytest.raises(KvkeeperError, match="DRAINING"):
+            await anext(stream)
+        await door.close()
+        return numbers
+
+    def received_in_thread() -> list[int]:
+        door = Door(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        numbers = [next(stream).num_tokens, next(stream).num_tokens]
+        with pytest.raises(KvkeeperError, match="DRAINING"):
+            next(stream)
+        door.close()
+        return numbers
+
+    fake.script["ReadKv"] = list(script)
+    assert await received() == [1, 2]
+    fake.script["ReadKv"] = list(script)
+    assert await asyncio.to_thread(received_in_thread) == [1, 2]
+    assert len(set(fake.requests["ReadKv"])) == 1
+
+
+def test_patience_grows_its_pauses_up_to_the_deadline() -> None:
+    unavailable = KvkeeperError(grpc.StatusCode.UNAVAILABLE)
+    patience = Patience(CallOptions(timeout_s=1.0, retry_s=9.0, first_pause_s=0.1, longest_pause_s=0.3), now=100.0)
+    assert [patience.pause_after(unavailable, 100.0) for _ in range(4)] == [0.1, 0.2, 0.3, 0.3]
+    assert patience.pause_after(unavailable, 100.9) is None
+    asked = KvkeeperError(grpc.StatusCode.UNAVAILABLE, retry_after=0.05)
+    assert patience.pause_after(asked, 100.9) == 0.05
+    assert patience.pause_after(KvkeeperError(grpc.StatusCode.ABORTED), 100.0) is None
+    assert patience.left(100.4) == pytest.approx(0.6)
+    assert patience.left(200.0) == 0.001

@@ -1,0 +1,36 @@
+"""The Node client, whose own tests run against real services."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+from cache_service.server import RunningServer
+
+NODE_CLIENT = Path(__file__).parents[2] / "clients" / "node"
+
+
+async def run_node(test: str, **variables: str) -> None:
+    node = shutil.which("node")
+    assert node is not None, "the Node client's test needs Node 18 or newer on the PATH"
+    assert (NODE_CLIENT / "node_modules").is_dir(), "run `npm ci` in clients/node first (make test does)"
+    process = await asyncio.create_subprocess_exec(
+        *(node, "--test", f"test/{test}"),
+        cwd=NODE_CLIENT,
+        env={**os.environ, **variables},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    text = output.decode()
+    assert process.returncode == 0, text
+    assert "# skipped 0" in text, text
+
+
+async def test_a_sequence_lives_through_the_node_client(cache_server: RunningServer) -> None:
+    await run_node("cache.test.js", KVKEEPER_CACHE_LISTEN=cache_server.address)

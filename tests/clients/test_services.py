@@ -1,0 +1,132 @@
+"""Clients and command line against both services as `kvkeeper up` runs them."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
+from tests.clients.test_cli import kvkeeper
+from tests.clients.test_node_client import run_node
+from tests.support.services import Services, environment, services_up, short_folder, sockets_in
+
+PROMPT = "def fibonacci(n):\n    " * 8
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    with short_folder() as folder, services_up(folder, *sockets_in(folder)) as running:
+        yield running
+
+
+def test_up_says_where_everything_is_and_what_to_type_next(services: Services) -> None:
+    assert services.ready["ready"] is True
+    assert (services.ready["cache"], services.ready["engine"]) == (services.cache, services.engine)
+    assert services.ready["model"]
+    assert services.ready["pools"]
+
+
+def test_the_next_command_works_as_it_is_printed_and_hits_the_second_time(services: Services, tmp_path: Path) -> None:
+    command = str(services.ready["next"])
+    assert services.engine in command
+    cached = []
+    for _ in range(2):
+        done = subprocess.run(["bash", "-c", command], env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        cached.append(int(re.findall(r"cached (\d+)", done.stderr)[0]))
+    assert cached == [0, 16]
+
+
+async def test_both_clients_stream_the_same_text(services: Services) -> None:
+    options = GenerateOptions(sampling=GREEDY)
+    async with AsyncEngineClient(services.engine) as client, client.generate(PROMPT, options) as pieces:
+        text = "".join([piece.text async for piece in pieces])
+        token_ids = await client.tokenize(PROMPT)
+        usage = pieces.usage
+        assert pieces.request_id
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.new_tokens) == (len(token_ids), 12)
+    with EngineClient(services.engine) as client:
+        with client.generate(PROMPT, options) as generation:
+            again = list(generation)
+        assert "".join(piece.text for piece in again) == text
+        assert [piece.finish_reason for piece in again if piece.finish_reason] == ["length"]
+        assert generation.usage is not None
+        assert 0 < generation.usage.cached_tokens < len(token_ids)  # what the first one computed
+        with client.generate(token_ids, options) as generation:
+            assert "".join(piece.text for piece in generation) == text
+        assert client.detokenize(token_ids) == PROMPT
+
+
+async def test_a_generation_that_is_left_is_cancelled(services: Services) -> None:
+    endless = GenerateOptions(request_id="left", sampling=Sampling(max_tokens=200, ignore_eos=True))
+    async with AsyncEngineClient(services.engine) as client:
+        before = (await client.stats()).num_cancelled_requests
+        async with client.generate(PROMPT, endless) as pieces:
+            async for _ in pieces:
+                break
+        while any(request.request_id == "left" for request in await client.list_requests()):
+            pass
+        assert (await client.stats()).num_cancelled_requests == before + 1
+
+
+def test_a_refused_request_says_which_field(services: Services) -> None:
+    with EngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError) as caught:
+            list(client.generate("x", GenerateOptions(sampling=Sampling(top_p=2.0))))
+        assert caught.value.reason == "INVALID_FIELD"
+        with pytest.raises(KvkeeperError) as caught:
+            client.cancel("nobody")
+        assert caught.value.reason == "UNKNOWN_REQUEST"
+
+
+async def test_generate_streams_text_and_tells_what_it_took(services: Services, tmp_path: Path) -> None:
+    flags = ("--engine", services.engine, "--temperature", "0", "--max-tokens", "8", "--ignore-eos")
+    (tmp_path / "prompt").write_text(PROMPT + "# cli")
+    first = await kvkeeper("generate", "--prompt-file", str(tmp_path / "prompt"), *flags)
+    assert (first.exit_code, bool(first.out.strip())) == (0, True)
+    summary = first.err.splitlines()[-1]
+    for part in ("prompt ", "cached ", "new 8", "finish: length", "first token after "):
+        assert part in summary
+    again = await kvkeeper("generate", "-", *flags, "--json", stdin=PROMPT + "# cli")
+    report = json.loads(again.out)
+    assert 0 < report["cached_tokens"] < report["prompt_tokens"]
+    assert report["new_tokens"] == 8
+    (continuation,) = report["continuations"]
+    assert continuation["text"] == first.out.removesuffix("\n")
+    assert (continuation["finish_reason"], len(continuation["token_ids"])) == ("length", 8)
+
+
+async def test_continuations_stand_under_their_headings(services: Services) -> None:
+    outcome = await kvkeeper(*("generate", PROMPT, "--n", "3", "--seed", "1", "--max-tokens", "6", "--engine", services.engine))
+    assert outcome.exit_code == 0
+    headings = [line for line in outcome.out.splitlines() if line.startswith("--- continuation ")]
+    assert headings == [f"--- continuation {number} of 3 ---" for number in (1, 2, 3)]
+
+
+async def test_a_refusal_is_one_line_and_exit_code_1(services: Services) -> None:
+    outcome = await kvkeeper("generate", "x", "--top-p", "2", "--engine", services.engine)
+    assert (outcome.exit_code, outcome.out) == (1, "")
+    assert len(outcome.err.splitlines()) == 1
+    assert "INVALID_FIELD" in outcome.err
+
+
+async def test_status_stats_and_sequences_of_two_live_services(services: Services) -> None:
+    addresses = ("--cache", services.cache, "--engine", services.engine)
+    status = await kvkeeper("status", *addresses, "--json")
+    assert status.exit_code == 0
+    report = json.loads(status.out)
+    assert (report["cache"]["state"], report["engine"]["state"]) == ("up", "up")
+    stats = await kvkeeper("stats", *addresses)
+    assert stats.exit_code == 0
+    assert "tokens sampled" in stats.out
+    assert json.loads((await kvkeeper("stats", *addresses, "--json")).out)["engine"]["num_steps"] > 0
+    assert (await kvkeeper("sequences", "--cache", services.cache)).exit_code == 0
+
+
+async def test_the_node_client_generates(services: Services) -> None:
+    await run_node("engine.test.js", KVKEEPER_ENGINE_LISTEN=services.engine)

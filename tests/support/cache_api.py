@@ -1,0 +1,190 @@
+"""A cache service in this process behind a real channel, its clock, and calls on it as a client in any language makes them."""
+
+import asyncio
+import heapq
+import itertools
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from cache_service.config import CacheConfig
+from cache_service.server import RunningServer, start_server
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client.errors import KvkeeperError, error_of
+
+DEADLINE = 10.0  # seconds that anything in a test may take
+BLOCK_SIZE = 4
+BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 3 * 4  # layers, K and V, tokens, elements of a token, bytes of an element
+SPEC = pb.KvSpec(
+    model_id="tiny",
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=3,
+    kv_dtype=pb.KV_DTYPE_FLOAT32,
+    block_size=BLOCK_SIZE,
+    layout=pb.KV_LAYOUT_BLOCK_MAJOR,
+)
+
+
+def le32(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def le64(*values: int) -> bytes:
+    return np.array(values, "<i8").tobytes()
+
+
+def int32s(column: bytes) -> list[int]:
+    return np.frombuffer(column, "<i4").tolist()
+
+
+class ManualClock:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._order = itertools.count()
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> "_Timer":
+        timer = _Timer(callback)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Runs what falls due on the way, in order."""
+        end = self._now + seconds
+        while self._timers and self._timers[0][0] <= end:
+            self._now, _, timer = heapq.heappop(self._timers)
+            timer.run()
+        self._now = end
+
+
+class _Timer:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def run(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
+class Session:
+    """An open session; ids are the fields that every call of it carries."""
+
+    def __init__(self, api: "Api", opened: pb.OpenSessionResponse) -> None:
+        self.api = api
+        self.opened = opened
+        self.ids: dict[str, Any] = {"session_id": opened.session_id, "epoch": opened.epoch}
+
+    async def create(self, sequence_id: int, num_tokens: int, *, first: int = 0, **fields: Any) -> int:
+        """A prompt of consecutive numbers; answers the tokens that are cached."""
+        tokens = range(first, first + num_tokens)
+        request = pb.CreateSequenceRequest(**self.ids, sequence_id=sequence_id, token_ids=tokens, **fields)
+        return (await self.api.stub.CreateSequence(request, timeout=DEADLINE)).num_matched_tokens
+
+    def step_bytes(self, step_id: int, *, completed: int | None = None, **columns: bytes) -> bytes:
+        completed = step_id - 1 if completed is None else completed
+        request = pb.StepRequest(**self.ids, step_id=step_id, completed_step_id=completed, **columns)
+        return request.SerializeToString()
+
+    def start_bytes(self, step_id: int, sequence_id: int, max_new: int = 1 << 20, max_hit: int = 1 << 20) -> bytes:
+        return self.step_bytes(
+            step_id,
+            start_sequence_ids=le64(sequence_id),
+            start_max_new_tokens=le32(max_new),
+            start_max_hit_tokens=le32(max_hit),
+        )
+
+    async def step(self, step_id: int, **columns: bytes) -> pb.StepResponse:
+        return pb.StepResponse.FromString(await self.api.raw_step(self.step_bytes(step_id, **columns)))
+
+    async def call(self, method: str, **fields: Any) -> Any:
+        """A unary call of this session by its name."""
+        request = getattr(pb, method + "Request")(**self.ids, **fields)
+        return await getattr(self.api.stub, method)(request, timeout=DEADLINE)
+
+    async def write_kv(self, sequence_id: int, first: int, tokens: np.ndarray) -> None:
+        """tokens: [num_layers, 2, num_tokens, elements of a token]."""
+        chunks = [
+            pb.WriteKvRequest(
+                **self.ids,
+                sequence_id=sequence_id,
+                layer_idx=layer_idx,
+                first_token_idx=first,
+                key=layer[0].tobytes(),
+                value=layer[1].tobytes(),
+            )
+            for layer_idx, layer in enumerate(tokens.astype("<f4"))
+        ]
+        await self.api.stub.WriteKv(iter(chunks), timeout=DEADLINE)
+
+    async def read_kv(self, sequence_id: int, **fields: Any) -> list[pb.ReadKvResponse]:
+        request = pb.ReadKvRequest(**self.ids, sequence_id=sequence_id, **fields)
+        return [chunk async for chunk in self.api.stub.ReadKv(request, timeout=DEADLINE)]
+
+
+class Api:
+    """A channel to the service under test."""
+
+    def __init__(self, server: RunningServer, channel: grpc.aio.Channel) -> None:
+        self.server = server
+        self.channel = channel
+        self.stub: Any = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+        self.raw_step = channel.unary_unary("/kvkeeper.cache.v1.CacheService/Step")
+        self.raw_stream = channel.stream_stream("/kvkeeper.cache.v1.CacheService/StreamSteps")
+
+    async def open(self, *, spec: pb.KvSpec = SPEC, engine: bool = True, **fields: Any) -> Session:
+        executor = pb.EXECUTOR_ENGINE if engine else pb.EXECUTOR_CACHE
+        request = pb.OpenSessionRequest(spec=spec, executor=executor, **fields)
+        return Session(self, await self.stub.OpenSession(request, timeout=DEADLINE))
+
+    async def stats(self) -> pb.GetStatsResponse:
+        return await self.stub.GetStats(pb.GetStatsRequest(), timeout=DEADLINE)
+
+    async def audit(self) -> None:
+        answer = await self.stub.CheckInvariants(pb.CheckInvariantsRequest(), timeout=DEADLINE)
+        assert list(answer.violations) == []
+
+    async def until(self, condition: Callable[[pb.GetStatsResponse], bool]) -> pb.GetStatsResponse:
+        """Asks for stats until they are as wanted; fails past the deadline."""
+        async with asyncio.timeout(DEADLINE):
+            while not condition(stats := await self.stats()):
+                pass
+        return stats
+
+
+async def refusal(call: Awaitable[Any]) -> KvkeeperError:
+    """What the call fails with; it must."""
+    try:
+        answer = await call
+    except grpc.RpcError as error:
+        return error_of(error)
+    raise AssertionError(f"not refused: {answer!r}")
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Api]:
+    """A service on a Unix socket of its own. settings: fields of CacheConfig, and clock, allocate of start_server."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        extras = {name: settings.pop(name) for name in ("clock", "allocate") if name in settings}
+        defaults: dict[str, Any] = {"listen": f"unix:{folder}/s", "pool_memory": 64 << 10, "drain_timeout": 0}
+        server = await start_server(CacheConfig(runtime_dir=Path(folder) / "run", **defaults | settings), **extras)
+        try:
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                yield Api(server, channel)
+        finally:
+            await server.stop()

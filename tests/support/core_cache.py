@@ -1,0 +1,52 @@
+"""CoreCache: the real pure core behind the interface of NaiveCache, so that scheduler and core are tested as one."""
+
+import numpy as np
+
+from cache_service.errors import OutOfSequences
+from cache_service.manager import Manager
+from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
+from engine_service.plan import Plan
+from tests.support.scheduler_cache import OutOfSequencesError
+
+_SESSION = SessionId("s")
+_COLUMNS = StepBatch.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys()
+
+
+class CoreCache:
+    """Audits the core after every step."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_sequences: int, watermark: float = 0.0) -> None:
+        self.manager = Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
+        self.manager.open_session(_SESSION, Executor.ENGINE)
+        self.num_refused_forks_to_come = 0
+        self._step_id = 0
+
+    @property
+    def sequences(self) -> list[int]:
+        return [view.sequence_id for view in self.manager.views(_SESSION)]
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        self._step_id += 1
+        self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1))
+        self.manager.complete(_SESSION, self._step_id)
+        stats = self.manager.stats()
+        return stats.num_free_blocks + stats.num_cached_blocks
+
+    def create(self, sequence_id: int, tokens: list[int], max_len: int) -> None:
+        args = SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32), max_len)
+        try:
+            self.manager.create_sequence(_SESSION, args)
+        except OutOfSequences:
+            raise OutOfSequencesError from None
+
+    def step(self, plan: Plan) -> StepReply:
+        self._step_id += 1
+        columns = {name: getattr(plan, name) for name in _COLUMNS}
+        assert all(
+            column.dtype == (np.int64 if "ids" in name or (name.startswith("fork") and name != "fork_lens") else np.int32)
+            for name, column in columns.items()
+        )
+        reply = self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+        assert self.manager.check_invariants() == []
+        return reply

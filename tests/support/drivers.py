@@ -1,0 +1,175 @@
+"""How a test reaches a pool: one small interface, so that the same machine drives the core and a live service.
+
+Owns: the interface, its core implementation and the bytes by which a step is told from another. The core driver puts the
+exactly-once gate of the session in front of the manager, as the service does.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from cache_service.manager import Manager
+from cache_service.session import Session, SessionTable
+from cache_service.types import (
+    BlockId,
+    BlockState,
+    Copies,
+    Executor,
+    Int32Array,
+    PoolConfig,
+    PoolStats,
+    SequenceArgs,
+    SequenceId,
+    SequenceView,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+
+
+def encode(columns: StepBatch | StepReply) -> bytes:
+    """Bytes that differ when any column does."""
+    parts: list[bytes] = []
+    for field in dataclasses.fields(columns):
+        value = getattr(columns, field.name)
+        raw = value.tobytes() if isinstance(value, np.ndarray) else str(int(value)).encode()
+        parts += [len(raw).to_bytes(4, "little"), raw]
+    return b"".join(parts)
+
+
+class Driver(Protocol):
+    """A pool with sessions. Every method raises the CacheError that the call was refused with."""
+
+    config: PoolConfig
+
+    def open_session(self, executor: Executor) -> SessionId: ...
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]: ...
+
+    def end_quarantine(self, session: SessionId) -> None: ...
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int: ...
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply: ...
+
+    def repeat_step(self, session: SessionId) -> bool:
+        """Sends the session's last step again. Whether the same bytes came back."""
+
+    def complete(self, session: SessionId, completed_step_id: int) -> None: ...
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
+        """None where the service ran the copies itself and does not tell them."""
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None: ...
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int) -> None: ...
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None: ...
+
+    def release(self, session: SessionId, sequence_id: int) -> int: ...
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
+
+    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
+
+    def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]: ...
+
+    def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
+
+    def stats(self) -> PoolStats: ...
+
+    def check_invariants(self) -> list[str]: ...
+
+    def block_states(self) -> list[BlockState] | None:
+        """None where the pool does not tell."""
+
+
+class CoreDriver:
+    """The pure core behind its own exactly-once gate; `now` is the virtual clock of whoever drives it."""
+
+    def __init__(self, config: PoolConfig, *, max_sessions: int = 64) -> None:
+        self.config = config
+        self.manager = Manager(config)
+        self.table = SessionTable(epoch=1, max_sessions=max_sessions)
+        self.sessions: dict[SessionId, Session] = {}
+        self.now = 0.0
+        self._num_opened = 0
+        self._last_raw: dict[SessionId, bytes] = {}
+
+    def open_session(self, executor: Executor) -> SessionId:
+        self._num_opened += 1
+        session_id = SessionId(f"{self._num_opened:032x}")
+        self.sessions[session_id] = self.table.open(session_id, executor, 10.0, "test", self.now)
+        self.manager.open_session(session_id, executor)
+        return session_id
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]:
+        self.table.end(self.sessions.pop(session))
+        result = self.manager.close_session(session, may_still_write=may_still_write)
+        return result.num_released_sequences, result.num_quarantined_blocks
+
+    def end_quarantine(self, session: SessionId) -> None:
+        self.manager.end_quarantine(session)
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+        return self.manager.create_sequence(session, args)
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        """A step that arrives for the first time."""
+        gate, raw = self.sessions[session], encode(batch)
+        assert gate.repeat_of(batch.step_id, raw) is None
+        gate.check_completed(batch.step_id, batch.completed_step_id)
+        reply = self.manager.step(session, batch)
+        gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
+        self._last_raw[session] = raw
+        return reply
+
+    def repeat_step(self, session: SessionId) -> bool:
+        gate = self.sessions[session]
+        return gate.repeat_of(gate.step_id, self._last_raw[session]) == gate.last_reply
+
+    def complete(self, session: SessionId, completed_step_id: int) -> None:
+        self.sessions[session].complete(completed_step_id)
+        self.manager.complete(session, completed_step_id)
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
+        return self.manager.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None:
+        self.manager.commit(session, SequenceId(sequence_id), num_tokens, first_token_idx, token_ids)
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int) -> None:
+        self.manager.fork(session, SequenceId(parent_id), SequenceId(child_id), num_tokens)
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
+        self.manager.truncate(session, SequenceId(sequence_id), num_tokens)
+
+    def release(self, session: SessionId, sequence_id: int) -> int:
+        return self.manager.release(session, SequenceId(sequence_id))
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
+        return self.manager.view(session, SequenceId(sequence_id))
+
+    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
+        return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]
+
+    def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
+        result = self.manager.clear_prefix_cache()
+        return result.num_freed_blocks, result.num_forgotten_blocks
+
+    def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
+        return self.manager.evict_blocks(num_free_blocks)
+
+    def stats(self) -> PoolStats:
+        return self.manager.stats()
+
+    def check_invariants(self) -> list[str]:
+        return self.manager.check_invariants()
+
+    def block_states(self) -> list[BlockState] | None:
+        return [self.manager.block_state(BlockId(block)) for block in range(self.config.num_blocks)]

@@ -1,0 +1,242 @@
+"""The reference model: what a pool must answer, with dicts and lists and no thought for speed.
+
+Owns: sessions, sequences with their counters and tables, the prefix index by whole token prefixes, fences, quarantine.
+Rules: written from the protocol, not from the core. It is told what the core answered; where the core is free (which block
+it grants, which leaf of equal age it evicts) it checks that the choice was allowed, everywhere else that the answer equals
+its own. A Mismatch names the rule of the design that was broken.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
+
+Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
+
+
+class Mismatch(AssertionError):
+    """The core and the reference disagree."""
+
+
+def expect(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise Mismatch(f"{what}: the core says {found}, the reference {wanted}")
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Mismatch(what)
+
+
+@dataclass
+class NaiveSequence:
+    """One sequence; `granted_at` is its reserved length after each step that changed it."""
+
+    session: str
+    sequence_id: int
+    tenant: str
+    tokens: list[int]
+    max_tokens: int
+    args: tuple[object, ...] = ()
+    running: bool = False
+    committed: int = 0
+    reserved: int = 0
+    hit: int = 0
+    table: list[int] = field(default_factory=list)
+    granted_at: dict[int, int] = field(default_factory=dict)
+    copied_at: int = 0  # the step of its last copy-on-write
+
+    def granted_as_of(self, step_id: int) -> int:
+        return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
+
+
+@dataclass
+class NaiveSession:
+    """One session; a step is in flight when its id is above completed."""
+
+    executor: Executor
+    step_id: int = 0
+    completed: int = 0
+
+
+class NaiveCache:
+    """One pool."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.sessions: dict[str, NaiveSession] = {}
+        self.sequences: dict[tuple[str, int], NaiveSequence] = {}
+        self.index: dict[Key, int] = {}
+        self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
+        self.quarantine: dict[int, set[str]] = {}
+        self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
+        self.tenants: dict[int, str] = {}  # block: whose tokens it held last
+        self.foreign: list[int] = []  # granted in this operation, last held by another tenant
+        self.cleared: list[int] = []  # cleared in this operation
+        self.victims: list[int] = []  # evicted since the last time it was judged
+        self.num_granted = 0  # blocks, since then
+        self.num_free_before = 0  # at the first of them
+        self.clock = 0
+        self.num_evicted = 0
+        self.num_copies = 0
+        self.num_adopted = 0
+        self.num_hit_tokens = 0
+
+    # What the state says
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def of(self, session: str) -> list[NaiveSequence]:
+        return [q for q in self.sequences.values() if q.session == session]
+
+    def num_holders(self) -> Counter[int]:
+        return Counter(block for q in self.sequences.values() for block in q.table)
+
+    def states(self) -> list[BlockState]:
+        """Rule R1: the one state of every block."""
+        holders, indexed = self.num_holders(), set(self.index.values())
+        states = [BlockState.NULL]
+        for block in range(1, self.config.num_blocks):
+            if holders[block]:
+                states.append(BlockState.REFERENCED)
+            elif self.quarantine.get(block):
+                states.append(BlockState.QUARANTINED)
+            elif self.fences.get(block):
+                states.append(BlockState.FENCED)
+            elif block in indexed:
+                states.append(BlockState.CACHED)
+            else:
+                states.append(BlockState.FREE)
+        return states
+
+    def count(self, state: BlockState) -> int:
+        return self.states().count(state)
+
+    def num_available(self) -> int:
+        """Free blocks and those an eviction could free now."""
+        states = self.states()
+        return states.count(BlockState.FREE) + states.count(BlockState.CACHED)
+
+    def key(self, q: NaiveSequence, block_idx: int) -> Key:
+        return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
+
+    def match(self, tenant: str, tokens: list[int]) -> list[int]:
+        """Blocks of the longest cached prefix, whole blocks."""
+        blocks: list[int] = []
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            block = self.index.get((tenant, tuple(tokens[:end])))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def must_copy(self, q: NaiveSequence, granted: int) -> int | None:
+        """Table index of the block that a write into [committed, granted) must copy first (rule R5)."""
+        if granted <= q.committed:
+            return None
+        block_idx = q.committed // self.block_size
+        if block_idx >= len(q.table):
+            return None
+        block = q.table[block_idx]
+        shared = self.num_holders()[block] > 1 or block in self.index.values()
+        return block_idx if shared else None
+
+    def commit_bound(self, q: NaiveSequence, num_new: int) -> int:
+        completed = self.sessions[q.session].completed
+        return max(q.committed, min(len(q.tokens) + num_new, q.granted_as_of(completed)))
+
+    # Changes that several operations share
+
+    def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
+        """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
+
+        What is copied away is read by the step itself.
+        """
+        self.ages.pop(block, None)
+        s = self.sessions[session]
+        ends = s.step_id if copied else s.step_id - 1
+        if s.completed < ends:
+            fences = self.fences.setdefault(block, {})
+            fences[session] = max(ends, fences.get(session, 0))
+
+    def settle(self) -> None:
+        """Notes what came to be cached in this operation; the age of a cached block is the operation that made it so."""
+        cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
+        self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
+
+    def complete(self, session: str, completed: int) -> None:
+        self.sessions[session].completed = completed
+        for block, fences in list(self.fences.items()):
+            if session in fences and fences[session] <= completed:
+                del fences[session]
+            if not fences:
+                del self.fences[block]
+
+    def forget(self, key: Key) -> None:
+        """A node leaves the index, and with it what hangs below it."""
+        tenant, tokens = key
+        for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
+            del self.index[other]
+
+    def grant(self, blocks: list[int], tenant: str, what: str) -> None:
+        """The core took these blocks, evicting what it had to, and no more."""
+        require(len(set(blocks)) == len(blocks), f"R1 {what}: a block granted twice in {blocks}")
+        states = self.states()
+        if not self.num_granted:
+            self.num_free_before = states.count(BlockState.FREE)
+        evicted: list[int] = []
+        for block in blocks:
+            require(0 < block < self.config.num_blocks, f"R1 {what}: no such block {block}")
+            state = states[block]
+            require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
+            if state is BlockState.CACHED:
+                evicted.append(block)
+            if self.tenants.get(block, tenant) != tenant:
+                self.foreign.append(block)
+            self.tenants[block] = tenant
+        self.num_granted += len(blocks)
+        self.victims += evicted
+
+    def split_copies(self, sources: list[int], destinations: list[int]) -> list[tuple[int, int]]:
+        """Takes out the copies of the null block, by which a block is cleared; answers the copies-on-write."""
+        pairs = list(zip(sources, destinations, strict=True))
+        self.cleared = [destination for source, destination in pairs if source == NULL_BLOCK]
+        return [pair for pair in pairs if pair[0] != NULL_BLOCK]
+
+    def check_cleared(self) -> None:
+        """Rule R8: a block that changed its tenant was cleared, or written whole by a copy."""
+        expect(sorted(self.cleared), sorted(self.foreign), "R8 blocks cleared for another tenant")
+        self.foreign, self.cleared = [], []
+
+    def evict(self, what: str, extra: Iterable[int] = ()) -> None:
+        """Leaves before parents, least recently used first, equals in any order; what hangs below goes with its parent.
+
+        Judges what was evicted since the last call; `extra` blocks may have come free as descendants of one. A parent that
+        could be evicted before its descendants (they were fenced for longer) may go first.
+        """
+        expect(len(self.victims), max(0, self.num_granted - self.num_free_before), f"evictions by {what}")
+        self.num_granted = self.num_free_before = 0
+        self.num_evicted += len(self.victims)
+        left = set(self.victims)
+        while left:
+            states = self.states()
+            by_block = {block: key for key, block in self.index.items()}
+            cached = [block for block in by_block if states[block] is BlockState.CACHED or block in left]
+            parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
+            leaves = [block for block in cached if by_block[block] not in parents]
+            candidates = self._oldest(leaves) + self._oldest(cached)
+            chosen = next((b for b in candidates if b in left), None)
+            require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
+            assert chosen is not None
+            self.forget(by_block[chosen])
+            left.intersection_update(self.index.values())
+        gone = [block for block in extra if block in self.index.values()]
+        require(not gone, f"{what}: {gone} left the index for nothing")
+        self.victims = []
+
+    def _oldest(self, blocks: list[int]) -> list[int]:
+        ages = [self.ages[block] for block in blocks]
+        return [block for block, age in zip(blocks, ages, strict=True) if age == min(ages)]

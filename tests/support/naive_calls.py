@@ -1,0 +1,113 @@
+"""What the reference model makes of the one-item calls: each a step of one item whose device work is complete at once.
+
+A call answers no table, so each method is shown the table that the pool shows afterwards and judges whether it may be so.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cache_service.types import BlockState
+from tests.support.naive_cache import NaiveSequence, expect
+from tests.support.naive_steps import NaiveSteps
+
+Pair = tuple[int, int]
+
+
+class NaiveCalls(NaiveSteps):
+    """The reference model, with the calls of a one-item session."""
+
+    def fits(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> bool:
+        """Whether an extend to num_tokens gets its blocks, all of them."""
+        if q.running:
+            target = max(q.reserved, num_tokens)
+            copies = self.must_copy(q, target) is not None
+            return self.num_blocks(target) - len(q.table) + copies <= self.num_available()
+        match, room = self._match_for(q, num_tokens, look_up=look_up)
+        return max(self.num_blocks(num_tokens), len(match)) - len(match) <= room
+
+    def extend(
+        self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool
+    ) -> list[int]:
+        """Answers the blocks that are new in the table; copies is None where the service does not tell them."""
+        with self._one_step(q):
+            name = f"extend of {q.sequence_id}"
+            if not q.running:
+                return self._start_exactly(q, num_tokens, shown, copies, look_up=look_up, name=name)
+            q_reserved = max(q.reserved, num_tokens)
+            copied_idx = self.must_copy(q, q_reserved)
+            before = list(q.table)
+            expect(len(shown), self.num_blocks(q_reserved), f"R2 {name}")
+            fresh = shown[len(before) :]
+            if copied_idx is not None:
+                fresh = [shown[copied_idx], *fresh]
+                self.num_copies += 1
+            self.grant(fresh, q.tenant, name)
+            if copied_idx is not None:
+                self.let_go(q.session, before[copied_idx], copied=True)
+                before[copied_idx] = shown[copied_idx]
+                self.foreign = [block for block in self.foreign if block != shown[copied_idx]]
+            expect(shown[: len(before)], before, f"R5 {name}: the table it had")
+            wanted = [] if copied_idx is None else [(q.table[copied_idx], shown[copied_idx])]
+            self._check_copies(copies, wanted, name)
+            q.table, q.reserved = list(shown), q_reserved
+            q.granted_at = {self.sessions[q.session].step_id: q_reserved}
+            return fresh
+
+    def commit_one(self, q: NaiveSequence, num_tokens: int, new_tokens: list[int], shown: list[int]) -> None:
+        with self._one_step(q):
+            found = [(q.sequence_id, block_idx, block) for block_idx, block in enumerate(shown)]
+            self.commit(q.session, [(q.sequence_id, num_tokens, new_tokens)], found)
+
+    def fork_one(self, parent: NaiveSequence, child_id: int, num_tokens: int) -> NaiveSequence:
+        with self._one_step(parent):
+            return self.fork(parent, child_id, num_tokens)
+
+    def truncate_one(self, q: NaiveSequence, num_tokens: int) -> None:
+        with self._one_step(q):
+            self.truncate(q, num_tokens)
+
+    def release_one(self, q: NaiveSequence) -> int:
+        with self._one_step(q):
+            return self.release(q)
+
+    def _start_exactly(
+        self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool, name: str
+    ) -> list[int]:
+        match, _ = self._match_for(q, num_tokens, look_up=look_up)
+        hit = len(match) * self.block_size
+        reserved = max(hit, num_tokens)
+        expect(len(shown), self.num_blocks(reserved), f"R2 {name}")
+        expect(shown[: len(match)], match, f"R4 blocks hit by the {name}")
+        q.table, q.running = list(match), True
+        self.grant(shown[len(match) :], q.tenant, name)
+        self.evict(name)
+        self._check_copies(copies, [], name)
+        q.table, q.committed, q.reserved, q.hit = list(shown), hit, reserved, hit
+        q.granted_at = {self.sessions[q.session].step_id: reserved}
+        return shown[len(match) :]
+
+    def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:
+        limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
+        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])
+        states = self.states()
+        revived = sum(states[block] is BlockState.CACHED for block in match)
+        return match, self.num_available() - revived - self.watermark()
+
+    def _check_copies(self, copies: list[Pair] | None, wanted: list[Pair], name: str) -> None:
+        if copies is None:  # not told: the oracle sees whether they were right
+            self.foreign = []
+            return
+        found = self.split_copies([source for source, _ in copies], [destination for _, destination in copies])
+        expect(found, wanted, f"R5 copies of {name}")
+        self.check_cleared()
+
+    @contextmanager
+    def _one_step(self, q: NaiveSequence) -> Iterator[None]:
+        """A step of its own, complete at once."""
+        self.clock += 1
+        self.sessions[q.session].step_id += 1
+        self.complete(q.session, self.sessions[q.session].step_id - 1)
+        yield
+        self.evict(f"call on {q.sequence_id}")
+        self.complete(q.session, self.sessions[q.session].step_id)
+        self.settle()

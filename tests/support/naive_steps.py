@@ -1,0 +1,279 @@
+"""What the reference model makes of each operation: a Step, the one-item calls, the end of a session.
+
+Rules: operations are applied in the protocol's order, items in list order; every answer of the core is compared. A batch
+given to `step` is one that the protocol allows; refusals of the others are checked by whoever made them wrong.
+"""
+
+from collections.abc import Iterator
+
+from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
+from tests.support.naive_cache import NaiveCache, NaiveSequence, NaiveSession, expect, require
+
+Update = tuple[int, int, int]  # sequence id, table index, block
+
+
+class NaiveSteps(NaiveCache):
+    """The reference model, with its operations."""
+
+    def open_session(self, session: str, executor: Executor) -> None:
+        self.sessions[session] = NaiveSession(executor)
+
+    def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
+        tokens = [int(token) for token in args.token_ids]
+        limit = args.max_tokens or self.config.limit_tokens
+        key = (tuple(tokens), limit, args.tenant, args.priority)
+        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
+        self.sequences[session, q.sequence_id] = q
+        return q
+
+    def close(self, session: str, *, may_still_write: bool) -> tuple[int, int]:
+        """Answers (sequences released, blocks in quarantine): what a step in flight may still write is not reused."""
+        self.clock += 1
+        sequences = self.of(session)
+        writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
+        writable |= {block for block, fences in self.fences.items() if session in fences}
+        self.complete(session, self.sessions[session].step_id)
+        if may_still_write:
+            for block in writable:
+                self.quarantine.setdefault(block, set()).add(session)
+        for q in sequences:
+            self.release(q)
+        del self.sessions[session]
+        self.settle()
+        return len(sequences), len(writable) if may_still_write else 0
+
+    def end_quarantine(self, session: str) -> None:
+        self.clock += 1
+        self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
+        self.settle()
+
+    def clear(self) -> tuple[int, int]:
+        """Answers (blocks that came free, entries forgotten)."""
+        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
+        self.index.clear()
+        self.settle()
+        return num_cached, num_entries
+
+    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
+        """The core says it evicted so many, and these entries are gone."""
+        states = self.states()
+        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
+        expect(answered, wanted, "blocks evicted on demand")
+        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
+        self.victims, self.num_granted = oldest_first[:wanted], wanted
+        self.evict("eviction on demand", gone)
+        self.settle()
+
+    # Steps
+
+    def step(self, session: str, batch: StepBatch, reply: StepReply) -> None:
+        """Applies a batch that the core applied too, and compares."""
+        self.clock += 1
+        self.complete(session, batch.completed_step_id)
+        self.sessions[session].step_id = batch.step_id
+        self.settle()
+        found = list(zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True))
+        copied = set(reply.copy_destinations.tolist())
+        updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
+        self._forks(session, batch, reply)
+        for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+            self.truncate(self.sequences[session, sequence_id], length)
+        for sequence_id in batch.release_ids.tolist():
+            self.release(self.sequences[session, sequence_id])
+        self.settle()
+        self._starts(session, batch, reply)
+        updates += self._reservations(session, batch, reply)
+        self.settle()
+        expect(sorted(found), sorted(updates), "table updates")
+        self.check_counts(reply)
+
+    def check_counts(self, reply: StepReply) -> None:
+        states = self.states()
+        expect(reply.num_free, states.count(BlockState.FREE), "R1 free blocks")
+        expect(reply.num_evictable, states.count(BlockState.CACHED), "R1 evictable blocks")
+        expect(reply.num_fenced, states.count(BlockState.FENCED), "R1 fenced blocks")
+
+    def commit(self, session: str, items: list[tuple[int, int, list[int]]], found: list[Update]) -> list[Update]:
+        """Full blocks become shareable; of a block whose content is known already the known one is taken.
+
+        Where several sequences commit the same new content at once, the core is free whose block it keeps.
+        """
+        sequences = [self.sequences[session, sequence_id] for sequence_id, _, _ in items]
+        for q, (_, length, new_tokens) in zip(sequences, items, strict=True):
+            q.tokens += new_tokens
+            q.committed = length
+        kept = {(sequence_id, block_idx): block for sequence_id, block_idx, block in found}
+        updates: list[Update] = []
+        for q in sequences if self.config.prefix_caching else ():
+            if q.copied_at > self.sessions[session].completed:
+                continue  # the copy of its block is still in flight: nothing of it may be shared yet
+            for block_idx in range(q.committed // self.block_size):
+                key, own = self.key(q, block_idx), q.table[block_idx]
+                if key not in self.index:
+                    answered = kept.get((q.sequence_id, block_idx), own)
+                    rivals = [other.table[block_idx] for other in sequences
+                              if other.committed >= len(key[1]) and self.key(other, block_idx) == key]  # fmt: skip
+                    self.index[key] = answered if answered in rivals else own
+                known = self.index[key]
+                if known != own:
+                    self.num_adopted += 1
+                    updates.append((q.sequence_id, block_idx, known))
+                    q.table[block_idx] = known
+                    self.let_go(session, own)
+        return updates
+
+    def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
+        """The child shares the blocks of its tokens, a partial one too."""
+        child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
+        child.running = True
+        child.committed = child.reserved = length
+        child.hit = parent.hit
+        child.table = parent.table[: self.num_blocks(length)]
+        child.copied_at = parent.copied_at
+        child.granted_at = {self.sessions[parent.session].step_id: length}
+        child.args = ("fork", parent.sequence_id, length)
+        self.sequences[parent.session, child_id] = child
+        return child
+
+    def truncate(self, q: NaiveSequence, length: int) -> None:
+        del q.tokens[length:]
+        q.committed, q.reserved = min(q.committed, length), min(q.reserved, length)
+        q.granted_at = {step: min(granted, length) for step, granted in q.granted_at.items()}
+        for block in q.table[self.num_blocks(q.reserved) :]:
+            self.let_go(q.session, block)
+        del q.table[self.num_blocks(q.reserved) :]
+
+    def release(self, q: NaiveSequence) -> int:
+        """Answers how many of its blocks no other table names."""
+        del self.sequences[q.session, q.sequence_id]
+        for block in q.table:
+            self.let_go(q.session, block)
+        holders = self.num_holders()
+        return sum(not holders[block] for block in q.table)
+
+    def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> None:
+        expect(len(reply.fork_results), len(batch.fork_parents), "fork results")
+        columns = (batch.fork_parents, batch.fork_children, batch.fork_lens, reply.fork_results)
+        for parent, child, length, result in zip(*(column.tolist() for column in columns), strict=True):
+            room = len(self.sequences) < self.config.max_sequences
+            expect(result, ItemResult.OK if room else ItemResult.NO_ROOM, f"fork of {parent}")
+            if room:
+                self.fork(self.sequences[session, parent], child, length)
+
+    def _starts(self, session: str, batch: StepBatch, reply: StepReply) -> None:
+        tables = iter(reply.start_block_ids.tolist())
+        columns = (batch.start_ids, batch.start_max_new, batch.start_max_hit, reply.start_results, reply.start_hits,
+                   reply.start_reserved, reply.start_num_blocks)  # fmt: skip
+        for sequence_id, max_new, max_hit, result, hit, reserved, count in zip(*(c.tolist() for c in columns), strict=True):
+            table = [next(tables) for _ in range(count)]
+            started = self.start(self.sequences[session, sequence_id], max_new, max_hit, hit, reserved, table)
+            expect(result, StartResult.STARTED if started else StartResult.NO_ROOM, f"start of {sequence_id}")
+        require(next(tables, None) is None, "more start blocks than tables")
+
+    def watermark(self) -> int:
+        """Blocks kept free when admitting; none when nothing runs."""
+        if not any(q.running for q in self.sequences.values()):
+            return 0
+        return int(self.config.watermark * self.config.num_usable_blocks)
+
+    def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
+        """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
+        size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
+        match = self.match(q.tenant, q.tokens[: limit // size * size])
+        states = self.states()
+        room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
+        room -= sum(states[block] is BlockState.CACHED for block in match)
+        wanted = min(len(match) * size + max_new, len(q.tokens))
+        granted = min(wanted, (len(match) + room) * size)
+        if room <= 0:
+            expect((hit, reserved, table), (0, 0, []), f"R7 start of {q.sequence_id} without room")
+            return False
+        expect(hit, len(match) * size, f"R4 hit of {q.sequence_id}")
+        expect(reserved, granted, f"slots granted to the start of {q.sequence_id}")
+        expect(len(table), self.num_blocks(granted), f"R2 table of {q.sequence_id}")
+        expect(table[: len(match)], match, f"R4 blocks hit by {q.sequence_id}")
+        q.table, q.running = list(match), True
+        self.grant(table[len(match) :], q.tenant, f"start of {q.sequence_id}")
+        self.evict(f"start of {q.sequence_id}")
+        q.table, q.committed, q.reserved, q.hit = table, hit, reserved, hit
+        q.granted_at = {self.sessions[q.session].step_id: reserved}
+        self.num_hit_tokens += hit
+        return True
+
+    def _reservations(self, session: str, batch: StepBatch, reply: StepReply) -> list[Update]:
+        updates: list[Update] = []
+        for block_item in sorted(reply.new_block_item_idx.tolist()):
+            require(0 <= block_item < len(batch.reserve_ids), "new blocks for no reservation")
+        require(reply.new_block_item_idx.tolist() == sorted(reply.new_block_item_idx.tolist()), "new blocks out of order")
+        copies = iter(self.split_copies(reply.copy_sources.tolist(), reply.copy_destinations.tolist()))
+        columns = (batch.reserve_ids, batch.reserve_min, batch.reserve_max, reply.reserve_reserved)
+        blocked = False
+        for item, (sequence_id, least, most, answer) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            q = self.sequences[session, sequence_id]
+            of_item = reply.new_block_item_idx == item
+            new_blocks = reply.new_block_ids[of_item].tolist()
+            blocked, update = self.reserve(q, least, most, answer, new_blocks, copies, blocked=blocked)
+            updates += update
+        require(next(copies, None) is None, "more copies than copies-on-write")
+        self.check_cleared()
+        self.evict("reservations")
+        return updates
+
+    def reserve(
+        self,
+        q: NaiveSequence,
+        least: int,
+        most: int,
+        answer: int,
+        new_blocks: list[int],
+        copies: Iterator[tuple[int, int]],
+        *,
+        blocked: bool,
+    ) -> tuple[bool, list[Update]]:
+        """The largest count that fits. Answers whether later items get nothing, and the table updates."""
+        target = max(q.reserved, most)
+        room = 0 if blocked else self.num_available()
+        copied_idx = self.must_copy(q, target)
+        room -= copied_idx is not None
+        granted = min(target, (len(q.table) + max(room, 0)) * self.block_size)
+        name = f"reservation of {q.sequence_id}"
+        if granted < least or room < 0:
+            require(answer < least, f"{name}: refused, but the answer {answer} reads as granted")
+            expect(answer, min(q.reserved, least - 1), f"{name}, refused")
+            expect(new_blocks, [], f"R7 {name}, refused")
+            return True, []
+        expect(answer, granted, name)
+        expect(len(new_blocks), self.num_blocks(granted) - len(q.table), f"R2 new blocks of {name}")
+        updates: list[Update] = []
+        copied: list[int] = []
+        if copied_idx is not None:
+            copy = next(copies, None)
+            require(copy is not None, f"R5 {name}: no copy of the block it shares")
+            assert copy is not None
+            expect(copy[0], q.table[copied_idx], f"R5 {name}: source of the copy")
+            copied = [copy[1]]
+            updates.append((q.sequence_id, copied_idx, copy[1]))
+        if copied_idx is not None:
+            self.grant(copied, q.tenant, f"copy for the {name}")
+            self.foreign = [block for block in self.foreign if block not in copied]
+            self.let_go(q.session, q.table[copied_idx], copied=True)
+            q.table[copied_idx] = copied[0]
+            q.copied_at = self.sessions[q.session].step_id
+            self.num_copies += 1
+            self.settle()
+        self.grant(new_blocks, q.tenant, name)
+        q.table += new_blocks
+        q.reserved = granted
+        q.granted_at[self.sessions[q.session].step_id] = granted
+        return blocked, updates
+
+
+def commits_of(batch: StepBatch) -> list[tuple[int, int, list[int]]]:
+    """(sequence id, length, new tokens) of each commit."""
+    items, at = [], 0
+    columns = (batch.commit_ids, batch.commit_lens, batch.commit_num_new)
+    for sequence_id, length, num_new in zip(*(column.tolist() for column in columns), strict=True):
+        items.append((sequence_id, length, batch.commit_tokens[at : at + num_new].tolist()))
+        at += num_new
+    return items

@@ -1,0 +1,161 @@
+"""A scheduler driven against NaiveCache and a shadow memory, step by step, without a loop or a model.
+
+The oracle is content: every slot holds the prefix that wrote it, and before a row computes, its table is read back and
+must spell its tokens. The next token is a function of (tokens, continuation), so outputs are known beforehand.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from engine_service.plan import Limits, Work
+from engine_service.request import Request, Sequence, SequenceState
+from engine_service.scheduler import Scheduler
+from tests.support.core_cache import CoreCache
+from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
+
+NUM_TOKENS = 3
+
+
+def next_token(tokens: tuple[int, ...], index: int) -> int:
+    return (sum((place + 2) * token for place, token in enumerate(tokens[-5:])) + len(tokens) * (index + 1)) % NUM_TOKENS
+
+
+def expected_output(request: Request, index: int) -> list[int]:
+    tokens = request.prompt.tolist()
+    for _ in range(request.max_new_tokens):
+        tokens.append(next_token(tuple(tokens), index))
+    return tokens[len(request.prompt) :]
+
+
+def make_request(prompt: list[int], max_new_tokens: int, n: int = 1, priority: int = 0, look_up: bool = True) -> Request:
+    return Request("r", np.array(prompt, np.int32), max_new_tokens, n=n, priority=priority, look_up=look_up)
+
+
+class World:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 2,
+        max_sequences: int = 64,
+        token_budget: int = 64,
+        chunk_size: int = 8,
+        max_running: int = 32,
+        make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
+    ) -> None:
+        self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
+        limit = (num_blocks - 1) * block_size
+        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
+        self.limits = limits
+        self.num_usable_blocks = num_blocks - 1
+        self.scheduler = Scheduler(limits)
+        self.memory: dict[int, tuple[int, ...]] = {}
+        self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
+        self.outputs: dict[Sequence, list[int]] = {}
+        self.requests: list[Request] = []
+        self.started: list[Sequence] = []
+        self.cancelled: list[Request] = []
+        self._cancels: dict[int, list[Request]] = {}  # by step
+        self.num_steps = 0
+
+    def submit(self, request: Request) -> Request:
+        self.scheduler.add(request)
+        self.requests.append(request)
+        for sequence in request.sequences:
+            self.outputs[sequence] = []
+        return request
+
+    def cancel(self, request: Request, after: int = 0) -> None:
+        """Now, or before the step after so many more."""
+        if after:
+            self._cancels.setdefault(self.num_steps + after, []).append(request)
+            return
+        self.cancelled.append(request)
+        for sequence in request.sequences:
+            if sequence.state is not SequenceState.ENDED:
+                self.scheduler.end(sequence)
+
+    @property
+    def busy(self) -> bool:
+        return any(sequence.state is not SequenceState.ENDED for request in self.requests for sequence in request.sequences)
+
+    def create_all(self) -> None:
+        while (sequence := self.scheduler.next_to_create()) is not None:
+            assert sequence.sequence_id is not None
+            try:
+                self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
+            except OutOfSequencesError:
+                self.scheduler.waiting.create_refused(sequence)
+                return
+            self.scheduler.waiting.created(sequence)
+
+    def step(self) -> Work:
+        for request in self._cancels.pop(self.num_steps, ()):
+            self.cancel(request)
+        self.num_steps += 1
+        self.create_all()
+        plan = self.scheduler.schedule()
+        work = self.scheduler.apply(plan, self.cache.step(plan))
+        self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
+        for source, destination in work.copies:
+            size = self.limits.block_size
+            for offset in range(size):
+                self.memory[destination * size + offset] = self.memory.get(source * size + offset, ())
+        self._compute(work)
+        tokens = [next_token(self._tokens(sequence), sequence.index) for sequence in work.sampled]
+        self.scheduler.advance(work, np.array(tokens, np.int32))
+        for sequence, token in zip(work.sampled, tokens, strict=True):
+            self.outputs[sequence].append(token)
+            if len(self.outputs[sequence]) == sequence.request.max_new_tokens:
+                self.scheduler.end(sequence)
+        return work
+
+    def run(self, most_steps: int = 2000) -> None:
+        """Until every request has ended and the cache has everything back."""
+        while self.busy:
+            assert self.num_steps < most_steps, "starvation"
+            self.step()
+        self.step()
+        assert not self.cache.sequences
+        assert not self.scheduler.running.by_id
+        assert self.cache.num_reusable_blocks == self.num_usable_blocks
+
+    def check_outputs(self) -> None:
+        for request in self.requests:
+            for sequence in request.sequences:
+                assert self.outputs[sequence] == expected_output(request, sequence.index)
+
+    def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        if sequence.row is None:
+            return tuple(sequence.token_ids.tolist())
+        running = self.scheduler.running
+        return tuple(running.tokens[sequence.row, : running.num_tokens[sequence.row]].tolist())
+
+    def _compute(self, work: Work) -> None:
+        batch, size = work.batch, self.limits.block_size
+        if batch is None:
+            return
+        assert len(batch.token_ids) <= self.limits.token_budget
+        assert len(work.rows) <= self.limits.max_running
+        writes: dict[int, tuple[int, ...]] = {}
+        for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
+            first, last = batch.query_start_loc[item : item + 2].tolist()
+            assert 0 < last - first <= self.limits.chunk_size
+            tokens, table = self._tokens(sequence), batch.block_tables[item].tolist()
+            start = int(batch.positions[first])
+            for position in range(start):
+                slot = table[position // size] * size + position % size
+                assert self.memory[slot] == tokens[: position + 1], "read through the table"
+            assert batch.token_ids[first:last].tolist() == list(tokens[start : start + last - first])
+            assert batch.seq_lens[item] == start + last - first
+            for row, position in enumerate(range(start, start + last - first), first):
+                slot = table[position // size] * size + position % size
+                assert batch.slot_mapping[row] == slot
+                assert batch.positions[row] == position
+                assert size <= slot, "the null block"
+                assert slot not in writes, "two writers of a slot"
+                writes[slot] = tokens[: position + 1]
+                self.computed[sequence.request.arrival, sequence.index, position] += 1
+        self.memory |= writes

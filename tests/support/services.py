@@ -1,0 +1,82 @@
+"""Both services as `kvkeeper up` runs them, for tests that need them from outside."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_END_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Where they are, and what `up` said when they were ready."""
+
+    cache: str
+    engine: str
+    ready: dict[str, object]
+    process: "subprocess.Popen[str]"
+    log_path: Path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a command that finds what pytest found, keeps its sockets in the folder, and leaves the cores to others."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XDG_RUNTIME_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def up_command(*flags: str) -> list[str]:
+    """`kvkeeper up` with a small pool."""
+    return [sys.executable, "-m", "kvkeeper.cli", "up", "--json", "--pool-memory", "32MiB", *flags]
+
+
+@contextmanager
+def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[Services]:
+    """Both services until the end of the block. Raises AssertionError with their log when they do not start."""
+    command = up_command("--cache-listen", cache, "--engine-listen", engine, *flags)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        assert line, (folder / "log").read_text()
+        yield Services(cache, engine, json.loads(line), process, folder / "log")
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=_END_S)
+        finally:
+            process.kill()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name, which pytest's own do not."""
+    with tempfile.TemporaryDirectory(prefix="kvk-") as name:
+        yield Path(name)
+
+
+def sockets_in(folder: Path) -> tuple[str, str]:
+    """Addresses of the cache service and of the engine service as Unix sockets."""
+    return f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock"
+
+
+def free_ports() -> tuple[str, str]:
+    """Two loopback addresses that nobody listens on."""
+    with socket.socket() as first, socket.socket() as second:
+        addresses = []
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
+        return addresses[0], addresses[1]

@@ -1,0 +1,148 @@
+"""The content oracle: what every slot of a pool holds, with device work that runs late.
+
+Owns: one content id per slot, the steps that were issued and have not run, and the ids that say what a slot must hold.
+Rules: a content id stands for (tenant, whole token prefix), so a block that is wrong, stale, torn, shifted or another
+tenant's never spells a sequence by accident; a block that is granted holds garbage until somebody writes to it; a step
+first copies, then reads, then writes, and the steps of one session run in order. Knows nothing of the cache service.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+GARBAGE = 0
+
+
+class Contents:
+    """Names what a slot must hold: one number for each (tenant, token prefix)."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[object, int], int] = {}
+
+    def root(self, tenant: str) -> int:
+        return self._ids.setdefault((tenant, -1), len(self._ids) + 1)
+
+    def after(self, content: int, token: int) -> int:
+        return self._ids.setdefault((content, token), len(self._ids) + 1)
+
+    def spell(self, tenant: str, tokens: list[int]) -> list[int]:
+        """Content ids of the slots of a sequence of these tokens."""
+        content = self.root(tenant)
+        return [content := self.after(content, token) for token in tokens]
+
+
+@dataclass(slots=True)
+class Read:
+    """Attention of one sequence: the slots of its context must spell `contents` when the step runs."""
+
+    label: str
+    table: list[int]
+    contents: list[int]
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """The device work of one step, as issued."""
+
+    step_id: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    writes: list[tuple[int, int]] = field(default_factory=list)  # slot, content
+
+
+class ShadowMemory:
+    """Slots of one pool and the device work in flight of each session."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._slots = [GARBAGE] * (num_blocks * block_size)
+        self._in_flight: dict[str, deque[DeviceStep]] = {}
+        self.num_late_writes = 0  # writes of ended sessions that really happened: proof that the fault fired
+
+    def slot(self, table: list[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def spoil(self, block: int) -> None:
+        """A block was granted: whatever it held is worth nothing from now on."""
+        first = block * self.block_size
+        self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copies at once, in order, as EXECUTOR_CACHE does."""
+        self._copy(self._slots, copies)
+
+    def write(self, slot: int, content: int) -> None:
+        self._slots[slot] = content
+
+    def issue(self, session: str, step: DeviceStep) -> None:
+        self._in_flight.setdefault(session, deque()).append(step)
+
+    def num_in_flight(self, session: str) -> int:
+        return len(self._in_flight.get(session, ()))
+
+    def run_one(self, session: str, *, ended: bool = False) -> list[str]:
+        """The eldest step of a session runs on the device. What an ended session reads is of no interest."""
+        steps = self._in_flight.get(session)
+        if not steps:
+            return []
+        step = steps.popleft()
+        faults = [] if ended else self._run(self._slots, step)
+        if ended:
+            step.reads.clear()
+            self._run(self._slots, step)
+            self.num_late_writes += len(step.writes)
+        return faults
+
+    def run_through(self, session: str, step_id: int) -> list[str]:
+        """All steps of a session up to `step_id` have run when this returns."""
+        faults: list[str] = []
+        steps = self._in_flight.get(session)
+        while steps and steps[0].step_id <= step_id:
+            faults += self.run_one(session)
+        return faults
+
+    def forget(self, session: str) -> None:
+        """The session's work never reaches the device any more."""
+        self._in_flight.pop(session, None)
+
+    def check(self, session: str, reads: list[Read]) -> list[str]:
+        """What these sequences of one session would read if all work it has issued had run."""
+        slots = self._slots
+        steps = self._in_flight.get(session)
+        if steps:
+            slots = slots.copy()
+            for step in steps:
+                self._copy(slots, step.copies)
+                for slot, content in step.writes:
+                    slots[slot] = content
+        return [fault for read in reads if (fault := self._fault(slots, read))]
+
+    def spells(self, blocks: list[int], contents: list[int]) -> bool:
+        """Whether blocks hold these contents right now, whatever is in flight: what a prefix hit relies on."""
+        return not self._fault(self._slots, Read("", blocks, contents))
+
+    def _run(self, slots: list[int], step: DeviceStep) -> list[str]:
+        self._copy(slots, step.copies)
+        faults = [fault for read in step.reads if (fault := self._fault(slots, read))]
+        for slot, content in step.writes:
+            slots[slot] = content
+        return faults
+
+    def _copy(self, slots: list[int], copies: list[tuple[int, int]]) -> None:
+        size = self.block_size
+        for source, destination in copies:
+            slots[destination * size : (destination + 1) * size] = slots[source * size : (source + 1) * size]
+
+    def _fault(self, slots: list[int], read: Read) -> str:
+        size = self.block_size
+        contents = read.contents
+        if len(read.table) * size < len(contents):
+            return f"{read.label}: {len(contents)} tokens in a table of {len(read.table)} blocks"
+        found: list[int] = []
+        for block in read.table[: -(-len(contents) // size)]:
+            found += slots[block * size : (block + 1) * size]
+        if found[: len(contents)] == contents:
+            return ""
+        position = next(i for i, content in enumerate(contents) if found[i] != content)
+        block = read.table[position // size]
+        what = "garbage" if found[position] == GARBAGE else "another prefix"
+        return f"{read.label}: position {position} (block {block}) holds {what}"

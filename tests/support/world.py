@@ -1,0 +1,223 @@
+"""One tiny pool with its engines, the reference model and the content oracle around it.
+
+Owns the wiring: an operation is drawn, sent through the driver, applied to the reference, which compares the answer, and its
+device work is issued to the shadow memory, where it runs as late as the protocol lets it. Rules: `audit` after every
+operation, `compare` (views, block states, contents) as often as the caller can afford. The Hypothesis machine and the
+simulator differ only in who chooses.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from cache_service.errors import CacheError
+from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from tests.support.drivers import Driver
+from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
+from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
+from tests.support.naive_steps import NaiveSteps
+from tests.support.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
+
+TENANTS = ("", "other")
+
+
+class World:
+    """See the module. `alphabet` is the number of tokens; `num_tenants` 1 or 2."""
+
+    def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
+        self.driver = driver
+        self.config: PoolConfig = driver.config
+        self.alphabet = alphabet
+        self.tenants = TENANTS[:num_tenants]
+        self.naive = NaiveSteps(driver.config)
+        self.memory = ShadowMemory(driver.config.num_blocks, driver.config.block_size)
+        self.contents = Contents()
+        self.engines: dict[SessionId, EngineModel] = {}
+        self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
+        self.num_items = 0  # items that changed one sequence
+
+    # Sessions
+
+    def open(self, executor: Executor) -> SessionId:
+        session = self.driver.open_session(executor)
+        self.naive.open_session(session, executor)
+        self.engines[session] = EngineModel(executor, self.config.block_size, self.alphabet)
+        return session
+
+    def close(self, session: SessionId, *, may_still_write: bool) -> None:
+        """The session ends; with may_still_write its device goes on as if nothing had happened."""
+        engine = self.engines.pop(session)
+        if not may_still_write:
+            self.memory.forget(session)
+        found = self.driver.close_session(session, may_still_write=may_still_write)
+        expect(tuple(found), self.naive.close(session, may_still_write=may_still_write), "released, quarantined")
+        self.num_items += len(engine.sequences)
+        if may_still_write:
+            self.ended.append(session)
+
+    def run_ended(self, session: SessionId) -> None:
+        self.memory.run_one(session, ended=True)
+
+    def end_quarantine(self, session: SessionId) -> None:
+        while self.memory.num_in_flight(session):
+            self.run_ended(session)
+        self.ended.remove(session)
+        self.driver.end_quarantine(session)
+        self.naive.end_quarantine(session)
+
+    # Sequences and steps
+
+    def create(self, session: SessionId, choose: Choose) -> None:
+        """A prompt arrives; or is refused for want of a slot."""
+        engine = self.engines[session]
+        limit = self.config.limit_tokens
+        max_tokens = 0 if choose(2) else 1 + choose(limit)
+        tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
+        tenant = self.tenants[choose(len(self.tenants))]
+        args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant)
+        if len(self.naive.sequences) == self.config.max_sequences:
+            self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
+            return
+        matched = self.driver.create_sequence(session, args)
+        q = self.naive.create(session, args)
+        expect(matched, len(self.naive.match(tenant, tokens)) * self.config.block_size, "matched tokens of a create")
+        engine.sequences[q.sequence_id] = EngineSequence(q.sequence_id, tenant, tokens, len(tokens), q.max_tokens)
+        self.num_items += 1
+
+    def step(self, session: SessionId, choose: Choose) -> StepReply:
+        engine = self.engines[session]
+        plan = engine.plan(choose, self.config.max_sequences - len(self.naive.sequences))
+        self.fail_on(self.memory.run_through(session, plan.batch.completed_step_id))
+        reply = self.driver.step(session, plan.batch)
+        self.apply(session, plan, reply, choose)
+        return reply
+
+    def apply(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
+        """The reply reaches the reference and the engine, which issues its device work."""
+        engine = self.engines[session]
+        self.naive.step(session, plan.batch, reply)
+        copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
+        fresh = {*reply.new_block_ids.tolist(), *reply.copy_destinations.tolist()}
+        for (sequence_id, _, _), result, hit in zip(
+            plan.starts, reply.start_results.tolist(), reply.start_hits.tolist(), strict=True
+        ):
+            if result == StartResult.STARTED:
+                fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
+        for block in fresh:
+            self.memory.spoil(block)
+        device = DeviceStep(plan.batch.step_id, copies)
+        if engine.executor is Executor.CACHE:
+            self.memory.copy(copies)
+            device.copies = []
+        for (sequence_id, _, _), result, hit, reserved in zip(
+            plan.starts, reply.start_results.tolist(), reply.start_hits.tolist(), reply.start_reserved.tolist(), strict=True
+        ):
+            if result == StartResult.STARTED:
+                q = engine.sequences[sequence_id]
+                q.running, q.committed, q.num_computed = True, hit, hit
+                self._run_model(session, q, reserved, device, choose)
+                self.num_items += 1
+        for (sequence_id, least, _), granted in zip(plan.reserves, reply.reserve_reserved.tolist(), strict=True):
+            if granted >= least:
+                self._run_model(session, engine.sequences[sequence_id], granted, device, choose)
+                self.num_items += 1
+        self.memory.issue(session, device)
+        self.num_items += len(plan.commits) + len(plan.truncates) + len(plan.releases)
+        self.num_items += int((reply.fork_results == 1).sum())
+
+    def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
+        """Blocks hit must hold the prompt right now, whatever is in flight (R4, R6). Answers the blocks behind them."""
+        num_hit = hit // self.config.block_size
+        wanted = self.contents.spell(q.tenant, q.tokens[:hit])
+        if not self.memory.spells(q.table[:num_hit], wanted):
+            raise Mismatch(f"R4 hit of {q.sequence_id}: blocks {q.table[:num_hit]} do not hold its first {hit} tokens")
+        return q.table[num_hit:]
+
+    def complete(self, session: SessionId, choose: Choose) -> None:
+        """RenewSession reports device work of an idle engine."""
+        engine = self.engines[session]
+        engine.completed += choose(engine.step_id - engine.completed + 1)
+        self.fail_on(self.memory.run_through(session, engine.completed))
+        self.driver.complete(session, engine.completed)
+        self.naive.clock += 1
+        self.naive.complete(session, engine.completed)
+        self.naive.settle()
+
+    def clear(self, session: SessionId) -> None:
+        expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
+
+    def evict(self, session: SessionId, num_free: int) -> None:
+        self.naive.clock += 1
+        num_evicted = self.driver.evict_blocks(session, num_free)
+        gone = [block for (tenant, tokens), block in self.naive.index.items()
+                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
+        self.naive.evict_to(num_free, num_evicted, gone)
+
+    # Checks
+
+    def refused(self, reason: str, call: Callable[[], object]) -> None:
+        self.refused_with((reason,), call)
+
+    def refused_with(self, reasons: tuple[str, ...], call: Callable[[], object]) -> None:
+        """The call fails with one of these reasons and changes nothing (R7)."""
+        before = self.snapshot()
+        try:
+            call()
+        except CacheError as error:
+            require(error.reason in reasons, f"R7: refused with {error.reason} ({error}), not with {reasons}")
+        else:
+            raise Mismatch(f"R7: not refused with {reasons}")
+        expect(self.snapshot(), before, "R7 state after a refusal")
+
+    def snapshot(self) -> tuple[object, ...]:
+        """All that a client can see, but for how often it has asked."""
+        views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
+        shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
+                  v.block_table.tolist()) for v in views]  # fmt: skip
+        asked = {"revision": 0, "num_steps": 0, "num_refusals": 0}
+        return shown, dataclasses.replace(self.driver.stats(), **asked), self.driver.block_states()
+
+    def audit(self) -> None:
+        wrong = self.driver.check_invariants()
+        if wrong:
+            raise Mismatch(f"R1 audit: {wrong}")
+
+    def compare(self) -> None:
+        """Views and block states against the reference, contents against the oracle (R1 to R4)."""
+        for (session, sequence_id), q in self.naive.sequences.items():
+            view = self.driver.view(SessionId(session), SequenceId(sequence_id))
+            found = (view.num_tokens, view.num_committed_tokens, view.num_reserved_tokens, view.block_table.tolist())
+            expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
+            expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
+            expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
+        states = self.driver.block_states()
+        if states is not None:
+            expect(states, self.naive.states(), "R1 block states")
+        for session in self.engines:
+            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]))
+                     for q in self.naive.of(session)]  # fmt: skip
+            self.fail_on(self.memory.check(session, reads))
+        self._compare_index()
+
+    def _compare_index(self) -> None:
+        size = self.config.block_size
+        anyone = next(iter(self.engines), None)
+        for (tenant, tokens), block in self.naive.index.items():
+            content = self.contents.spell(tenant, list(tokens))
+            if not self.memory.spells([block], content[-size:]):
+                raise Mismatch(f"R6 block {block} is indexed and does not hold {tokens}")
+            if anyone is not None:
+                found = self.driver.match_prefix(anyone, tenant, int32(list(tokens)))
+                expect(found, self.naive.match(tenant, list(tokens)), f"R4 match of {tokens}")
+
+    def fail_on(self, faults: list[str]) -> None:
+        if faults:
+            raise Mismatch(f"R3: {faults}")
+
+    def _run_model(self, session: SessionId, q: EngineSequence, granted: int, device: DeviceStep, choose: Choose) -> None:
+        """One sequence's part of the forward pass: attend to what is computed, write the rest."""
+        q.reserved = max(q.reserved, granted)
+        first, last = self.engines[session].compute(choose, q, granted)
+        table = list(self.naive.sequences[session, q.sequence_id].table)
+        contents = self.contents.spell(q.tenant, q.tokens[:last])
+        device.reads.append(Read(f"R6 step {device.step_id} of sequence {q.sequence_id}", table, contents[:first]))
+        device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]
