@@ -190,6 +190,7 @@ def _check_in_order(
             raise wrong_state(sequence_id, target.state)
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
+    _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
     for sequence_id in batch.start_ids.tolist():

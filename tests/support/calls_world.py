@@ -29,6 +29,10 @@ class CallsWorld(World):
         self.one_item.add(session)
         return session
 
+    def close(self, session: SessionId, *, may_still_write: bool) -> None:
+        self.one_item.discard(session)
+        super().close(session, may_still_write=may_still_write)
+
     def call(self, session: SessionId, choose: Choose) -> None:
         """One call on one sequence of the session."""
         engine = self.engines[session]

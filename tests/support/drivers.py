@@ -53,6 +53,9 @@ class Driver(Protocol):
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply: ...
 
+    def repeat_step(self, session: SessionId) -> bool:
+        """Sends the session's last step again. Whether the same bytes came back."""
+
     def complete(self, session: SessionId, completed_step_id: int) -> None: ...
 
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
@@ -94,6 +97,7 @@ class CoreDriver:
         self.sessions: dict[SessionId, Session] = {}
         self.now = 0.0
         self._num_opened = 0
+        self._last_raw: dict[SessionId, bytes] = {}
 
     def open_session(self, executor: Executor) -> SessionId:
         self._num_opened += 1
@@ -120,7 +124,12 @@ class CoreDriver:
         gate.check_completed(batch.step_id, batch.completed_step_id)
         reply = self.manager.step(session, batch)
         gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
+        self._last_raw[session] = raw
         return reply
+
+    def repeat_step(self, session: SessionId) -> bool:
+        gate = self.sessions[session]
+        return gate.repeat_of(gate.step_id, self._last_raw[session]) == gate.last_reply
 
     def complete(self, session: SessionId, completed_step_id: int) -> None:
         self.sessions[session].complete(completed_step_id)

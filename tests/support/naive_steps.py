@@ -74,7 +74,8 @@ class NaiveSteps(NaiveCache):
         self.sessions[session].step_id = batch.step_id
         self.settle()
         found = list(zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True))
-        updates = self.commit(session, commits_of(batch), found)
+        copied = set(reply.copy_destinations.tolist())
+        updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
         self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             self.truncate(self.sequences[session, sequence_id], length)

@@ -13,7 +13,7 @@ from cache_service.errors import CacheError
 from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
-from tests.support.naive_cache import Mismatch, NaiveSequence, expect
+from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
 from tests.support.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
 
@@ -155,14 +155,17 @@ class World:
     # Checks
 
     def refused(self, reason: str, call: Callable[[], object]) -> None:
-        """The call fails with this reason and changes nothing (R7)."""
+        self.refused_with((reason,), call)
+
+    def refused_with(self, reasons: tuple[str, ...], call: Callable[[], object]) -> None:
+        """The call fails with one of these reasons and changes nothing (R7)."""
         before = self.snapshot()
         try:
             call()
         except CacheError as error:
-            expect(error.reason, reason, "reason of the refusal")
+            require(error.reason in reasons, f"R7: refused with {error.reason} ({error}), not with {reasons}")
         else:
-            raise Mismatch(f"R7: not refused with {reason}")
+            raise Mismatch(f"R7: not refused with {reasons}")
         expect(self.snapshot(), before, "R7 state after a refusal")
 
     def snapshot(self) -> tuple[object, ...]:
