@@ -33,6 +33,7 @@ class NaiveSteps(NaiveCache):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
+        writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:
             for block in writable:
