@@ -5,6 +5,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 """
 
 import contextlib
+import gc
 
 import structlog
 import torch
@@ -46,6 +47,7 @@ class KvMemory:
     async def close(self) -> None:
         """Unmap, then end the session. No thread may be computing. Errors are logged: there is nobody to act on them."""
         self._runner = None
+        gc.collect()  # a cycle around a traceback may still view the arena
         drained = True
         try:
             self._arena.close()
