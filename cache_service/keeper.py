@@ -131,6 +131,7 @@ class Keeper:
 
         Raises UnknownSession, StaleEpoch.
         """
+        self._reap()  # whatever is due, so that it is either live or ended
         ended = self._ended.get(SessionId(session_id))
         if ended is None or not drained:
             return self._end(self.require(session_id, epoch), "closed", drained=drained)
@@ -176,8 +177,7 @@ class Keeper:
 
     def stop(self) -> None:
         """Ends the streams and forgets the timer; sessions end with the process."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for live in self.sessions:
             if live.stream is not None:
                 live.stream.end(Draining("the service is stopping"))
@@ -246,13 +246,17 @@ class Keeper:
         deadline = self.table.next_deadline()
         if deadline is None or deadline >= self._timer_deadline:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         self._timer_deadline = deadline
         self._timer = self._clock.call_at(deadline, self._reap)
 
     def _reap(self) -> None:
-        self._timer, self._timer_deadline = None, float("inf")
+        self._stop_timer()
         for core in self.table.expired(self._clock.time()):
             self._end(self._live[core.id], "expired")
         self._watch_deadlines()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_deadline = None, float("inf")

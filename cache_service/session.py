@@ -96,7 +96,7 @@ class SessionTable:
 
     def __init__(self, epoch: int, max_sessions: int) -> None:
         """epoch: of this run of the service; larger than any of an earlier run."""
-        self.epoch = epoch
+        self.epoch = self._first_epoch = epoch
         self._max_sessions = max_sessions
         self._sessions: dict[SessionId, Session] = {}
 
@@ -123,6 +123,8 @@ class SessionTable:
     def require(self, session_id: str, epoch: int, now: float) -> Session:
         """The live session of this id and epoch. Does not renew. Raises UnknownSession or StaleEpoch."""
         session = self._sessions.get(SessionId(session_id))
+        if session is None and epoch <= self._first_epoch:
+            raise StaleEpoch("the session is of an earlier run of the service", current_epoch=self.epoch)
         if session is None or self._has_expired(session, now):
             raise UnknownSession("no live session of this id; open another")
         if epoch != session.epoch:

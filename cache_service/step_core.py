@@ -68,14 +68,16 @@ class StepCore:
         owner = self._owner(session)
         self.revision += 1
         ids, slots = owner.ids.items()
-        fences = owner.fenced_blocks()
+        pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
         if may_still_write:
             blocks = np.concatenate([_NO_BLOCKS, *(self._writable_blocks(slot) for slot in slots.tolist())])
-            self.tables.pool.quarantine(blocks, fences=fences)
-            self._quarantines[session] = np.concatenate([blocks, fences])
-        else:
-            self.tables.pool.lift_fences(fences)
+            # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
+            blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
+            pool.quarantine(blocks, fences=fences[~is_cached])
+            self._quarantines[session] = np.concatenate([blocks, fences[~is_cached]])
+            fences = fences[is_cached]
+        pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
         del self._owners[session]

@@ -56,13 +56,14 @@ class StepHandler:
             while (raw := await read()) is not EOF:
                 try:
                     live, reply = self.apply(raw, stream.live)
+                    if stream.live is None:
+                        stream.live = live
+                        self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
+                    answer = reply if isinstance(reply, bytes) else await reply
                 except Exception:
                     is_lost = False  # this service ends the stream; its client is there
                     raise
-                if stream.live is None:
-                    stream.live = live
-                    self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
-                await write(reply if isinstance(reply, bytes) else await reply)
+                await write(answer)
         except asyncio.CancelledError:
             if stream.error is None:
                 raise  # the client is gone

@@ -67,7 +67,6 @@ class CallsWorld(World):
             self.check_hit(known, known.hit)
             q.running, q.committed, q.num_computed = True, known.hit, known.hit
         q.reserved = known.reserved
-        self.num_items += 1
         self._write(session, engine, q, known, choose)
 
     def _write(
@@ -104,7 +103,6 @@ class CallsWorld(World):
             self.driver.commit(session, q.sequence_id, length, first, int32(new))
             expect(self.snapshot(), before, "R7 state after a repeated commit")
         q.num_known, q.committed = told, length
-        self.num_items += 1
 
     def _fork(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -126,7 +124,6 @@ class CallsWorld(World):
         self.naive.fork_one(known, child_id, length)
         child = EngineSequence(child_id, q.tenant, q.tokens[:length], length, q.max_tokens, True, length, length, length)
         engine.sequences[child_id] = child
-        self.num_items += 1
 
     def _truncate(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -142,7 +139,6 @@ class CallsWorld(World):
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)
         q.cut(length)
-        self.num_items += 1
 
     def _release(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -150,7 +146,6 @@ class CallsWorld(World):
         found = self.driver.release(session, q.sequence_id)
         expect(found, self.naive.release_one(known), f"blocks dropped by the release of {q.sequence_id}")
         del engine.sequences[q.sequence_id]
-        self.num_items += 1
         try:
             self.driver.release(session, q.sequence_id)
         except CacheError as error:

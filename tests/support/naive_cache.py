@@ -83,6 +83,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.num_changes = 0  # items that changed one sequence
 
     # What the state says
 

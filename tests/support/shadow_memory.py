@@ -41,12 +41,13 @@ class Read:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """The device work of one step, as issued."""
+    """The device work of one step. It runs only when the engine has heard of it, which may be a while after its grant."""
 
     step_id: int
     copies: list[tuple[int, int]] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, content
+    is_known: bool = False
 
 
 class ShadowMemory:
@@ -82,15 +83,16 @@ class ShadowMemory:
     def run_one(self, session: str, *, ended: bool = False) -> list[str]:
         """The eldest step of a session runs on the device. What an ended session reads is of no interest."""
         steps = self._in_flight.get(session)
-        if not steps:
+        if not steps or not (steps[0].is_known or ended):
             return []
         step = steps.popleft()
-        faults = [] if ended else self._run(self._slots, step)
-        if ended:
-            step.reads.clear()
-            self._run(self._slots, step)
+        if not ended:
+            return self._run(step)
+        step.reads.clear()
+        if step.is_known:
+            self._run(step)
             self.num_late_writes += len(step.writes)
-        return faults
+        return []
 
     def run_through(self, session: str, step_id: int) -> list[str]:
         """All steps of a session up to `step_id` have run when this returns."""
@@ -120,11 +122,14 @@ class ShadowMemory:
         """Whether blocks hold these contents right now, whatever is in flight: what a prefix hit relies on."""
         return not self._fault(self._slots, Read("", blocks, contents))
 
-    def _run(self, slots: list[int], step: DeviceStep) -> list[str]:
-        self._copy(slots, step.copies)
-        faults = [fault for read in step.reads if (fault := self._fault(slots, read))]
+    def last_issued(self, session: str) -> DeviceStep:
+        return self._in_flight[session][-1]
+
+    def _run(self, step: DeviceStep) -> list[str]:
+        self._copy(self._slots, step.copies)
+        faults = [fault for read in step.reads if (fault := self._fault(self._slots, read))]
         for slot, content in step.writes:
-            slots[slot] = content
+            self._slots[slot] = content
         return faults
 
     def _copy(self, slots: list[int], copies: list[tuple[int, int]]) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from cache_service.errors import CacheError
-from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from cache_service.types import Executor, ItemResult, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
@@ -33,7 +33,6 @@ class World:
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
-        self.num_items = 0  # items that changed one sequence
 
     # Sessions
 
@@ -50,7 +49,6 @@ class World:
             self.memory.forget(session)
         found = self.driver.close_session(session, may_still_write=may_still_write)
         expect(tuple(found), self.naive.close(session, may_still_write=may_still_write), "released, quarantined")
-        self.num_items += len(engine.sequences)
         if may_still_write:
             self.ended.append(session)
 
@@ -81,21 +79,23 @@ class World:
         q = self.naive.create(session, args)
         expect(matched, len(self.naive.match(tenant, tokens)) * self.config.block_size, "matched tokens of a create")
         engine.sequences[q.sequence_id] = EngineSequence(q.sequence_id, tenant, tokens, len(tokens), q.max_tokens)
-        self.num_items += 1
 
     def step(self, session: SessionId, choose: Choose) -> StepReply:
-        engine = self.engines[session]
-        plan = engine.plan(choose, self.config.max_sequences - len(self.naive.sequences))
-        self.fail_on(self.memory.run_through(session, plan.batch.completed_step_id))
+        plan = self.plan(session, choose)
         reply = self.driver.step(session, plan.batch)
-        self.apply(session, plan, reply, choose)
+        self.executed(session, plan, reply)
+        self.delivered(session, plan, reply, choose)
         return reply
 
-    def apply(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
-        """The reply reaches the reference and the engine, which issues its device work."""
-        engine = self.engines[session]
+    def plan(self, session: SessionId, choose: Choose) -> StepPlan:
+        """Draws a step. What it says is completed has run when this returns."""
+        plan = self.engines[session].plan(choose)
+        self.fail_on(self.memory.run_through(session, plan.batch.completed_step_id))
+        return plan
+
+    def executed(self, session: SessionId, plan: StepPlan, reply: StepReply) -> None:
+        """The pool has applied the step: the reference judges it, and what was granted holds nothing of worth."""
         self.naive.step(session, plan.batch, reply)
-        copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
         fresh = {*reply.new_block_ids.tolist(), *reply.copy_destinations.tolist()}
         for (sequence_id, _, _), result, hit in zip(
             plan.starts, reply.start_results.tolist(), reply.start_hits.tolist(), strict=True
@@ -104,10 +104,16 @@ class World:
                 fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
         for block in fresh:
             self.memory.spoil(block)
-        device = DeviceStep(plan.batch.step_id, copies)
-        if engine.executor is Executor.CACHE:
+        copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
+        if self.naive.sessions[session].executor is Executor.CACHE:
             self.memory.copy(copies)
-            device.copies = []
+            copies = []
+        self.memory.issue(session, DeviceStep(plan.batch.step_id, copies))
+
+    def delivered(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
+        """The reply has reached the engine, which issues its device work."""
+        engine = self.engines[session]
+        device = self.memory.last_issued(session)
         for (sequence_id, _, _), result, hit, reserved in zip(
             plan.starts, reply.start_results.tolist(), reply.start_hits.tolist(), reply.start_reserved.tolist(), strict=True
         ):
@@ -115,14 +121,13 @@ class World:
                 q = engine.sequences[sequence_id]
                 q.running, q.committed, q.num_computed = True, hit, hit
                 self._run_model(session, q, reserved, device, choose)
-                self.num_items += 1
+        for (_, child_id, _), result in zip(plan.forks, reply.fork_results.tolist(), strict=True):
+            if result == ItemResult.NO_ROOM:
+                engine.sequences.pop(child_id, None)
         for (sequence_id, least, _), granted in zip(plan.reserves, reply.reserve_reserved.tolist(), strict=True):
             if granted >= least:
                 self._run_model(session, engine.sequences[sequence_id], granted, device, choose)
-                self.num_items += 1
-        self.memory.issue(session, device)
-        self.num_items += len(plan.commits) + len(plan.truncates) + len(plan.releases)
-        self.num_items += int((reply.fork_results == 1).sum())
+        device.is_known = True
 
     def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
         """Blocks hit must hold the prompt right now, whatever is in flight (R4, R6). Answers the blocks behind them."""
