@@ -84,6 +84,10 @@ class Services:
         self._stack.callback(gate.set)
         return engine, gate
 
+    def defer(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Run at the end, before what was started earlier is stopped."""
+        self._stack.push_async_callback(close)
+
     async def client(self, engine: RunningEngine) -> AsyncEngineClient:
         return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=0)))
 
