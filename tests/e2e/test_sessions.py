@@ -1,16 +1,15 @@
 """What happens to requests when the session, the cache service or an engine goes away."""
 
 import asyncio
-import signal
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 
 from engine_service.server import StartError
-from tests.support.odd_models import GATE_TOKEN
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 from tests.support.in_process import Services, generate, toy_output, until
+from tests.support.odd_models import GATE_TOKEN
 
 PROMPT = list(range(3, 16))
 LONG = Sampling(max_tokens=120, temperature=0, repetition_penalty=1.0)

@@ -96,7 +96,7 @@ async def until(condition: Callable[[], Awaitable[T]]) -> T:
     """What the condition gives once that is true; a test fails when it takes long."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := await condition()):
-            await asyncio.sleep(0)  # noqa: ASYNC110  # the condition is asked of another service
+            await asyncio.sleep(0)  # the condition is asked of another service
     return found
 
 

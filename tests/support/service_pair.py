@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling, Usage
-
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer as RunningCache
 from cache_service.server import start_server as start_cache
@@ -18,6 +15,8 @@ from engine_service.model.hash_toy import expected_next_token
 from engine_service.served_model import ServedModel
 from engine_service.server import RunningServer as RunningEngine
 from engine_service.server import start_server as start_engine
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling, Usage
 
 BLOCK_SIZE = 4
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
