@@ -65,13 +65,17 @@ class Engine:
 
     # -- for other tasks
 
-    def submit(self, generation: Generation) -> None:
-        """Queue a request, or refuse it; no other task comes between check and queueing."""
-        request, max_len = generation.request, self.scheduler.limits.max_len
+    def check_open(self) -> None:
+        """Whether requests are taken now. Raises Draining, CacheServiceDown."""
         if self._stopping:
             raise Draining("the service is stopping")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request, or refuse it; no other task comes between check and queueing."""
+        self.check_open()
+        request, max_len = generation.request, self.scheduler.limits.max_len
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:

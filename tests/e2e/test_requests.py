@@ -9,8 +9,8 @@ from engine_service.unimplemented import UNIMPLEMENTED_FIELDS, UNIMPLEMENTED_MET
 from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from tests.support.in_process import GREEDY, Services, generate, toy_output, until
 from tests.support.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
 
 LONG = Sampling(max_tokens=150, temperature=0, repetition_penalty=1.0)
 
@@ -192,6 +192,7 @@ async def test_lists_page(world: Services) -> None:
             if not token:
                 break
             assert len(page.requests) == 2
-    assert ids == sorted(ids) == [f"r{place}" for place in range(5)]
+    assert ids == [row.request_id for row in await client.list_requests()]
+    assert sorted(ids) == [f"r{place}" for place in range(5)]
     gate.set()
     await asyncio.gather(*crowd)
