@@ -105,7 +105,7 @@ class BlockTables:
             column[child] = num_tokens
         for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
             column[child] = column[parent]
-        seqs.ids[child] = child_id
+        seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
         self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:

@@ -109,7 +109,8 @@ class Manager(StepCore):
         child = owner.ids.get(child_id)
         if child is not None:
             shared = seqs.tokens[parent, :num_tokens]
-            if seqs.num_prompt[child] == num_tokens and np.array_equal(seqs.tokens[child, :num_tokens], shared):
+            is_same = seqs.parent_ids[child] == parent_id and seqs.num_prompt[child] == num_tokens
+            if is_same and np.array_equal(seqs.tokens[child, :num_tokens], shared):
                 return
             raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
         reply = self._step_once(

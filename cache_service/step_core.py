@@ -244,7 +244,8 @@ class StepCore:
     def _is_same(self, slot: int, args: SequenceArgs, max_tokens: int) -> bool:
         seqs = self.tables.sequences
         return (
-            seqs.num_prompt[slot] == len(args.token_ids)
+            seqs.parent_ids[slot] == 0
+            and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)

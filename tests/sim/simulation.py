@@ -71,10 +71,10 @@ class Simulation:
         self.rng = random.Random(seed)
         rng = self.rng
         config = PoolConfig(
-            num_blocks=rng.choice([3, 5, 9, 17, 33]),
+            num_blocks=rng.choice([5, 9, 17, 33, 65]),
             block_size=rng.choice([1, 2, 3, 4]),
-            max_sequences=rng.choice([2, 6, 16, 24]),
-            max_tokens_per_sequence=rng.choice([6, 12, 24]),
+            max_sequences=rng.choice([4, 8, 16, 32]),
+            max_tokens_per_sequence=rng.choice([6, 12, 24, 48]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
         )
         self.driver = CoreDriver(config)

@@ -4,7 +4,6 @@ Owns: the interface, its core implementation and the bytes by which a step is to
 exactly-once gate of the session in front of the manager, as the service does.
 """
 
-import dataclasses
 from typing import Protocol
 
 import numpy as np
@@ -31,10 +30,10 @@ from cache_service.types import (
 def encode(columns: StepBatch | StepReply) -> bytes:
     """Bytes that differ when any column does."""
     parts: list[bytes] = []
-    for field in dataclasses.fields(columns):
-        value = getattr(columns, field.name)
-        raw = value.tobytes() if isinstance(value, np.ndarray) else str(int(value)).encode()
-        parts += [len(raw).to_bytes(4, "little"), raw]
+    for name in columns.__slots__:
+        value = getattr(columns, name)
+        raw = value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value
+        parts += (b"%d:" % len(raw), raw)
     return b"".join(parts)
 
 

@@ -157,8 +157,7 @@ class NaiveSteps(NaiveCache):
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        holders = self.num_holders()
-        return sum(not holders[block] for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""
