@@ -5,7 +5,7 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +48,19 @@ class Piece:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+
+
+def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same pieces in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if last is not None and last.index == piece.index:
+            text, token_ids = last.text + piece.text, last.token_ids + piece.token_ids
+            merged[-1] = Piece(piece.index, text, token_ids, piece.finish_reason, piece.usage)
+        else:
+            merged.append(piece)
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
