@@ -215,14 +215,17 @@ class BlockTables:
         seqs.tables[rows, places] = blocks
         return Grants(wanted, growing.astype(np.int32), blocks)
 
-    def copies_due(self, slot: int, wanted: int) -> Int64Array:
-        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
-        seqs = self.sequences
+    def copies_due(self, owner: Owner, slot: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds or still reads; the index is a holder (R5)."""
+        seqs, pool = self.sequences, self.pool
         if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
             return np.empty(0, np.int64)
         first = int(seqs.num_committed[slot]) // self._block_size
         blocks = seqs.table(slot)[first:]
-        return first + np.flatnonzero((self.pool.ref_counts[blocks] > 1) | self.pool.indexed[blocks])
+        others = pool.fence_counts[blocks]
+        if others.any():  # a session's own steps run in order, so its own fences do not matter here
+            others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
+        return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
     def clear_index(self) -> tuple[int, int]:
         """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
@@ -242,7 +245,7 @@ class BlockTables:
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
-            due = self.copies_due(slot, want)
+            due = self.copies_due(owner, slot, want)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
