@@ -13,7 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
@@ -193,9 +193,11 @@ class BlockTables:
         seqs = self.sequences
         held = seqs.num_reserved[slots]
         wanted = np.maximum(held, most)
-        table_lens = -(-held // self._block_size)
-        num_new = -(-wanted // self._block_size) - table_lens
-        total = int(num_new.sum())
+        round_up = self._block_size - 1
+        table_lens = (held + round_up) // self._block_size
+        num_new = (wanted + round_up) // self._block_size - table_lens
+        growing = num_new.nonzero()[0]
+        total = int(num_new.sum()) if len(growing) else 0
         seqs.num_accesses[slots] += 1
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
@@ -203,8 +205,7 @@ class BlockTables:
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
         if not total:
-            return Grants(wanted, np.empty(0, np.int32), np.empty(0, np.int32))
-        growing = num_new.nonzero()[0]
+            return Grants(wanted, NO_INT32, NO_INT32)
         places = table_lens[growing]
         if total > len(growing):
             counts = num_new[growing]

@@ -63,7 +63,7 @@ class Session:
         expected = self.step_id + 1
         if step_id == expected:
             return None
-        if step_id == self.step_id and self.last_request:
+        if step_id == self.step_id > 0:
             if request == self.last_request:
                 return self.last_reply
             raise StepConflict(f"step {step_id} was applied with other contents", expected_step_id=expected)

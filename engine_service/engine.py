@@ -65,13 +65,17 @@ class Engine:
 
     # -- for other tasks
 
-    def submit(self, generation: Generation) -> None:
-        """Queue a request, or refuse it; no other task comes between check and queueing."""
-        request, max_len = generation.request, self.scheduler.limits.max_len
+    def check_open(self) -> None:
+        """Whether requests are taken now. Raises Draining, CacheServiceDown."""
         if self._stopping:
             raise Draining("the service is stopping")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request, or refuse it; no other task comes between check and queueing."""
+        self.check_open()
+        request, max_len = generation.request, self.scheduler.limits.max_len
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
@@ -163,9 +167,9 @@ class Engine:
             for sequence, tokens in zip(work.sampled, histories, strict=True)
         ]
 
-    def _emit(self, work: Work, sampled: SampledTokens | Exception) -> None:
+    def _emit(self, work: Work, sampled: SampledTokens | None) -> None:
         """Take the tokens over and push them to the streams."""
-        if isinstance(sampled, Exception):
+        if sampled is None:
             for sequence in self.scheduler.running.at(work.rows):
                 self._fail(sequence.request, RequestFailed("the forward pass failed"))
             return
@@ -232,8 +236,11 @@ class Engine:
             self._creator.kick()
 
 
-def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | Exception:
-    """In the worker thread. A failure is this batch's alone, so it is handed back and the loop goes on."""
+def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | None:
+    """In the worker thread. A failure is this batch's alone: it is logged, None says so, and the loop goes on.
+
+    The exception is not handed back, because its traceback holds views of the arena.
+    """
     try:
         runner.copy_blocks(work.copies)
         if work.batch is None:
@@ -243,6 +250,6 @@ def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) ->
             return _NO_TOKENS
         # One prompt's row of logits serves all its continuations.
         return sample(logits if len(rows) == len(logits) else logits[torch.from_numpy(work.logit_idx)], rows)
-    except Exception as error:
+    except Exception:
         log.exception("batch_failed")
-        return error
+        return None

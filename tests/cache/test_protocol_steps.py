@@ -289,7 +289,7 @@ def test_3_columns_that_do_not_add_up_are_invalid() -> None:
     pool.prefill(1, range(5))
     good = step_batch(3, 2, commits=[(1, 5, [6, 7])])
     for num_new in (1, 3, -1):
-        bad = {name: getattr(good, name) for name in good.__slots__} | {"commit_num_new": int32([num_new])}
+        bad = {name: getattr(good, name) for name in good._fields} | {"commit_num_new": int32([num_new])}
         with pytest.raises(InvalidField):
             pool.manager.step(A, type(good)(**bad))
 

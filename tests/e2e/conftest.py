@@ -1,6 +1,5 @@
 """Fixtures of the end-to-end tests."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,5 +15,5 @@ def _one_thread() -> None:
 
 @pytest.fixture
 async def world() -> AsyncIterator[Services]:
-    async with asyncio.timeout(60), services() as found:
+    async with services() as found:
         yield found

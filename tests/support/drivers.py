@@ -30,7 +30,7 @@ from cache_service.types import (
 def encode(columns: StepBatch | StepReply) -> bytes:
     """Bytes that differ when any column does."""
     parts: list[bytes] = []
-    for name in columns.__slots__:
+    for name in columns._fields:
         value = getattr(columns, name)
         raw = value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value
         parts += (b"%d:" % len(raw), raw)

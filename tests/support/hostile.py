@@ -5,7 +5,6 @@ the world has nothing to do it with. The lawful items would change state, so tha
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from cache_service.types import MAX_ID, SessionId, StepBatch
@@ -37,18 +36,18 @@ def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
 
 def _beside(batch: StepBatch, running: list[NaiveSequence], waiting: list[NaiveSequence]) -> StepBatch:
     """Adds lawful items on sequences that the wrong one does not name."""
-    columns = [getattr(batch, name) for name in batch.__dataclass_fields__ if name.endswith(("ids", "parents", "children"))]
+    columns = [getattr(batch, name) for name in batch._fields if name.endswith(("ids", "parents", "children"))]
     named = {int(i) for column in columns for i in column}
     spare = [q for q in running if q.sequence_id not in named]
     idle = [q for q in waiting if q.sequence_id not in named]
     if spare and not len(batch.reserve_ids):
         most = [min(q.max_tokens, q.reserved + 1) for q in spare]
-        batch = replace(batch, reserve_ids=int64([q.sequence_id for q in spare]), reserve_min=int32([1] * len(spare)),
+        batch = batch._replace(reserve_ids=int64([q.sequence_id for q in spare]), reserve_min=int32([1] * len(spare)),
                         reserve_max=int32(most))  # fmt: skip
     elif spare and not len(batch.release_ids):
-        batch = replace(batch, release_ids=int64([spare[0].sequence_id]))
+        batch = batch._replace(release_ids=int64([spare[0].sequence_id]))
     if idle and not len(batch.start_ids):
-        batch = replace(batch, start_ids=int64([q.sequence_id for q in idle]), start_max_new=int32([1] * len(idle)),
+        batch = batch._replace(start_ids=int64([q.sequence_id for q in idle]), start_max_new=int32([1] * len(idle)),
                         start_max_hit=int32([99] * len(idle)))  # fmt: skip
     return batch
 

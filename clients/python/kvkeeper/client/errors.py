@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import grpc
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 
