@@ -60,8 +60,7 @@ class CallsWorld(World):
         shown = self._table(session, q)
         before = list(known.table)
         fresh = self.naive.extend(known, length, shown, pairs, look_up=look_up)
-        for block in fresh:
-            self.memory.spoil(block)
+        self.memory.spoil(fresh)
         self.memory.copy([(old, new) for old, new in zip(before, shown, strict=False) if old != new])
         if was_waiting:
             self.check_hit(known, known.hit)
@@ -81,8 +80,10 @@ class CallsWorld(World):
         while len(q.tokens) < last:
             q.tokens.append(engine.token(choose))
         contents = self.contents.spell(q.tenant, q.tokens[:last])
-        for position in range(first, last):
-            self.memory.write(self.memory.slot(known.table, position), contents[position])
+        written = contents[first:last]
+        if written and not self.driver.write_kv(session, q.sequence_id, first, written):
+            for position, content in enumerate(written, start=first):
+                self.memory.write(self.memory.slot(known.table, position), content)
         q.num_computed = last
 
     def _commit(

@@ -15,7 +15,7 @@ from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
-from tests.support.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
+from tests.support.shadow_memory import Contents, DeviceStep, Read
 
 TENANTS = ("", "other")
 
@@ -29,7 +29,7 @@ class World:
         self.alphabet = alphabet
         self.tenants = TENANTS[:num_tenants]
         self.naive = NaiveSteps(driver.config)
-        self.memory = ShadowMemory(driver.config.num_blocks, driver.config.block_size)
+        self.memory = driver.memory()
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
@@ -102,8 +102,7 @@ class World:
         ):
             if result == StartResult.STARTED:
                 fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
-        for block in fresh:
-            self.memory.spoil(block)
+        self.memory.spoil(fresh)
         copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
         if self.naive.sessions[session].executor is Executor.CACHE:
             self.memory.copy(copies)
