@@ -296,23 +296,33 @@ class BlockTables:
         return blocks
 
     def _publish(self, owner: Owner, log: StepLog, slots: Int64Array, num_full: Int32Array) -> None:
-        """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
-        seqs, size = self.sequences, self._block_size
+        """Puts full committed blocks into the index, in list order; a duplicate of what is there gives way to it."""
+        seqs = self.sequences
         first = seqs.num_published[slots]
         seqs.num_published[slots] = num_full
-        one = num_full - first == 1
-        if np.count_nonzero(one) < len(one):
-            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
-                tokens = seqs.tokens[slot, start * size : end * size]
-                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
-                seqs.last_nodes[slot] = nodes[-1]
-            slots, first = slots[one], first[one]
+        done = 0
+        for at in (num_full - first > 1).nonzero()[0].tolist():
+            self._publish_each(owner, log, slots[done:at], first[done:at])
+            self._publish_run(owner, log, int(slots[at]), int(first[at]), int(num_full[at]))
+            done = at + 1
+        self._publish_each(owner, log, slots[done:], first[done:])
+
+    def _publish_each(self, owner: Owner, log: StepLog, slots: Int64Array, places: Int32Array) -> None:
+        """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
-            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
-            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
-            self._settle(owner, log, slots, first, nodes)
+            seqs = self.sequences
+            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
+            self._settle(owner, log, slots, places, nodes)
             seqs.last_nodes[slots] = nodes
+
+    def _publish_run(self, owner: Owner, log: StepLog, slot: int, start: int, end: int) -> None:
+        """Consecutive blocks of one sequence."""
+        seqs, size = self.sequences, self._block_size
+        tokens = seqs.tokens[slot, start * size : end * size]
+        nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+        self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+        seqs.last_nodes[slot] = nodes[-1]
 
     def _settle(
         self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array
