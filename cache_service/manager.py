@@ -51,7 +51,7 @@ class Manager(StepCore):
         Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
         """
         owner, slot = self._find(session, sequence_id)
-        seqs, pool = self.tables.sequences, self.tables.pool
+        seqs = self.tables.sequences
         if num_tokens < 1:
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:

@@ -45,9 +45,7 @@ class CallsWorld(World):
         call = self._extend if not q.running and choose(8) else calls[choose(len(calls))]
         call(session, engine, q, known, choose)
 
-    def _extend(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _extend(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         length = engine.length(choose, q.max_tokens)
         look_up = choose(4) > 0
         if not self.naive.fits(known, length, look_up=look_up):
@@ -68,9 +66,7 @@ class CallsWorld(World):
         q.reserved = known.reserved
         self._write(session, engine, q, known, choose)
 
-    def _write(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _write(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         """K and V of some of the slots behind what is written; tokens not told yet may be drawn again."""
         if not q.running:
             return
@@ -86,9 +82,7 @@ class CallsWorld(World):
                 self.memory.write(self.memory.slot(known.table, position), content)
         q.num_computed = last
 
-    def _commit(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _commit(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         if not q.running:
             self.refused("WRONG_STATE", lambda: self.driver.commit(session, q.sequence_id, 1, 0, int32([])))
             return
@@ -105,9 +99,7 @@ class CallsWorld(World):
             expect(self.snapshot(), before, "R7 state after a repeated commit")
         q.num_known, q.committed = told, length
 
-    def _fork(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _fork(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         child_id = engine.new_id(choose)
         if not q.running or not q.committed:
             reason = "INVALID_FIELD" if q.running else "WRONG_STATE"
