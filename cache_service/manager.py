@@ -73,9 +73,7 @@ class Manager(StepCore):
                 self.tables.counters.num_steps += 1
                 return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
-        raise OutOfBlocks(
-            f"{requested} blocks asked for, {available} to be had", requested=requested, available=available
-        )
+        raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
 
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
