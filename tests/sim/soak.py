@@ -43,11 +43,11 @@ def soak(num_changes: int, seed: int, progress: Callable[[int], object] = lambda
     return total
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=100_000, help="items that change a sequence (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     started = time.perf_counter()
     with tqdm(total=args.ops, unit="op", unit_scale=True) as bar:
         counts = soak(args.ops, args.seed, bar.update)
