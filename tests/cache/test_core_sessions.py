@@ -238,11 +238,8 @@ def test_6_one_sessions_end_is_nothing_to_another() -> None:
     pool.manager.close_session(A, may_still_write=True)
     pool.manager.end_quarantine(A)
     assert (pool.table(1, session=B), pool.counters(1, session=B)) == before
-    for call in (
-        lambda: pool.create(2, [1]),
-        lambda: pool.view(1),
-        lambda: pool.manager.close_session(A, may_still_write=False),
-    ):
+    manager = pool.manager
+    for call in (lambda: pool.create(2, [1]), lambda: pool.view(1), lambda: manager.close_session(A, may_still_write=True)):
         with pytest.raises(UnknownSession):
             call()
     pool.audit()

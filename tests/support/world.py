@@ -44,7 +44,7 @@ class World:
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
         """The session ends; with may_still_write its device goes on as if nothing had happened."""
-        engine = self.engines.pop(session)
+        self.engines.pop(session)
         if not may_still_write:
             self.memory.forget(session)
         found = self.driver.close_session(session, may_still_write=may_still_write)
@@ -177,8 +177,8 @@ class World:
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
         shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        asked = {"revision": 0, "num_steps": 0, "num_refusals": 0}
-        return shown, dataclasses.replace(self.driver.stats(), **asked), self.driver.block_states()
+        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0)
+        return shown, stats, self.driver.block_states()
 
     def audit(self) -> None:
         wrong = self.driver.check_invariants()
