@@ -116,10 +116,9 @@ class BlockPool:
         """Forgets the first count of the eviction order (num_evictable is at least count)."""
         victims = self.policy.take(count)
         self.num_evictable -= len(victims)
-        self.num_evicted += len(victims)
         self.indexed[victims] = False
-        self.free.put(victims)
-        self.unindex(self._forget(victims))
+        self.num_evicted += len(victims) + self.unindex(self._forget(victims))
+        self.free.put(victims)  # last, so that the oldest are taken before what went with them
 
     def unindex(self, blocks: Int32Array) -> int:
         """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""

@@ -215,9 +215,9 @@ class NaiveCache:
         Judges what was evicted since the last call; `extra` blocks may have come free as descendants of one. A parent that
         could be evicted before its descendants (they were fenced for longer) may go first.
         """
-        expect(len(self.victims), max(0, self.num_granted - self.num_free_before), f"evictions by {what}")
+        needed = max(0, self.num_granted - self.num_free_before)
+        num_chosen = num_freed = 0  # evicted; come free by it, what hung below included
         self.num_granted = self.num_free_before = 0
-        self.num_evicted += len(self.victims)
         left = set(self.victims)
         while left:
             states = self.states()
@@ -225,12 +225,18 @@ class NaiveCache:
             cached = [block for block in by_block if states[block] is BlockState.CACHED or block in left]
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
-            candidates = self._oldest(leaves) + self._oldest(cached)
+            # A parent that went first took along what hung below it, so it is looked for first.
+            oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
+            candidates = oldest + self._oldest(leaves)
             chosen = next((b for b in candidates if b in left), None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
             self.forget(by_block[chosen])
             left.intersection_update(self.index.values())
+            num_chosen += 1
+            num_freed += len(cached) - len(set(cached) & set(self.index.values()))
+        require(num_chosen <= needed <= num_freed, f"{what}: {num_chosen} evicted to free {num_freed}, {needed} were needed")
+        self.num_evicted += num_freed
         gone = [block for block in extra if block in self.index.values()]
         require(not gone, f"{what}: {gone} left the index for nothing")
         self.victims = []
