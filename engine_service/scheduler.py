@@ -5,12 +5,15 @@ prompt, one while it decodes, and again from the start after a preemption; there
 prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
 Rules. First come, first served: who is refused a start keeps its place, and nobody overtakes it twice. Running
-sequences go before starts. When blocks run out, the youngest of the lowest priority gives its blocks back, never the
-only one that runs; then nothing starts until another sequence ends, so that equals do not take turns.
+sequences go before starts. When blocks run out, the youngest of the lowest priority gives its blocks back, and nothing
+starts until another sequence has ended, so that equals do not take turns. The only one that runs keeps its blocks; but
+when it gets no further for long, because other engines on the pool hold the rest, it gives way, and comes back when
+there is room for all of it: two engines that wait for each other would wait for ever.
 
 Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
+import random
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,13 +26,15 @@ from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
 
 _STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
+_PATIENCE_STEPS = (100, 300)  # about a second: the loop pauses between steps that were refused everything
 _FORKED = 1  # ItemResult.OK of the protocol
 
 
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, seed: int | None = None) -> None:
+        """seed: of the patience that engines must not share; None draws one."""
         self.limits = limits
         self.running = _rows(limits)
         self.waiting = WaitingSequences()
@@ -40,6 +45,9 @@ class Scheduler:
         self._refused: Sequence | None = None  # the one at the head that found no room
         self._num_available: int | None = None  # blocks that could be had, as of the last answer
         self._waited_for_fences = False
+        self._random = random.Random(seed)
+        self._patience = self._draw_patience()  # steps that the only running one is refused before it gives way
+        self._gave_way: Sequence | None = None
 
     # -- arrivals and ends
 
@@ -93,6 +101,11 @@ class Scheduler:
     def is_empty(self) -> bool:
         """No sequence is known here, or to be given back."""
         return not (self.waiting.sequences or self.running.by_id or self.waiting.releases)
+
+    @property
+    def is_giving_way(self) -> bool:
+        """Steps must go on, though they may be empty: their answers tell when there is room again."""
+        return self._gave_way is not None and self._gave_way.state is not SequenceState.ENDED
 
     # -- one step
 
@@ -163,7 +176,7 @@ class Scheduler:
         if len(self.running.live) and (self._hold_starts or short):
             return starts
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows:
+            if not budget or len(starts) == num_free_rows or self._must_wait(sequence):
                 break
             if sequence.state is SequenceState.WAITING:
                 starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
@@ -171,6 +184,11 @@ class Scheduler:
                 if sequence is self._refused:
                     break
         return starts
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """It gave way to other engines, and there is no room for all that it can come to."""
+        num_blocks = -(-sequence.request.max_len // self.limits.block_size)
+        return sequence is self._gave_way and (self._num_available or 0) < num_blocks
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]
@@ -194,7 +212,11 @@ class Scheduler:
         granted = answer.reserve_reserved >= plan.reserve_min
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
-        victim = None if granted.all() else self._make_room(answer)
+        victim = None
+        if not granted.all():
+            victim = self._make_room(answer)
+        elif len(granted):
+            self._patience, self._waited_for_fences = self._draw_patience(), False
         if victim is not None:
             kept = rows != victim.row
             rows, targets = rows[kept], targets[kept]
@@ -279,6 +301,7 @@ class Scheduler:
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING
+                self._gave_way = None if sequence is self._gave_way else self._gave_way
                 if sequence.request.num_hit_tokens is None:
                     sequence.request.num_hit_tokens = hit_len
                 table = answer.start_block_ids[end - num_blocks : end]
@@ -292,12 +315,24 @@ class Scheduler:
         """Who gives its blocks back now that a reservation was refused."""
         live = self.running.live
         if len(live) < 2:
-            return None
+            return self._lose_patience()
         if answer.num_fenced and not self._waited_for_fences:
             self._waited_for_fences = True  # they come free with the next step: look once more before anybody loses
             return None
         self._waited_for_fences = False
         return self.running.sequences[live[-1]]
+
+    def _lose_patience(self) -> Sequence | None:
+        """The only one that runs, once it has been refused for long."""
+        self._patience -= 1
+        if self._patience > 0 or not len(self.running.live):
+            return None
+        self._patience = self._draw_patience()
+        self._gave_way = self.running.sequences[self.running.live[0]]
+        return self._gave_way
+
+    def _draw_patience(self) -> int:
+        return self._random.randint(*_PATIENCE_STEPS)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
