@@ -4,16 +4,10 @@ One counter chases the other: a running sequence computes tokens [num_computed, 
 prompt, one while it decodes, and again from the start after a preemption; there are no phases. Continuations of one
 prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
-Rules. First come, first served: who is refused a start keeps its place, and nobody overtakes it twice. Running
-sequences go before starts. When blocks run out, the youngest of the lowest priority gives its blocks back, and nothing
-starts until another sequence has ended, so that equals do not take turns. The only one that runs keeps its blocks; but
-when it gets no further for long, because other engines on the pool hold the rest, it gives way, and comes back when
-there is room for all of it: two engines that wait for each other would wait for ever.
-
+Served in order of arrival, running sequences before starts; room.py has the rules for when blocks are short.
 Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
-import random
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,11 +16,11 @@ import numpy.typing as npt
 from engine_service.assemble import assemble_batch
 from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
+from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
 
 _STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
-_PATIENCE_STEPS = (100, 300)  # about a second: the loop pauses between steps that were refused everything
 _FORKED = 1  # ItemResult.OK of the protocol
 
 
@@ -41,13 +35,7 @@ class Scheduler:
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
         self.num_preemptions = 0
-        self._hold_starts = False
-        self._refused: Sequence | None = None  # the one at the head that found no room
-        self._num_available: int | None = None  # blocks that could be had, as of the last answer
-        self._waited_for_fences = False
-        self._random = random.Random(seed)
-        self._patience = self._draw_patience()  # steps that the only running one is refused before it gives way
-        self._gave_way: Sequence | None = None
+        self.room = Room(limits.block_size, seed)
 
     # -- arrivals and ends
 
@@ -85,7 +73,7 @@ class Scheduler:
             self._leave_children(sequence)
         self.waiting.forget_all()
         self.limits, self.running = limits, _rows(limits)
-        self._hold_starts, self._refused, self._num_available = False, None, None
+        self.room = Room(limits.block_size)
         requests = {sequence.request: None for sequence in self.waiting.sequences}
         return [request for request in requests if request.max_len > limits.max_len]
 
@@ -101,11 +89,6 @@ class Scheduler:
     def is_empty(self) -> bool:
         """No sequence is known here, or to be given back."""
         return not (self.waiting.sequences or self.running.by_id or self.waiting.releases)
-
-    @property
-    def is_giving_way(self) -> bool:
-        """Steps must go on, though they may be empty: their answers tell when there is room again."""
-        return self._gave_way is not None and self._gave_way.state is not SequenceState.ENDED
 
     # -- one step
 
@@ -172,23 +155,17 @@ class Scheduler:
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
         """Who of the waiting may start, with most new tokens."""
         starts: dict[Sequence, int] = {}
-        short = self._num_available is not None and num_growing >= self._num_available
-        if len(self.running.live) and (self._hold_starts or short):
+        if len(self.running.live) and not self.room.allows_starts(num_growing):
             return starts
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows or self._must_wait(sequence):
+            if not budget or len(starts) == num_free_rows or self.room.keeps_waiting(sequence):
                 break
             if sequence.state is SequenceState.WAITING:
                 starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
                 budget -= starts[sequence]
-                if sequence is self._refused:
+                if self.room.was_refused(sequence):
                     break
         return starts
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """It gave way to other engines, and there is no room for all that it can come to."""
-        num_blocks = -(-sequence.request.max_len // self.limits.block_size)
-        return sequence is self._gave_way and (self._num_available or 0) < num_blocks
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]
@@ -199,7 +176,7 @@ class Scheduler:
         running = self.running
         running.num_committed[plan.commit_rows] = plan.commit_lens
         running.num_known[plan.commit_rows] += plan.commit_num_new
-        self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
+        self.room.note_answer(answer)
         # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
         copied = np.isin(answer.update_block_ids, answer.copy_destinations)
         self._update_tables(answer, ~copied)
@@ -212,12 +189,9 @@ class Scheduler:
         granted = answer.reserve_reserved >= plan.reserve_min
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
-        victim = None
-        if not granted.all():
-            victim = self._make_room(answer)
-        elif len(granted):
-            self._patience, self._waited_for_fences = self._draw_patience(), False
-        if victim is not None:
+        if granted.all():
+            self.room.note_growth()
+        elif victim := self.room.choose_victim(running.at(running.live), answer):
             kept = rows != victim.row
             rows, targets = rows[kept], targets[kept]
             self._preempt(victim)
@@ -266,7 +240,7 @@ class Scheduler:
         del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
             self.running.remove(sequence)
-            self._hold_starts = False
+            self.room.note_end()
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
         for child, child_id, table, result in answers:
             if result == _FORKED:
@@ -293,7 +267,7 @@ class Scheduler:
     def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
         """Rows of the sequences that started."""
         rows = []
-        self._refused = None
+        refused = []
         ends = np.cumsum(answer.start_num_blocks).tolist()
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
@@ -301,38 +275,16 @@ class Scheduler:
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING
-                self._gave_way = None if sequence is self._gave_way else self._gave_way
                 if sequence.request.num_hit_tokens is None:
                     sequence.request.num_hit_tokens = hit_len
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
                 rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
-            elif result == _NO_ROOM and self._refused is None:
-                self._refused = sequence
+            elif result == _NO_ROOM:
+                refused.append(sequence)
+        if plan.started:
+            self.room.note_starts(self.running.at(np.array(rows, np.intp)), refused)
         return np.array(rows, np.intp)
-
-    def _make_room(self, answer: StepAnswer) -> Sequence | None:
-        """Who gives its blocks back now that a reservation was refused."""
-        live = self.running.live
-        if len(live) < 2:
-            return self._lose_patience()
-        if answer.num_fenced and not self._waited_for_fences:
-            self._waited_for_fences = True  # they come free with the next step: look once more before anybody loses
-            return None
-        self._waited_for_fences = False
-        return self.running.sequences[live[-1]]
-
-    def _lose_patience(self) -> Sequence | None:
-        """The only one that runs, once it has been refused for long."""
-        self._patience -= 1
-        if self._patience > 0 or not len(self.running.live):
-            return None
-        self._patience = self._draw_patience()
-        self._gave_way = self.running.sequences[self.running.live[0]]
-        return self._gave_way
-
-    def _draw_patience(self) -> int:
-        return self._random.randint(*_PATIENCE_STEPS)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
@@ -342,7 +294,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put(sequence)
         self._leave_children(sequence)
-        self._hold_starts = True
 
     def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
         running = self.running

@@ -144,7 +144,7 @@ def test_the_only_one_gives_way_to_other_engines_in_the_end_and_comes_back_when_
         world.step()
     assert request.state is RequestState.PREEMPTED
     assert request.num_preemptions == 1
-    assert world.scheduler.is_giving_way
+    assert world.scheduler.room.is_giving_way
     world.cache.blocks |= {1}
     for _ in range(10):
         world.step()
@@ -152,7 +152,7 @@ def test_the_only_one_gives_way_to_other_engines_in_the_end_and_comes_back_when_
     world.cache.blocks |= {2, 3}
     world.run()
     world.check_outputs()
-    assert not world.scheduler.is_giving_way
+    assert not world.scheduler.room.is_giving_way
 
 
 def test_nobody_overtakes_a_refused_start_for_ever() -> None:
