@@ -139,6 +139,13 @@ class BlockTables:
             owner.ids.remove(int(seqs.ids[slot]))
             seqs.free_slot(slot)
 
+    def match(self, slot: int, max_hit: int) -> Int32Array:
+        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4)."""
+        seqs = self.sequences
+        known = int(seqs.num_tokens[slot])
+        num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
+
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
     ) -> bool:
@@ -149,9 +156,7 @@ class BlockTables:
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
-        max_hit_blocks = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
-        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], max_hit_blocks)
-        hits = self.index.block_of_node[nodes]
+        hits = self.match(slot, max_hit)
         hit_len = len(hits) * self._block_size
         least, most = hit_len + 1, min(hit_len + max_new, known)
         if exactly:
@@ -172,7 +177,7 @@ class BlockTables:
         seqs.num_reserved[slot] = most
         seqs.last_reserve_step[slot] = owner.step_id
         seqs.num_published[slot] = len(hits)
-        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
+        seqs.last_nodes[slot] = self.index.node_of_block[hits[-1]] if len(hits) else seqs.roots[slot]
         seqs.states[slot] = SequenceState.RUNNING
         seqs.num_accesses[slot] += 1
         self.counters.num_starts += 1
@@ -211,6 +216,18 @@ class BlockTables:
         seqs.tables[rows, places] = blocks
         return Grants(wanted, growing.astype(np.int32), blocks)
 
+    def copies_due(self, owner: Owner, slot: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds or still reads; the index is a holder (R5)."""
+        seqs, pool = self.sequences, self.pool
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
+            return np.empty(0, np.int64)
+        first = int(seqs.num_committed[slot]) // self._block_size
+        blocks = seqs.table(slot)[first:]
+        others = pool.fence_counts[blocks]
+        if others.any():  # a session's own steps run in order, so its own fences do not matter here
+            others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
+        return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
+
     def clear_index(self) -> tuple[int, int]:
         """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
         blocks = self.index.clear()
@@ -229,7 +246,7 @@ class BlockTables:
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
-            due = self._copies_due(slot, table_len, want)
+            due = self.copies_due(owner, slot, want)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
@@ -252,15 +269,6 @@ class BlockTables:
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
-
-    def _copies_due(self, slot: int, table_len: int, wanted: int) -> Int64Array:
-        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
-        seqs = self.sequences
-        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
-            return np.empty(0, np.int64)
-        first = int(seqs.num_committed[slot]) // self._block_size
-        blocks = seqs.tables[slot, first:table_len]
-        return first + np.flatnonzero((self.pool.ref_counts[blocks] > 1) | self.pool.indexed[blocks])
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self.sequences
@@ -288,23 +296,33 @@ class BlockTables:
         return blocks
 
     def _publish(self, owner: Owner, log: StepLog, slots: Int64Array, num_full: Int32Array) -> None:
-        """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
-        seqs, size = self.sequences, self._block_size
+        """Puts full committed blocks into the index, in list order; a duplicate of what is there gives way to it."""
+        seqs = self.sequences
         first = seqs.num_published[slots]
         seqs.num_published[slots] = num_full
-        one = num_full - first == 1
-        if np.count_nonzero(one) < len(one):
-            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
-                tokens = seqs.tokens[slot, start * size : end * size]
-                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
-                seqs.last_nodes[slot] = nodes[-1]
-            slots, first = slots[one], first[one]
+        done = 0
+        for at in (num_full - first > 1).nonzero()[0].tolist():
+            self._publish_each(owner, log, slots[done:at], first[done:at])
+            self._publish_run(owner, log, int(slots[at]), int(first[at]), int(num_full[at]))
+            done = at + 1
+        self._publish_each(owner, log, slots[done:], first[done:])
+
+    def _publish_each(self, owner: Owner, log: StepLog, slots: Int64Array, places: Int32Array) -> None:
+        """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
-            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
-            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
-            self._settle(owner, log, slots, first, nodes)
+            seqs = self.sequences
+            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
+            self._settle(owner, log, slots, places, nodes)
             seqs.last_nodes[slots] = nodes
+
+    def _publish_run(self, owner: Owner, log: StepLog, slot: int, start: int, end: int) -> None:
+        """Consecutive blocks of one sequence."""
+        seqs, size = self.sequences, self._block_size
+        tokens = seqs.tokens[slot, start * size : end * size]
+        nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+        self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+        seqs.last_nodes[slot] = nodes[-1]
 
     def _settle(
         self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array

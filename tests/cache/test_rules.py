@@ -187,6 +187,18 @@ def test_r6_another_sessions_release_does_not_lift_a_fence() -> None:
     assert pool.state(cached) is BlockState.CACHED
 
 
+def test_r6_a_block_that_another_sessions_step_may_read_is_copied_before_a_write() -> None:
+    pool = CorePool()
+    block = pool.prefill(1, range(5))[0]
+    pool.create(2, range(5), session=B)
+    pool.step(B, starts=[(2, ALL, ALL)])
+    pool.step(reserves=[(1, 5, 5)])
+    pool.step(lag=1, releases=[1])
+    pool.manager.clear_prefix_cache()  # now one table holds it, and nobody else
+    reply = pool.step(B, truncates=[(2, 3)], reserves=[(2, 4, 4)])
+    assert reply.copy_sources.tolist() == [block]
+
+
 def test_r6_the_source_of_a_copy_waits_for_the_copy() -> None:
     pool = CorePool(num_blocks=4)
     source = pool.prefill(1, range(4))[0]

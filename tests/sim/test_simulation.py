@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.sim.simulation import Simulation
-from tests.sim.soak import soak
+from tests.sim.soak import main, soak
 
 NUM_OPERATIONS = 1_000_000
 
@@ -30,3 +30,11 @@ def test_a_seed_replays_itself() -> None:
         return [simulation.world.snapshot(), simulation.finish()]
 
     assert run() == run()
+
+
+def test_the_soak_sums_itself_up_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ops", "500", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["changes"] >= 500
+    assert out.count("\n") == 1
+    assert "/500" in err  # the progress bar

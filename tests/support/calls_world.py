@@ -45,9 +45,7 @@ class CallsWorld(World):
         call = self._extend if not q.running and choose(8) else calls[choose(len(calls))]
         call(session, engine, q, known, choose)
 
-    def _extend(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _extend(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         length = engine.length(choose, q.max_tokens)
         look_up = choose(4) > 0
         if not self.naive.fits(known, length, look_up=look_up):
@@ -60,8 +58,7 @@ class CallsWorld(World):
         shown = self._table(session, q)
         before = list(known.table)
         fresh = self.naive.extend(known, length, shown, pairs, look_up=look_up)
-        for block in fresh:
-            self.memory.spoil(block)
+        self.memory.spoil(fresh)
         self.memory.copy([(old, new) for old, new in zip(before, shown, strict=False) if old != new])
         if was_waiting:
             self.check_hit(known, known.hit)
@@ -69,9 +66,7 @@ class CallsWorld(World):
         q.reserved = known.reserved
         self._write(session, engine, q, known, choose)
 
-    def _write(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _write(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         """K and V of some of the slots behind what is written; tokens not told yet may be drawn again."""
         if not q.running:
             return
@@ -81,13 +76,13 @@ class CallsWorld(World):
         while len(q.tokens) < last:
             q.tokens.append(engine.token(choose))
         contents = self.contents.spell(q.tenant, q.tokens[:last])
-        for position in range(first, last):
-            self.memory.write(self.memory.slot(known.table, position), contents[position])
+        written = contents[first:last]
+        if written and not self.driver.write_kv(session, q.sequence_id, first, written):
+            for position, content in enumerate(written, start=first):
+                self.memory.write(self.memory.slot(known.table, position), content)
         q.num_computed = last
 
-    def _commit(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _commit(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         if not q.running:
             self.refused("WRONG_STATE", lambda: self.driver.commit(session, q.sequence_id, 1, 0, int32([])))
             return
@@ -104,9 +99,7 @@ class CallsWorld(World):
             expect(self.snapshot(), before, "R7 state after a repeated commit")
         q.num_known, q.committed = told, length
 
-    def _fork(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _fork(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         child_id = engine.new_id(choose)
         if not q.running or not q.committed:
             reason = "INVALID_FIELD" if q.running else "WRONG_STATE"

@@ -25,6 +25,7 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from tests.support.shadow_memory import ShadowMemory
 
 
 def encode(columns: StepBatch | StepReply) -> bytes:
@@ -41,6 +42,12 @@ class Driver(Protocol):
     """A pool with sessions. Every method raises the CacheError that the call was refused with."""
 
     config: PoolConfig
+
+    def memory(self) -> ShadowMemory:
+        """What the pool's blocks hold."""
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        """Writes slots of a one-item session. False where a pool has no such call."""
 
     def open_session(self, executor: Executor) -> SessionId: ...
 
@@ -97,6 +104,12 @@ class CoreDriver:
         self.now = 0.0
         self._num_opened = 0
         self._last_raw: dict[SessionId, bytes] = {}
+
+    def memory(self) -> ShadowMemory:
+        return ShadowMemory(self.config.num_blocks, self.config.block_size)
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        return False
 
     def open_session(self, executor: Executor) -> SessionId:
         self._num_opened += 1

@@ -139,6 +139,7 @@ class NaiveCache:
             return None
         block = q.table[block_idx]
         shared = self.num_holders(block) > 1 or block in self.index.values()
+        shared = shared or any(session != q.session for session in self.fences.get(block, ()))
         return block_idx if shared else None
 
     def commit_bound(self, q: NaiveSequence, num_new: int) -> int:

@@ -75,7 +75,9 @@ class NaiveSteps(NaiveCache):
         self.complete(session, batch.completed_step_id)
         self.sessions[session].step_id = batch.step_id
         self.settle()
-        found = list(zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True))
+        found = list(
+            zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
+        )
         copied = set(reply.copy_destinations.tolist())
         updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
         refused = self._forks(session, batch, reply)

@@ -7,6 +7,7 @@ first copies, then reads, then writes, and the steps of one session run in order
 """
 
 from collections import deque
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 GARBAGE = 0
@@ -53,19 +54,20 @@ class DeviceStep:
 class ShadowMemory:
     """Slots of one pool and the device work in flight of each session."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, slots: MutableSequence[int] | None = None) -> None:
         self.block_size = block_size
-        self._slots = [GARBAGE] * (num_blocks * block_size)
+        self._slots = slots if slots is not None else [GARBAGE] * (num_blocks * block_size)
         self._in_flight: dict[str, deque[DeviceStep]] = {}
         self.num_late_writes = 0  # writes of ended sessions that really happened: proof that the fault fired
 
     def slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def spoil(self, block: int) -> None:
-        """A block was granted: whatever it held is worth nothing from now on."""
-        first = block * self.block_size
-        self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """These blocks were granted: whatever they held is worth nothing from now on."""
+        for block in blocks:
+            first = block * self.block_size
+            self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies at once, in order, as EXECUTOR_CACHE does."""
@@ -111,7 +113,7 @@ class ShadowMemory:
         slots = self._slots
         steps = self._in_flight.get(session)
         if steps:
-            slots = slots.copy()
+            slots = list(slots)
             for step in steps:
                 self._copy(slots, step.copies)
                 for slot, content in step.writes:
@@ -132,12 +134,12 @@ class ShadowMemory:
             self._slots[slot] = content
         return faults
 
-    def _copy(self, slots: list[int], copies: list[tuple[int, int]]) -> None:
+    def _copy(self, slots: MutableSequence[int], copies: list[tuple[int, int]]) -> None:
         size = self.block_size
         for source, destination in copies:
             slots[destination * size : (destination + 1) * size] = slots[source * size : (source + 1) * size]
 
-    def _fault(self, slots: list[int], read: Read) -> str:
+    def _fault(self, slots: MutableSequence[int], read: Read) -> str:
         size = self.block_size
         contents = read.contents
         if len(read.table) * size < len(contents):

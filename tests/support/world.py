@@ -15,7 +15,7 @@ from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
-from tests.support.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
+from tests.support.shadow_memory import Contents, DeviceStep, Read
 
 TENANTS = ("", "other")
 
@@ -29,7 +29,7 @@ class World:
         self.alphabet = alphabet
         self.tenants = TENANTS[:num_tenants]
         self.naive = NaiveSteps(driver.config)
-        self.memory = ShadowMemory(driver.config.num_blocks, driver.config.block_size)
+        self.memory = driver.memory()
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
@@ -44,7 +44,7 @@ class World:
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
         """The session ends; with may_still_write its device goes on as if nothing had happened."""
-        engine = self.engines.pop(session)
+        self.engines.pop(session)
         if not may_still_write:
             self.memory.forget(session)
         found = self.driver.close_session(session, may_still_write=may_still_write)
@@ -102,8 +102,7 @@ class World:
         ):
             if result == StartResult.STARTED:
                 fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
-        for block in fresh:
-            self.memory.spoil(block)
+        self.memory.spoil(fresh)
         copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
         if self.naive.sessions[session].executor is Executor.CACHE:
             self.memory.copy(copies)
@@ -178,8 +177,8 @@ class World:
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
         shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        asked = {"revision": 0, "num_steps": 0, "num_refusals": 0}
-        return shown, dataclasses.replace(self.driver.stats(), **asked), self.driver.block_states()
+        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0)
+        return shown, stats, self.driver.block_states()
 
     def audit(self) -> None:
         wrong = self.driver.check_invariants()
