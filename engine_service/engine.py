@@ -145,7 +145,7 @@ class Engine:
         """One turn: schedule, reserve, copy, forward, sample, emit."""
         self._take_in()
         plan = self.scheduler.schedule()
-        if plan.is_empty:
+        if plan.is_empty and not self.scheduler.room.is_giving_way:
             return await self._idle(memory.session)
         answer = await memory.step(plan)
         work = self.scheduler.apply(plan, answer)

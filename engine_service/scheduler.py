@@ -4,10 +4,7 @@ One counter chases the other: a running sequence computes tokens [num_computed, 
 prompt, one while it decodes, and again from the start after a preemption; there are no phases. Continuations of one
 prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
-Rules. First come, first served: who is refused a start keeps its place, and nobody overtakes it twice. Running
-sequences go before starts. When blocks run out, the youngest of the lowest priority gives its blocks back, never the
-only one that runs; then nothing starts until another sequence ends, so that equals do not take turns.
-
+Served in order of arrival, running sequences before starts; room.py has the rules for when blocks are short.
 Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
@@ -19,6 +16,7 @@ import numpy.typing as npt
 from engine_service.assemble import assemble_batch
 from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
+from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
 
@@ -29,17 +27,15 @@ _FORKED = 1  # ItemResult.OK of the protocol
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, seed: int | None = None) -> None:
+        """seed: of the patience that engines must not share; None draws one."""
         self.limits = limits
         self.running = _rows(limits)
         self.waiting = WaitingSequences()
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
         self.num_preemptions = 0
-        self._hold_starts = False
-        self._refused: Sequence | None = None  # the one at the head that found no room
-        self._num_available: int | None = None  # blocks that could be had, as of the last answer
-        self._waited_for_fences = False
+        self.room = Room(limits.block_size, seed)
 
     # -- arrivals and ends
 
@@ -77,7 +73,7 @@ class Scheduler:
             self._leave_children(sequence)
         self.waiting.forget_all()
         self.limits, self.running = limits, _rows(limits)
-        self._hold_starts, self._refused, self._num_available = False, None, None
+        self.room = Room(limits.block_size)
         requests = {sequence.request: None for sequence in self.waiting.sequences}
         return [request for request in requests if request.max_len > limits.max_len]
 
@@ -159,16 +155,15 @@ class Scheduler:
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
         """Who of the waiting may start, with most new tokens."""
         starts: dict[Sequence, int] = {}
-        short = self._num_available is not None and num_growing >= self._num_available
-        if len(self.running.live) and (self._hold_starts or short):
+        if len(self.running.live) and not self.room.allows_starts(num_growing):
             return starts
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows:
+            if not budget or len(starts) == num_free_rows or self.room.keeps_waiting(sequence):
                 break
             if sequence.state is SequenceState.WAITING:
                 starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
                 budget -= starts[sequence]
-                if sequence is self._refused:
+                if self.room.was_refused(sequence):
                     break
         return starts
 
@@ -181,7 +176,7 @@ class Scheduler:
         running = self.running
         running.num_committed[plan.commit_rows] = plan.commit_lens
         running.num_known[plan.commit_rows] += plan.commit_num_new
-        self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
+        self.room.note_answer(answer)
         # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
         copied = np.isin(answer.update_block_ids, answer.copy_destinations)
         self._update_tables(answer, ~copied)
@@ -194,8 +189,9 @@ class Scheduler:
         granted = answer.reserve_reserved >= plan.reserve_min
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
-        victim = None if granted.all() else self._make_room(answer)
-        if victim is not None:
+        if granted.all():
+            self.room.note_growth()
+        elif victim := self.room.choose_victim(running.at(running.live), answer):
             kept = rows != victim.row
             rows, targets = rows[kept], targets[kept]
             self._preempt(victim)
@@ -244,7 +240,7 @@ class Scheduler:
         del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
             self.running.remove(sequence)
-            self._hold_starts = False
+            self.room.note_end()
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
         for child, child_id, table, result in answers:
             if result == _FORKED:
@@ -271,7 +267,7 @@ class Scheduler:
     def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
         """Rows of the sequences that started."""
         rows = []
-        self._refused = None
+        refused = []
         ends = np.cumsum(answer.start_num_blocks).tolist()
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
@@ -284,20 +280,11 @@ class Scheduler:
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
                 rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
-            elif result == _NO_ROOM and self._refused is None:
-                self._refused = sequence
+            elif result == _NO_ROOM:
+                refused.append(sequence)
+        if plan.started:
+            self.room.note_starts(self.running.at(np.array(rows, np.intp)), refused)
         return np.array(rows, np.intp)
-
-    def _make_room(self, answer: StepAnswer) -> Sequence | None:
-        """Who gives its blocks back now that a reservation was refused."""
-        live = self.running.live
-        if len(live) < 2:
-            return None
-        if answer.num_fenced and not self._waited_for_fences:
-            self._waited_for_fences = True  # they come free with the next step: look once more before anybody loses
-            return None
-        self._waited_for_fences = False
-        return self.running.sequences[live[-1]]
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
@@ -307,7 +294,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put(sequence)
         self._leave_children(sequence)
-        self._hold_starts = True
 
     def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
         running = self.running

@@ -73,10 +73,11 @@ class SequenceCreator:
                 sequence.sequence_id, sequence.token_ids, request.max_len, request.tenant, request.priority
             )
         except KvkeeperError as error:
-            self._scheduler.waiting.create_refused(sequence)
+            is_bad = error.code is grpc.StatusCode.INVALID_ARGUMENT
+            self._scheduler.waiting.create_refused(sequence, try_again=not is_bad)
             if error.reason == "OUT_OF_SEQUENCES":
                 return False
-            if error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+            if not is_bad:
                 raise
             self._fail(request, RequestFailed(f"the cache service refused it: {error.reason}"))
         else:

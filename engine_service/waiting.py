@@ -49,11 +49,11 @@ class WaitingSequences:
             assert sequence.sequence_id is not None
             self.releases.append(sequence.sequence_id)
 
-    def create_refused(self, sequence: Sequence) -> None:
-        """The cache service had no slot, or failed: there is nothing to release."""
+    def create_refused(self, sequence: Sequence, *, try_again: bool) -> None:
+        """The cache service does not know it: there is nothing to release. Without try_again its request is to end."""
         self.num_known -= 1
         sequence.sequence_id = None
-        if sequence.state is SequenceState.CREATING:
+        if try_again and sequence.state is SequenceState.CREATING:
             sequence.state = SequenceState.NEW
 
     def forget_all(self) -> None:

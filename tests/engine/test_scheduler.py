@@ -136,6 +136,25 @@ def test_the_only_running_one_is_never_preempted() -> None:
     assert request.num_preemptions == 0
 
 
+def test_the_only_one_gives_way_to_other_engines_in_the_end_and_comes_back_when_all_of_it_fits() -> None:
+    world = World(num_blocks=6, block_size=2)
+    world.cache.blocks -= {1, 2, 3}  # another engine's, which waits for ours
+    request = world.submit(make_request([1, 2, 0], 6))
+    for _ in range(310):
+        world.step()
+    assert request.state is RequestState.PREEMPTED
+    assert request.num_preemptions == 1
+    assert world.scheduler.room.is_giving_way
+    world.cache.blocks |= {1}
+    for _ in range(10):
+        world.step()
+    assert request.state is RequestState.PREEMPTED, "three blocks are less than it can come to"
+    world.cache.blocks |= {2, 3}
+    world.run()
+    world.check_outputs()
+    assert not world.scheduler.room.is_giving_way
+
+
 def test_nobody_overtakes_a_refused_start_for_ever() -> None:
     world = World(num_blocks=9, block_size=2)
     runner = world.submit(make_request([1, 2, 0, 1, 2, 1, 0], 6))

@@ -87,7 +87,7 @@ class World:
             try:
                 self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
             except OutOfSequencesError:
-                self.scheduler.waiting.create_refused(sequence)
+                self.scheduler.waiting.create_refused(sequence, try_again=True)
                 return
             self.scheduler.waiting.created(sequence)
 
