@@ -154,14 +154,22 @@ def _commit_out_of_bounds(scene: Scene) -> Defect:
         _commit(i, q.committed, [0] * (q.max_tokens - known + 1)),
         {"commit_tokens": int32([1])},
     ]
-    bound = q.granted_as_of(scene.completed)
-    if bound < q.reserved:  # the step that computes it still runs
-        wrong.append(_commit(i, bound + 1, [0] * max(0, bound + 1 - known)))
     if q.committed:
         wrong.append(_commit(i, q.committed - 1, []))
     if known < q.max_tokens:
         wrong.append(_commit(i, q.committed, [-1]))
     return scene.any(wrong), INVALID
+
+
+def _commit_of_what_still_runs(scene: Scene) -> Defect:
+    """Past what was reserved as of the completed step, though reserved and known."""
+    bounds = {q.sequence_id: q.granted_as_of(scene.completed) for q in scene.running}
+    early = [q for q in scene.running if bounds[q.sequence_id] < q.reserved]
+    if not early:
+        return None
+    q = scene.any(early)
+    length = bounds[q.sequence_id] + 1
+    return _commit(q.sequence_id, length, [0] * max(0, length - len(q.tokens))), INVALID
 
 
 def _fork_wrong(scene: Scene) -> Defect:
@@ -213,6 +221,7 @@ DEFECTS: list[Callable[[Scene], Defect]] = [
     _twice,
     _wrong_state,
     _commit_out_of_bounds,
+    _commit_of_what_still_runs,
     _fork_wrong,
     _lengths_wrong,
     _released,
