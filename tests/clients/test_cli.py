@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import pytest
 
 from cache_service.server import RunningServer
@@ -14,7 +16,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table
-from kvkeeper.client import AsyncCacheClient
+from kvkeeper.client import AsyncCacheClient, KvkeeperError
 
 NOBODY = "127.0.0.1:1"
 
@@ -26,7 +28,7 @@ class Outcome:
     err: str
 
 
-async def kvkeeper(*argv: str, stdin: str = "") -> Outcome:
+async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
     """The command as a user runs it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvkeeper.cli", *argv),
@@ -35,7 +37,7 @@ async def kvkeeper(*argv: str, stdin: str = "") -> Outcome:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 60)
+    out, err = await asyncio.wait_for(process.communicate(stdin), 60)
     return Outcome(process.returncode or 0, out.decode(), err.decode())
 
 
@@ -106,6 +108,49 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
         assert text in outcome.err
 
 
+@pytest.mark.parametrize("number", ["99999999999999999999", "-99999999999999999999", "1.5", "x"])
+@pytest.mark.parametrize("flag", ["--n", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
+def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])
+    assert f"argument {flag}: " in capsys.readouterr().err
+
+
+async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
+    broken = os.fsdecode(b"abc \xff\xfe def")
+    for argv, said in (
+        (("generate", broken), "argument prompt: not UTF-8 text"),
+        (("generate", "hello", "--stop", broken), "argument --stop: not UTF-8 text"),
+        (("generate", "hello", "--tenant", broken), "argument --tenant: not UTF-8 text"),
+    ):
+        outcome = await kvkeeper(*argv, "--engine", NOBODY)
+        assert outcome.exit_code == 2
+        assert outcome.err.endswith(said + "\n")
+    outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin=b"abc \xff\xfe def")
+    assert (outcome.exit_code, outcome.err) == (2, "kvkeeper: stdin is not UTF-8 text\n")
+    outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin="naïve".encode())
+    assert outcome.exit_code == 3  # it was read, and got as far as asking the engine
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    command = (sys.executable, "-m", "kvkeeper.cli", "status", "--json", "--cache", NOBODY, "--engine", NOBODY)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "kvkeeper: the output cannot be written: No space left on device\n")
+
+
+def test_an_engine_that_does_not_answer_in_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(*_: Any) -> None:
+        raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded")
+
+    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", stuck)
+    assert main(["generate", "hello", "--engine", NOBODY]) == 3
+    assert capsys.readouterr().err == f"kvkeeper: the engine service at {NOBODY} takes too long to answer; is it stuck?\n"
+
+
 async def test_status_shows_who_is_up_and_who_is_not(cache_server: RunningServer, spec: pb.KvSpec) -> None:
     addresses = ("--cache", cache_server.address, "--engine", NOBODY)
     async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec):
@@ -146,6 +191,18 @@ async def test_stats_and_sequences_show_what_the_service_holds(cache_server: Run
         report = json.loads((await kvkeeper("stats", *flag, "--engine", NOBODY, "--json")).out)
         assert report["cache"]["pools"][0]["num_running_sequences"] == 1
         assert report["cache"]["epoch"] < session.epoch
+
+
+def test_interruption_while_commands_are_imported_ends_in_the_same_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "kvkeeper.cli.commands":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "kvkeeper.cli.commands", raising=False)
+    monkeypatch.delattr("kvkeeper.cli.commands", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["status"]) == 130
 
 
 def test_interruption_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ async def test_generate_streams_text_and_tells_what_it_took(services: Services, 
     summary = first.err.splitlines()[-1]
     for part in ("prompt ", "cached ", "new 8", "finish: length", "first token after "):
         assert part in summary
-    again = await kvkeeper("generate", "-", *flags, "--json", stdin=PROMPT + "# cli")
+    again = await kvkeeper("generate", "-", *flags, "--json", stdin=(PROMPT + "# cli").encode())
     report = json.loads(again.out)
     assert 0 < report["cached_tokens"] < report["prompt_tokens"]
     assert report["new_tokens"] == 8

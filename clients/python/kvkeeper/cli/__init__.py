@@ -1,61 +1,23 @@
 """The command `kvkeeper`: start the services, ask them, generate.
 
 Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 a service is down; 130 interrupted (143 where SIGTERM ended
-`up`). Results go to stdout, everything else to stderr. `cache` and `engine` hand their arguments over to the services,
-which know their own flags; nothing else here imports a service, or torch.
+`up`). Results go to stdout, everything else to stderr. Nothing is imported before `main` runs, so that Ctrl-C during the
+second that imports take ends in an exit code too.
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
-from kvkeeper.cli import demo, generate, sequences, services, stats, status, up
-from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, failure
-from kvkeeper.client import KvkeeperError
-
-_COMMANDS = (up, demo, generate, status, stats, sequences)
+_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Usage errors and --help end in argparse's SystemExit (2 and 0)."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    args = argparse.Namespace()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
     try:
-        if argv and argv[0] in services.NAMES:
-            return services.run(argv[0], argv[1:])
-        args = _parse(argv)
-        return cast(Callable[[argparse.Namespace], int], args.run)(args)
-    except KvkeeperError as error:
-        return failure(error, args)
+        from kvkeeper.cli import commands
+
+        return commands.run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has left; the interpreter's last flush must not fail on it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
-    args, other_flags = parser.parse_known_args(argv)
-    args.other_flags = other_flags
-    if other_flags and not hasattr(args, "takes_other_flags"):
-        parser.error(f"unrecognized arguments: {' '.join(other_flags)}")
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvkeeper",
-        description="An LLM serving system whose KV cache lives in a process of its own.",
-        epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 a service is down, 130 interrupted.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, text in services.NAMES.items():
-        commands.add_parser(name, help=text, add_help=False)
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    return parser
+        return _EXIT_INTERRUPTED

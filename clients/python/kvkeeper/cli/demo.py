@@ -21,7 +21,7 @@ from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.tables import facts, size, table
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ async def _until_done() -> int:
     with tempfile.TemporaryDirectory(prefix="kvkeeper-demo-") as folder:
         try:
             return await _show(f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock", folder)
-        except (_ServiceEnded, TimeoutError) as error:
+        except (_ServiceEnded, KvkeeperError, TimeoutError) as error:
             print(f"kvkeeper: the demo could not go on: {error}", file=sys.stderr)
             return EXIT_FAILED
         except asyncio.CancelledError:

@@ -12,31 +12,56 @@ from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
 from kvkeeper.client import EngineClient, GenerateOptions, Piece, Sampling, Usage
 
+
+def _whole(text: str, bits: int = 32) -> int:
+    """A number that the message can hold; the service knows what it may be."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number, not {text!r}") from None
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise argparse.ArgumentTypeError(f"{text} is beyond {bits} bits")
+    return number
+
+
+def _seed(text: str) -> int:
+    return _whole(text, bits=64)
+
+
+def _utf8(text: str) -> str:
+    """Arguments are bytes; what is not UTF-8 in them Python hides in surrogates, which no message can hold."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise argparse.ArgumentTypeError("not UTF-8 text")
+    return text
+
+
 _SAMPLING_FLAGS = {
-    "max_tokens": (int, "most new tokens per continuation"),
+    "max_tokens": (_whole, "most new tokens per continuation"),
     "temperature": (float, "0 is greedy"),
     "top_p": (float, "smallest set of tokens with this total probability"),
-    "top_k": (int, "most likely tokens kept; 0 is off"),
+    "top_k": (_whole, "most likely tokens kept; 0 is off"),
     "min_p": (float, "least probability relative to the likeliest token"),
     "repetition_penalty": (float, "1 is off"),
     "frequency_penalty": (float, "-2 to 2"),
     "presence_penalty": (float, "-2 to 2"),
-    "seed": (int, "seed of the random stream"),
+    "seed": (_seed, "seed of the random stream"),
 }
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
-    parser.add_argument("prompt", nargs="?", help="text to continue; - reads it from stdin")
+    parser.add_argument("prompt", nargs="?", type=_utf8, help="text to continue; - reads it from stdin")
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
-    parser.add_argument("--n", type=int, help="continuations of the prompt, which is computed once")
+    parser.add_argument("--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    parser.add_argument(
+        "--stop", action="append", default=[], type=_utf8, metavar="TEXT", help="ends the output; may be repeated"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    parser.add_argument("--priority", type=int, default=0, help="larger is more important")
-    parser.add_argument("--timeout-ms", type=int, help="from arrival to the last token")
-    parser.add_argument("--tenant", default="", help="whose cache the prompt shares")
+    parser.add_argument("--priority", type=_whole, metavar="X", default=0, help="larger is more important")
+    parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token")
+    parser.add_argument("--tenant", default="", type=_utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
     add_engine_flag(parser)
     add_json_flag(parser)
@@ -109,14 +134,16 @@ class _Printer:
 def _read_prompt(args: argparse.Namespace) -> str | None:
     if (args.prompt is None) == (args.prompt_file is None):
         args.usage_error("give a prompt, or --prompt-file PATH")
-    if args.prompt_file is None:
-        return str(sys.stdin.read() if args.prompt == "-" else args.prompt)
+    if args.prompt_file is None and args.prompt != "-":
+        return str(args.prompt)
+    source = "stdin" if args.prompt_file is None else "--prompt-file"
     try:
-        return str(args.prompt_file.read_text(encoding="utf-8"))
+        raw = sys.stdin.buffer.read() if args.prompt_file is None else args.prompt_file.read_bytes()
+        return str(raw.decode("utf-8"))
     except OSError as error:
-        print(f"kvkeeper: --prompt-file cannot be read: {error.strerror}", file=sys.stderr)
+        print(f"kvkeeper: {source} cannot be read: {error.strerror}", file=sys.stderr)
     except UnicodeDecodeError:
-        print("kvkeeper: --prompt-file is not UTF-8 text", file=sys.stderr)
+        print(f"kvkeeper: {source} is not UTF-8 text", file=sys.stderr)
     return None
 
 

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+import grpc
+
 from kvkeeper.client import CallOptions, KvkeeperError
 
 EXIT_OK = 0
@@ -33,6 +35,10 @@ def failure(error: KvkeeperError, args: argparse.Namespace) -> int:
             "kvkeeper: the engine service is up, but its cache service does not answer; start it with `kvkeeper cache`",
             file=sys.stderr,
         )
+        return EXIT_DOWN
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason:
+        address = getattr(args, args.asks)
+        print(f"kvkeeper: the {args.asks} service at {address} takes too long to answer; is it stuck?", file=sys.stderr)
         return EXIT_DOWN
     facts = "".join(f", {name}={value}" for name, value in sorted(error.metadata.items()))
     reason = error.reason or error.code.name
