@@ -80,7 +80,8 @@ class Engine:
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
-            raise NeverFits(f"{request.max_len} tokens, at most {max_len} fit", requested=request.max_len, limit=max_len)
+            text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
+            raise NeverFits(text, requested=request.max_len, limit=max_len)
         if self.scheduler.num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
         generation.on_close = self._note_close
