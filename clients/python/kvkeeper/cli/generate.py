@@ -36,15 +36,15 @@ def _utf8(text: str) -> str:
 
 
 _SAMPLING_FLAGS = {
-    "max_tokens": (_whole, "most new tokens per continuation"),
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "smallest set of tokens with this total probability"),
-    "top_k": (_whole, "most likely tokens kept; 0 is off"),
-    "min_p": (float, "least probability relative to the likeliest token"),
-    "repetition_penalty": (float, "1 is off"),
-    "frequency_penalty": (float, "-2 to 2"),
-    "presence_penalty": (float, "-2 to 2"),
-    "seed": (_seed, "seed of the random stream"),
+    "max_tokens": (_whole, "most new tokens per continuation (default: 256, or what fits)"),
+    "temperature": (float, "0 is greedy (default: 0.7)"),
+    "top_p": (float, "smallest set of tokens with this total probability (default: 0.9)"),
+    "top_k": (_whole, "most likely tokens kept; 0 is off (default: 40)"),
+    "min_p": (float, "least probability relative to the likeliest token (default: off)"),
+    "repetition_penalty": (float, "1 is off (default: 1.1)"),
+    "frequency_penalty": (float, "-2 to 2 (default: 0)"),
+    "presence_penalty": (float, "-2 to 2 (default: 0)"),
+    "seed": (_seed, "seed of the random stream (default: a new one for each request)"),
 }
 
 
@@ -52,7 +52,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
     parser.add_argument("prompt", nargs="?", type=_utf8, help="text to continue; - reads it from stdin")
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
-    parser.add_argument("--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once")
+    parser.add_argument(
+        "--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)"
+    )
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -60,7 +62,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--priority", type=_whole, metavar="X", default=0, help="larger is more important")
-    parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token")
+    parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
     parser.add_argument("--tenant", default="", type=_utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
     add_engine_flag(parser)
