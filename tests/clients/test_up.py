@@ -55,6 +55,7 @@ def test_a_signal_ends_both_and_leaves_nothing(
     services.process.send_signal(signum)
     assert services.process.wait(END_S) == exit_code
     wait_for_end(*pids.values())
+    assert services.log_path.read_text().splitlines()[-1] == "kvkeeper: stopped; both services have ended"
     assert_nothing_left(folder)
 
 

@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
         if _is_taken(address):
             print(f"kvkeeper: somebody serves at {address} already; choose another --{service}-listen", file=sys.stderr)
             return EXIT_FAILED
-    return asyncio.run(_Pair(args, flags).run())
+    exit_code = asyncio.run(_Pair(args, flags).run())
+    if exit_code > 128:
+        print("kvkeeper: stopped; both services have ended", file=sys.stderr)
+    return exit_code
 
 
 class _Stopped(Exception):
