@@ -61,3 +61,19 @@ def test_interrupted_demo_leaves_nothing() -> None:
         assert demo.returncode == 130, output
         assert not _processes_of(folder)
         assert not list(folder.glob("kvkeeper-demo-*"))
+
+
+def test_demo_that_loses_its_engine_says_so_and_leaves_nothing() -> None:
+    with short_folder() as folder:
+        demo = _start(folder)
+        assert demo.stdout is not None
+        while "1. One prompt" not in demo.stdout.readline():  # an engine computes from here on
+            assert demo.poll() is None
+        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+        (engine,) = (pid for pid in children if b"\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(engine), signal.SIGKILL)
+        output, _ = demo.communicate(timeout=_LONG_S)
+        assert demo.returncode == 1, output
+        assert output.splitlines()[-1].startswith("kvkeeper: the demo could not go on: "), output
+        assert not _processes_of(folder)
+        assert not list(folder.glob("kvkeeper-demo-*"))
