@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cache_service import registry
+from cache_service.types import Copies
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
 
@@ -138,6 +139,24 @@ async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_a
     assert stats.pools[0].num_quarantined_blocks > 0
     slow.may_go_on.set()
     await asyncio.wait_for(stepping, DEADLINE)
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_a_quarantine_ends_also_when_other_copies_begin_at_once(
+    api: Api, slow: SlowCopies, clock: ManualClock
+) -> None:
+    session, _ = await forked(api, ttl_ms=1000)
+    (pool,) = api.server.keeper.registry.pools
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    assert pool.copying is not None
+    others = Copies(np.zeros(1, np.int32), np.ones(1, np.int32))
+    pool.copying.add_done_callback(lambda _: pool.copy(others))  # another call was faster than the end of the quarantine
+    clock.advance(1.1)
+    assert (await api.stats()).pools[0].num_quarantined_blocks > 0
+    slow.may_go_on.set()
+    await asyncio.wait_for(stepping, DEADLINE)
+    await begun(api, slow, 2)
     await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
 
 
