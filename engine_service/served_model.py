@@ -5,7 +5,6 @@ and weights), shape, rope parameters, window. The tokenizer is not part of that:
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from engine_service.config import HASH_TOY, EngineConfig
 from engine_service.model.config import CONFIG_FILE, ModelConfig
 from engine_service.model.decoder import Decoder
+from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from engine_service.model.json_file import read_json_object
 from engine_service.model.loader import DtypeChoice, load_model
@@ -91,7 +91,7 @@ def _from_folder(folder: Path, decoder: Decoder, config: ModelConfig) -> ServedM
     architectures = raw.get("architectures") or [config.family]
     return ServedModel(
         model_id=folder.name,
-        revision=_revision(folder),
+        revision=weights_digest(folder),
         architecture=str(architectures[0]),
         num_parameters=_num_parameters(folder, config),
         vocab_size=config.vocab_size,
@@ -119,16 +119,6 @@ def _hash_toy() -> ServedModel:
         layout=config.kv_layout,
         make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout),
     )
-
-
-def _revision(folder: Path) -> str:
-    """SHA-256 over config and weights, file by file in order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted([folder / CONFIG_FILE, *list_weight_files(folder)]):
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\n{path.stat().st_size}\n".encode())
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def _num_parameters(folder: Path, config: ModelConfig) -> int:
