@@ -97,10 +97,6 @@ class StepCore:
     def num_sessions(self) -> int:
         return len(self._owners)
 
-    @property
-    def num_quarantines(self) -> int:
-        return len(self._quarantines)
-
     # The hot path
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
