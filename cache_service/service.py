@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Protocol
 
-from cache_service import convert, door, kv_io, kv_spec, paging
+from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
@@ -20,6 +20,7 @@ from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
@@ -44,8 +45,8 @@ class CacheService:
         return pb.GetCapabilitiesResponse(
             version=_version(),
             epoch=self._keeper.epoch,
-            max_message_bytes=door.MAX_MESSAGE_BYTES,
-            max_prompt_message_bytes=door.MAX_PROMPT_MESSAGE_BYTES,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
             min_ttl_ms=_ms(MIN_TTL),
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),

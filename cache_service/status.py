@@ -1,17 +1,11 @@
-"""Typed refusals as what a client gets: google.rpc.Status with one ErrorInfo, and RetryInfo where waiting helps.
-
-Owns the code of each reason; the proto's ErrorReason says the same in its comments.
-"""
+"""The code of each reason that the cache service refuses with; the proto's ErrorReason says the same in its comments."""
 
 import grpc
-import grpc.aio
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY  # type: ignore[attr-defined]
 
-from cache_service.errors import BrokenInvariant, CacheError
+from cache_service.errors import BrokenInvariant, CacheError, InvalidField, NotImplementedYet
+from kvkeeper.service.status import Refusals
 
-DOMAIN = "kvkeeper"
 _RETRY_DELAY = duration_pb2.Duration(nanos=200_000_000)
 
 _CODES = {
@@ -36,21 +30,11 @@ _CODES = {
     "OUT_OF_SESSIONS": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-# What a client gets for anything unexpected: the details are in the log only.
-INTERNAL = BrokenInvariant("the service found itself inconsistent; its log says more")
-
-
-def to_status(error: CacheError) -> status_pb2.Status:
-    """The Status of a refusal."""
-    code = _CODES[error.reason]
-    status = status_pb2.Status(code=code.value[0], message=str(error))
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
-    if code is grpc.StatusCode.UNAVAILABLE:
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_RETRY_DELAY))
-    return status
-
-
-async def abort(context: grpc.aio.ServicerContext, error: CacheError) -> None:
-    """Ends the call with the refusal's Status; raises grpc's own exception for that."""
-    details = to_status(error).SerializeToString()
-    await context.abort(_CODES[error.reason], str(error), ((GRPC_DETAILS_METADATA_KEY, details),))
+REFUSALS = Refusals(
+    base=CacheError,
+    invalid_field=InvalidField,
+    not_implemented=NotImplementedYet,
+    broken_invariant=BrokenInvariant,
+    codes=_CODES,
+    retry_delays={reason: _RETRY_DELAY for reason, code in _CODES.items() if code is grpc.StatusCode.UNAVAILABLE},
+)

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from google.protobuf.message import DecodeError
 
 from cache_service import convert
-from cache_service.door import EOF, MAX_MESSAGE_BYTES
+from cache_service.door import EOF
 from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Copies, Executor
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service.door import MAX_MESSAGE_BYTES
 
 _parse = pb.StepRequest.FromString
 

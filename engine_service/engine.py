@@ -8,7 +8,7 @@ Steps do not overlap yet: the work of a step is done before the next one is aske
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -121,8 +121,11 @@ class Engine:
 
     # -- the loop
 
-    async def run_session(self, memory: KvMemory, limits: Limits) -> None:
-        """Serve until the engine is stopped. Raises KvkeeperError when the session is lost; the requests live on."""
+    async def run_session(self, memory: KvMemory, limits: Limits, tell_ready: Callable[[], Awaitable[None]]) -> None:
+        """Serve until the engine is stopped. Raises KvkeeperError when the session is lost; the requests live on.
+
+        tell_ready is awaited once requests are taken, so that nobody who was told is refused.
+        """
         self.memory, self._num_reported = memory, 0
         self._end_closed()
         for request in self.scheduler.reset(limits):
@@ -131,6 +134,7 @@ class Engine:
             )
         self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
         try:
+            await tell_ready()
             while not (self._stopping and not self.generations and self.scheduler.is_empty):
                 await self.step(memory)
         finally:

@@ -6,6 +6,7 @@ CACHE_SERVICE_DOWN; until the first one is there, and in between, new requests a
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 import structlog
@@ -43,8 +44,7 @@ async def keep_serving(
         try:
             pool = memory.session.pool
             log.info("session_opened", num_blocks=pool.num_blocks, block_size=pool.block_size)
-            await tell(True)
-            await engine.run_session(memory, limits_of(pool, model, config))
+            await engine.run_session(memory, limits_of(pool, model, config), partial(tell, True))
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cache_service.listen import SocketLock
+from kvkeeper.service.listen import SocketLock
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
 _MAX_TOKEN_BYTES = 128

@@ -7,7 +7,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from cache_service import errors, status
+from cache_service import errors
+from cache_service.status import REFUSALS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, Api, refusal
 
@@ -31,14 +32,14 @@ def test_every_reason_of_the_protocol_has_an_error_and_its_documented_code() -> 
     assert {error.reason for error in refusals()} == names
     codes = {}
     for error in refusals():
-        made = status.to_status(error("text", some="data"))
+        made = REFUSALS.to_status(error("text", some="data"))
         codes[error.reason] = next(code.name for code in grpc.StatusCode if code.value[0] == made.code)
     assert codes == documented_codes()
 
 
 @pytest.mark.parametrize("error", refusals())
 def test_a_status_carries_one_error_info_and_says_when_to_retry(error: type[errors.CacheError]) -> None:
-    made = status.to_status(error("text", limit=7))
+    made = REFUSALS.to_status(error("text", limit=7))
     infos = [detail for detail in made.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)]
     retries = [detail for detail in made.details if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]
     assert len(infos) == 1

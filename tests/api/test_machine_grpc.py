@@ -23,7 +23,7 @@ class ServiceMachine(CacheMachine):
 
 TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(
-    max_examples=120,
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -20,6 +20,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from tests.support.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "clients/python"))
 SMALL = ("--pool-memory", "64KiB", "--num-pools", "1")
 
 
@@ -31,7 +32,7 @@ class Services:
         self._all: list[subprocess.Popen[str]] = []
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+        environ = os.environ | {"PYTHONPATH": PYTHONPATH}
         command = [sys.executable, "-m", "cache_service", "--runtime-dir", str(self.folder / "run"), *SMALL, *flags]
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._all.append(process)
@@ -155,7 +156,7 @@ def test_more_memory_than_the_machine_has_is_refused(services: Services, memory:
 def test_more_memory_than_the_process_may_have_is_refused(services: Services, limit: str, size: int) -> None:
     limited = f"import resource, sys; resource.setrlimit(resource.{limit}, ({size}, {size}))\n"
     limited += "from cache_service.__main__ import main; sys.exit(main())"
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
     flags = ["--listen", "127.0.0.1:0", "--runtime-dir", str(services.folder / "run"), "--num-pools", "1"]
     command = [sys.executable, "-c", limited, *flags, "--pool-memory", str(size + 4096)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)

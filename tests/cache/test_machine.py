@@ -14,7 +14,7 @@ class CoreMachine(CacheMachine):
 
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = settings(
-    max_examples=800,
+    max_examples=500,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

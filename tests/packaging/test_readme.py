@@ -1,6 +1,7 @@
 """README says what is so: every file:function of "Follow one request" exists, every make target and flag it names too."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -41,9 +42,9 @@ def test_make_targets_exist() -> None:
 
 @pytest.mark.parametrize("service", ["cache", "engine"])
 def test_configuration_table_is_what_help_says(service: str) -> None:
-    help_text = subprocess.run(
-        [sys.executable, "-m", "kvkeeper.cli", service, "--help"], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
+    found = {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "clients/python"))}
+    command = [sys.executable, "-m", "kvkeeper.cli", service, "--help"]
+    help_text = subprocess.run(command, env=os.environ | found, capture_output=True, text=True, check=True, timeout=120).stdout
     rows = re.findall(rf"^\| `{service} (--[a-z-]+)` \|", README, re.MULTILINE)
     assert rows, f"README has no flag of the {service} service"
     for flag in rows:

@@ -151,13 +151,13 @@ class Simulation:
         elif event == 42:
             self.world.close(session, may_still_write=False)
             engine.session = None
-        elif event < 46:
+        elif event < 51:
             self.counts.refused_steps += refuse_step(self.world, session, self.choose)
-        elif event < 48:
+        elif event < 53:
             self._late_message(engine)
-        elif event == 48:
+        elif event == 53:
             self.world.clear(session)
-        elif event < 60:
+        elif event < 64:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

@@ -21,16 +21,17 @@ class CallsWorld(World):
     def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
         super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
         self.naive = NaiveCalls(driver.config)
-        self.one_item: set[SessionId] = set()
+        self.one_item: list[SessionId] = []  # in the order they were opened, whatever their ids
         self.num_refused = 0
 
     def open_for_calls(self) -> SessionId:
         session = self.open(Executor.CACHE)
-        self.one_item.add(session)
+        self.one_item.append(session)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
-        self.one_item.discard(session)
+        if session in self.one_item:
+            self.one_item.remove(session)
         super().close(session, may_still_write=may_still_write)
 
     def call(self, session: SessionId, choose: Choose) -> None:

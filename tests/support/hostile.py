@@ -5,15 +5,31 @@ the world has nothing to do it with. The lawful items would change state, so tha
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from cache_service.types import MAX_ID, SessionId, StepBatch
+from cache_service.types import MAX_ID, Executor, SessionId, StepBatch
 from tests.support.engine_model import Choose, int32, int64
 from tests.support.naive_cache import NaiveSequence
 from tests.support.world import World
 
+T = TypeVar("T")
 Columns = dict[str, Any]
 Defect = tuple[Columns, tuple[str, ...]] | None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a defect is made of: the session's sequences, and the step up to which its device work is said to be done."""
+
+    running: list[NaiveSequence]
+    waiting: list[NaiveSequence]
+    completed: int
+    choose: Choose
+
+    def any(self, options: list[T]) -> T:
+        return options[self.choose(len(options))]
+
 
 INVALID = ("INVALID_FIELD",)
 UNKNOWN = ("UNKNOWN_SEQUENCE",)
@@ -23,23 +39,24 @@ def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
     """Sends one wrong step; it must be refused without a trace. False where there is nothing to do it with."""
     engine = world.engines[session]
     ours = world.naive.of(session)
-    running, waiting = [q for q in ours if q.running], [q for q in ours if not q.running]
-    defect = DEFECTS[choose(len(DEFECTS))](running, waiting, choose)
+    lag = choose(2) if engine.executor is Executor.ENGINE and engine.step_id else 0
+    completed = max(engine.completed, engine.step_id - lag)
+    scene = Scene([q for q in ours if q.running], [q for q in ours if not q.running], completed, choose)
+    defect = scene.any(DEFECTS)(scene)
     if defect is None:
         return False
     columns, reasons = defect
-    completed = max(engine.completed, engine.step_id)
     batch = StepBatch(step_id=engine.step_id + 1, completed_step_id=completed, **columns)
-    world.refused_with(reasons, lambda: world.driver.step(session, _beside(batch, running, waiting)))
+    world.refused_with(reasons, lambda: world.driver.step(session, _beside(batch, scene)))
     return True
 
 
-def _beside(batch: StepBatch, running: list[NaiveSequence], waiting: list[NaiveSequence]) -> StepBatch:
+def _beside(batch: StepBatch, scene: Scene) -> StepBatch:
     """Adds lawful items on sequences that the wrong one does not name."""
     columns = [getattr(batch, name) for name in batch._fields if name.endswith(("ids", "parents", "children"))]
     named = {int(i) for column in columns for i in column}
-    spare = [q for q in running if q.sequence_id not in named]
-    idle = [q for q in waiting if q.sequence_id not in named]
+    spare = [q for q in scene.running if q.sequence_id not in named]
+    idle = [q for q in scene.waiting if q.sequence_id not in named]
     if spare and not len(batch.reserve_ids):
         most = [min(q.max_tokens, q.reserved + 1) for q in spare]
         batch = batch._replace(reserve_ids=int64([q.sequence_id for q in spare]), reserve_min=int32([1] * len(spare)),
@@ -79,9 +96,9 @@ def _reserve(ids: list[int], least: int, most: int) -> Columns:
     return {"reserve_ids": int64(ids), "reserve_min": int32([least] * count), "reserve_max": int32([most] * count)}
 
 
-def _unknown(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _unknown(scene: Scene) -> Defect:
     """Nobody's id, id 0, a negative and a huge one, in every list."""
-    nobody = (MAX_ID, 0, -1, -(2**63), 2**63 - 1)[choose(5)]
+    nobody = scene.any([MAX_ID, 0, -1, -(2**63), 2**63 - 1])
     lists: list[Columns] = [
         _commit(nobody, 1, []),
         _fork(nobody, MAX_ID - 1, 1),
@@ -90,42 +107,42 @@ def _unknown(running: list[NaiveSequence], waiting: list[NaiveSequence], choose:
         _start([nobody]),
         _reserve([nobody], 1, 1),
     ]
-    return lists[choose(len(lists))], (*UNKNOWN, *INVALID)
+    return scene.any(lists), (*UNKNOWN, *INVALID)
 
 
-def _twice(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _twice(scene: Scene) -> Defect:
     """One sequence two times in one list."""
-    if waiting and choose(2):
-        return _start([waiting[0].sequence_id] * 2), INVALID
-    if not running:
+    if scene.waiting and scene.choose(2):
+        return _start([scene.waiting[0].sequence_id] * 2), INVALID
+    if not scene.running:
         return None
-    twice = [running[0].sequence_id] * 2
-    committed = running[0].committed
+    twice = [scene.running[0].sequence_id] * 2
+    committed = scene.running[0].committed
     lists: list[Columns] = [
         {"commit_ids": int64(twice), "commit_lens": int32([committed] * 2), "commit_num_new": int32([0, 0])},
         _truncate(twice, [1, 1]),
         {"release_ids": int64(twice)},
         _reserve(twice, 1, 1),
     ]
-    return lists[choose(len(lists))], INVALID
+    return scene.any(lists), INVALID
 
 
-def _wrong_state(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
-    if running and choose(2):
-        return _start([running[0].sequence_id]), ("WRONG_STATE",)
-    if not waiting:
+def _wrong_state(scene: Scene) -> Defect:
+    if scene.running and scene.choose(2):
+        return _start([scene.running[0].sequence_id]), ("WRONG_STATE",)
+    if not scene.waiting:
         return None
-    q = waiting[0].sequence_id
+    q = scene.waiting[0].sequence_id
     lists = [_commit(q, 0, []), _fork(q, MAX_ID, 1), _truncate([q], [1]), _reserve([q], 1, 1),
              {**_start([q]), **_reserve([q], 1, 1)}]  # fmt: skip
-    return lists[choose(len(lists))], ("WRONG_STATE",)
+    return scene.any(lists), ("WRONG_STATE",)
 
 
-def _commit_out_of_bounds(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _commit_out_of_bounds(scene: Scene) -> Defect:
     """Past what is reserved, past what is known, shrinking, or with tokens that do not add up."""
-    if not running:
+    if not scene.running:
         return None
-    q = running[choose(len(running))]
+    q = scene.any(scene.running)
     known, i = len(q.tokens), q.sequence_id
     wrong = [
         _commit(i, q.reserved + 1, [0] * max(0, min(q.reserved + 1, q.max_tokens) - known)),
@@ -141,16 +158,27 @@ def _commit_out_of_bounds(running: list[NaiveSequence], waiting: list[NaiveSeque
         wrong.append(_commit(i, q.committed - 1, []))
     if known < q.max_tokens:
         wrong.append(_commit(i, q.committed, [-1]))
-    return wrong[choose(len(wrong))], INVALID
+    return scene.any(wrong), INVALID
 
 
-def _fork_wrong(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _commit_of_what_still_runs(scene: Scene) -> Defect:
+    """Past what was reserved as of the completed step, though reserved and known."""
+    bounds = {q.sequence_id: q.granted_as_of(scene.completed) for q in scene.running}
+    early = [q for q in scene.running if bounds[q.sequence_id] < q.reserved]
+    if not early:
+        return None
+    q = scene.any(early)
+    length = bounds[q.sequence_id] + 1
+    return _commit(q.sequence_id, length, [0] * max(0, length - len(q.tokens))), INVALID
+
+
+def _fork_wrong(scene: Scene) -> Defect:
     """More tokens than committed, none, or a child that is there already or has no lawful id."""
-    parents = [q for q in running if q.committed]
+    parents = [q for q in scene.running if q.committed]
     if not parents:
         return None
     q = parents[0]
-    other = (running + waiting)[choose(len(running + waiting))].sequence_id
+    other = scene.any(scene.running + scene.waiting).sequence_id
     wrong: list[tuple[Columns, tuple[str, ...]]] = [
         (_fork(q.sequence_id, MAX_ID, q.committed + 1), INVALID),
         (_fork(q.sequence_id, MAX_ID, 0), INVALID),
@@ -161,38 +189,39 @@ def _fork_wrong(running: list[NaiveSequence], waiting: list[NaiveSequence], choo
         (_fork(q.sequence_id, other, 1), ("DUPLICATE_SEQUENCE",)),
         ({**_fork(q.sequence_id, other, 1), "release_ids": int64([other])}, ("DUPLICATE_SEQUENCE",)),
     ]
-    return wrong[choose(len(wrong))]
+    return scene.any(wrong)
 
 
-def _lengths_wrong(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _lengths_wrong(scene: Scene) -> Defect:
     """Truncates, starts and reservations whose lengths cannot be."""
-    if waiting and choose(2):
-        q = waiting[0].sequence_id
-        return (_start([q], max_new=-choose(2)), INVALID) if choose(2) else (_start([q], max_hit=-1), INVALID)
-    if not running:
+    if scene.waiting and scene.choose(2):
+        q = scene.waiting[0].sequence_id
+        return (_start([q], max_new=-scene.choose(2)), INVALID) if scene.choose(2) else (_start([q], max_hit=-1), INVALID)
+    if not scene.running:
         return None
-    q, limit = running[0].sequence_id, running[0].max_tokens
+    q, limit = scene.running[0].sequence_id, scene.running[0].max_tokens
     wrong = [_truncate([q], [0]), _truncate([q], [-5]), _reserve([q], 0, 1), _reserve([q], 2, 1),
              _reserve([q], 1, limit + 1), _reserve([q], 1, 2**31 - 1)]  # fmt: skip
-    return wrong[choose(len(wrong))], INVALID
+    return scene.any(wrong), INVALID
 
 
-def _released(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+def _released(scene: Scene) -> Defect:
     """Released in this step, and wanted after it."""
-    if waiting and choose(2):
-        q = waiting[0].sequence_id
+    if scene.waiting and scene.choose(2):
+        q = scene.waiting[0].sequence_id
         return {"release_ids": int64([q]), **_start([q])}, UNKNOWN
-    if not running:
+    if not scene.running:
         return None
-    q = running[0].sequence_id
+    q = scene.running[0].sequence_id
     return {"release_ids": int64([q]), **_reserve([q], 1, 1)}, UNKNOWN
 
 
-DEFECTS: list[Callable[[list[NaiveSequence], list[NaiveSequence], Choose], Defect]] = [
+DEFECTS: list[Callable[[Scene], Defect]] = [
     _unknown,
     _twice,
     _wrong_state,
     _commit_out_of_bounds,
+    _commit_of_what_still_runs,
     _fork_wrong,
     _lengths_wrong,
     _released,

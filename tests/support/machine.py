@@ -53,7 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.create(self.any_session(choose), choose)
 
     @precondition(lambda self: self.stepping())
-    @rule(data=st.data(), count=st.integers(1, 3))
+    @rule(data=st.data(), count=st.integers(1, 8))
     def step(self, data: st.DataObject, count: int) -> None:
         choose = chooser(data)
         session = self.any_of(self.stepping(), choose)
@@ -62,10 +62,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.holds()
 
     @precondition(lambda self: self.world.one_item)
-    @rule(data=st.data(), count=st.integers(1, 3))
+    @rule(data=st.data(), count=st.integers(1, 8))
     def call(self, data: st.DataObject, count: int) -> None:
         choose = chooser(data)
-        session = self.any_of(sorted(self.world.one_item), choose)
+        session = self.any_of(self.world.one_item, choose)
         for _ in range(count):
             self.world.call(session, choose)
             self.holds()
@@ -115,14 +115,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.end_quarantine(self.any_of(self.world.ended, chooser(data)))
 
     @precondition(lambda self: self.world.engines)
-    @rule(data=st.data())
-    def clear_prefix_cache(self, data: st.DataObject) -> None:
-        self.world.clear(self.any_session(chooser(data)))
-
-    @precondition(lambda self: self.world.engines)
-    @rule(data=st.data(), num_free=st.integers(0, 10))
-    def evict_blocks(self, data: st.DataObject, num_free: int) -> None:
-        self.world.evict(self.any_session(chooser(data)), num_free)
+    @rule(data=st.data(), num_free=st.none() | st.integers(0, 10))
+    def forget(self, data: st.DataObject, num_free: int | None) -> None:
+        """The whole index is cleared, or blocks are evicted until so many are free."""
+        session = self.any_session(chooser(data))
+        if num_free is None:
+            self.world.clear(session)
+        else:
+            self.world.evict(session, num_free)
 
     @invariant()
     def holds(self) -> None:

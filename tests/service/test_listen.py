@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.listen import AddressInUse, SocketLock, check_port, private_directory
+from kvkeeper.service.listen import AddressInUse, SocketLock, check_port
 
 
 @pytest.fixture
@@ -54,14 +54,3 @@ def test_a_port_in_use_is_told() -> None:
         with pytest.raises(AddressInUse, match=str(port)):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
-
-
-def test_a_private_directory_is_made_and_checked(path: Path) -> None:
-    assert private_directory(path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    private_directory(path / "a" / "b")
-    (path / "a" / "b").chmod(0o770)
-    with pytest.raises(AddressInUse, match="0700"):
-        private_directory(path / "a" / "b")
-    (path / "file").write_text("")
-    with pytest.raises(AddressInUse):
-        private_directory(path / "file")

@@ -1,6 +1,6 @@
-"""The service's log: structlog, one JSON object a line, on stderr.
+"""A service's log: structlog, one JSON object a line, on stderr.
 
-Events are short names with fields. Never in a log: attach tokens, descriptors, token ids of prompts, tenants.
+Events are short names with fields. Never in a log: attach tokens, descriptors, prompts, outputs, tenants.
 """
 
 import logging

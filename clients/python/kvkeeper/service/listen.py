@@ -16,6 +16,11 @@ class AddressInUse(Exception):
     """Somebody else serves there, or something there is not ours to remove. One line."""
 
 
+def socket_path(listen: str) -> Path | None:
+    """Where a service listens when that is a Unix socket."""
+    return Path(listen.removeprefix("unix:")) if listen.startswith("unix:") else None
+
+
 class SocketLock:
     """Exclusive right to a Unix socket's path for as long as this process lives. Raises AddressInUse."""
 
@@ -82,15 +87,3 @@ def check_port(host: str, port: int) -> None:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise AddressInUse(f"another program listens on {host}:{port}") from None
-
-
-def private_directory(path: Path) -> Path:
-    """Makes the folder with mode 0700 if there is none. Raises AddressInUse where it is not ours alone."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise AddressInUse(f"cannot make the folder {path}: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise AddressInUse(f"the folder {path} must be yours with mode 0700")
-    return path

@@ -1,0 +1,130 @@
+"""Flags over environment over defaults, into one frozen config.
+
+A service brings a dataclass that checks its own values, and a parser and a help text for each field; how they are read and told
+is here. A wrong value is a ConfigError of one line that names the flag. Does not look at the machine: whether memory, a model
+or an address can be had is found out at start.
+"""
+
+import argparse
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar, cast
+
+C = TypeVar("C")
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
+
+
+class ConfigError(ValueError):
+    """The service was asked for something it refuses to start with. One line, names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource(Generic[C]):
+    """Where a service's config comes from. parsers and help have an entry for each field of the config's dataclass."""
+
+    config: Callable[..., C]
+    program: str
+    description: str
+    environment_prefix: str
+    example: str  # what follows the prefix in --help
+    parsers: Mapping[str, Callable[[str], Any]]
+    help: Mapping[str, str]
+
+    def load(self, argv: Sequence[str], environ: Mapping[str, str]) -> C:
+        """Raises ConfigError; --help and unknown flags end in argparse's SystemExit."""
+        values: dict[str, Any] = {}
+        for name in self.parsers:
+            variable = self.environment_prefix + name.upper()
+            if text := environ.get(variable):
+                values[name] = self._parsed(variable, name, text)
+        for name, given in vars(self._parser().parse_args(argv)).items():
+            if given is not None:
+                values[name] = given if isinstance(given, bool) else self._parsed(flag(name), name, given)
+        return self.config(**values)
+
+    def _parsed(self, source: str, name: str, text: str) -> Any:
+        parse = self.parsers[name]
+        try:
+            return parse(text)
+        except ValueError as error:
+            wanted = "a number" if parse in (int, float) else str(error)
+            raise ConfigError(f"{source}: {wanted}, not {text!r}") from None
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=self.program,
+            description=self.description,
+            epilog=f"Each flag can be given as an environment variable, for example {self.environment_prefix}{self.example}.",
+            allow_abbrev=False,
+        )
+        for item in fields(cast(Any, self.config)):
+            text = self.help[item.name]
+            if isinstance(item.default, int | float | str) and "(default:" not in text:
+                text += f" (default: {_shown(item.default)})"
+            if item.type is bool:
+                parser.add_argument(flag(item.name), action=argparse.BooleanOptionalAction, default=None, help=text)
+            else:
+                parser.add_argument(flag(item.name), default=None, help=text, metavar=item.name.upper())
+        return parser
+
+
+def parse_switch(text: str) -> bool:
+    """Raises ValueError."""
+    if text.lower() not in ("1", "0", "true", "false", "on", "off"):
+        raise ValueError("on or off")
+    return text.lower() in ("1", "true", "on")
+
+
+def flag(name: str) -> str:
+    """Of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises ConfigError."""
+    if not low <= value <= high:
+        raise ConfigError(f"{flag(name)}: {low} to {high}, not {value}")
+
+
+def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
+    """Raises ConfigError."""
+    if value not in allowed:
+        raise ConfigError(f"{flag(name)}: one of {', '.join(allowed)}, not {value!r}")
+
+
+def check_address(name: str, address: str) -> None:
+    """Until there are credentials, whoever can reach an address is trusted: so loopback or a Unix socket only.
+
+    Raises ConfigError.
+    """
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        if not path.startswith("/") or path.endswith("/"):
+            raise ConfigError(
+                f"{flag(name)}: the path of a Unix socket is absolute, as in unix:/run/kvkeeper.sock, not {address!r}"
+            )
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"{flag(name)}: the path of a Unix socket has at most {MAX_SOCKET_PATH_BYTES} bytes")
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
+        raise ConfigError(f"{flag(name)}: host:port or unix:/path, not {address!r}")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        raise ConfigError(f"{flag(name)}: a loopback IP address or localhost, not the name {host!r}") from None
+    if not is_loopback:
+        raise ConfigError(
+            f"{flag(name)}: only loopback addresses and Unix sockets are served without credentials, not {address!r}"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)

@@ -1,0 +1,116 @@
+"""The one way in: every call of a service passes here, as bytes, and every refusal becomes its Status here.
+
+Owns message size limits, parsing, and what an exception turns into. Calls arrive as bytes because size and form are to be
+refused with our reasons, before anything is built from them. Handlers take a message and give a message, or messages, and
+raise the service's refusals; anything else they raise is a bug, logged here and answered without details.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvkeeper.service.status import Refusals
+
+log = structlog.get_logger()
+
+MAX_MESSAGE_BYTES = 256 << 10
+MAX_PROMPT_MESSAGE_BYTES = 4 << 20
+
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a service takes, and how it refuses."""
+
+    service: ServiceDescriptor
+    with_prompt: frozenset[str]  # methods whose messages may be as large as prompts are
+    unimplemented: Mapping[str, str]  # method -> feature of the NOT_IMPLEMENTED answer
+    refusals: Refusals
+
+    def parse(self, method: MethodDescriptor, raw: bytes) -> Message:
+        """The request of a method of the service. Raises its invalid_field."""
+        limit = MAX_PROMPT_MESSAGE_BYTES if method.name in self.with_prompt else MAX_MESSAGE_BYTES
+        if len(raw) > limit:
+            raise self.refusals.invalid_field("the message is too large", field="request", limit=limit)
+        try:
+            return GetMessageClass(method.input_type).FromString(raw)
+        except DecodeError:
+            text = f"the bytes are not a {method.input_type.name}"
+            raise self.refusals.invalid_field(text, field="request") from None
+
+    async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
+        """The call's result; what it raises ends the RPC with its Status."""
+        try:
+            return await call
+        except self.refusals.base as refusal:
+            await self.refusals.abort(context, refusal)
+        except (grpc.RpcError, grpc.aio.UsageError):
+            raise
+        except Exception:
+            log.exception("broken_invariant", method=method)
+            hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
+            await self.refusals.abort(context, hidden)
+
+
+class Door(grpc.GenericRpcHandler):
+    """Handlers by method name: those given, else `service` has a method for each in snake case."""
+
+    def __init__(self, contract: Contract, service: Any, given: Mapping[str, grpc.RpcMethodHandler] | None = None) -> None:
+        self.service_name = contract.service.full_name
+        handlers = dict(given or {})
+        for method in contract.service.methods:
+            if method.name in contract.unimplemented:
+                handlers[method.name] = _not_implemented(contract, method)
+            elif method.name not in handlers:
+                handlers[method.name] = _handler(contract, method, getattr(service, _snake_case(method.name)))
+        self._handlers = {f"/{self.service_name}/{name}": handler for name, handler in handlers.items()}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return self._handlers.get(handler_call_details.method)
+
+
+def _handler(contract: Contract, method: MethodDescriptor, function: Any) -> grpc.RpcMethodHandler:
+    if method.server_streaming:
+
+        async def server_stream(raw: bytes, context: Context) -> None:
+            async def call() -> None:
+                responses: AsyncIterator[Message] = function(contract.parse(method, raw))
+                try:
+                    async for response in responses:
+                        await context.write(response.SerializeToString())
+                finally:
+                    await responses.aclose()  # type: ignore[attr-defined]  # a client that went away cancels this task
+
+            await contract.guard(method.name, context, call())
+
+        return grpc.unary_stream_rpc_method_handler(server_stream)
+
+    async def unary(raw: bytes, context: Context) -> bytes:
+        async def call() -> bytes:
+            return (await function(contract.parse(method, raw))).SerializeToString()
+
+        return await contract.guard(method.name, context, call())
+
+    return grpc.unary_unary_rpc_method_handler(unary)
+
+
+def _not_implemented(contract: Contract, method: MethodDescriptor) -> grpc.RpcMethodHandler:
+    text, feature = f"{method.name} is not part of this build", contract.unimplemented[method.name]
+
+    async def refuse(raw: bytes, context: Context) -> None:
+        await contract.refusals.abort(context, contract.refusals.not_implemented(text, feature=feature))
+
+    make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+    return make(refuse)
+
+
+def _snake_case(name: str) -> str:
+    return "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,96 @@
+"""Endpoint: one address and the grpc.aio server that answers there, with health and, if wanted, reflection.
+
+The service decides the order: open, start, say that it serves; and backwards: drain, stop, and give the address back last,
+when nothing else of the service is left that a successor would meet.
+"""
+
+import os
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvkeeper.service.door import MAX_PROMPT_MESSAGE_BYTES, Door
+from kvkeeper.service.listen import SocketLock, check_port, socket_path
+from kvkeeper.service.process import StartError
+
+HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
+
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
+    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # past the door's own limit, which tells its reason
+]
+
+
+class Endpoint:
+    """A server at an address. address is what a client's channel takes. Made by open."""
+
+    def __init__(self, address: str, server: grpc.aio.Server, lock: SocketLock | None) -> None:
+        self.address = address
+        self._server = server
+        self._lock = lock
+        self._health = HealthServicer()
+        self._service_name = ""
+
+    @classmethod
+    async def open(cls, listen: str) -> "Endpoint":
+        """Takes the address; nobody is answered yet. Raises StartError, AddressInUse."""
+        path = socket_path(listen)
+        lock: SocketLock | None = None
+        server = grpc.aio.server(options=_OPTIONS)
+        try:
+            if path is not None:
+                lock = SocketLock(path)
+            return cls(_bind(server, listen), server, lock)
+        except BaseException:
+            await server.stop(grace=None)
+            if lock is not None:
+                lock.release()
+            raise
+
+    async def start(self, door: Door, *, has_reflection: bool) -> None:
+        """Answers calls from now on. Health says NOT_SERVING."""
+        self._service_name = door.service_name
+        self._server.add_generic_rpc_handlers((door,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if has_reflection:
+            names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What health says, of the server and of the service."""
+        statuses = health_pb2.HealthCheckResponse
+        for name in ("", self._service_name):
+            await self._health.set(name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Health says NOT_SERVING from now on, whatever set_serving is told."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace: float | None = 0.2) -> None:
+        """Ends the calls that still run."""
+        await self._server.stop(grace)
+
+    def release(self) -> None:
+        """Gives the address back: removes the socket and its lock file."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    """The address; a Unix socket is for its owner only. Raises StartError, AddressInUse."""
+    is_socket = socket_path(listen) is not None
+    host, _, number = listen.rpartition(":")
+    if not is_socket and number != "0":
+        check_port(host.strip("[]"), int(number))
+    old_mask = os.umask(0o177)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        raise StartError(f"--listen {listen}: the address is in use or cannot be had") from None
+    finally:
+        os.umask(old_mask)
+    return listen if is_socket else f"{host}:{port}"

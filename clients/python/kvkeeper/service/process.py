@@ -1,0 +1,69 @@
+"""A service as a process: it runs until SIGTERM or SIGINT.
+
+Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration; the last two with one line on stderr. Imports no
+grpc, so that a wrong flag is told at once.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvkeeper.service import log
+from kvkeeper.service.config import ConfigError
+
+
+class StartError(Exception):
+    """The service cannot run as configured. One line, which names the flag or the address."""
+
+
+class Config(Protocol):
+    """What a process needs to know of its config."""
+
+    @property
+    def log_level(self) -> str: ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+def run(
+    program: str,
+    load: Callable[[Sequence[str], Mapping[str, str]], C],
+    serve: Callable[[C], Coroutine[Any, Any, None]],
+    argv: Sequence[str] | None,
+) -> int:
+    """The exit code. argv is without the program's name; None: that of this process."""
+    try:
+        config = load(sys.argv[1:] if argv is None else argv, os.environ)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    log.configure(config.log_level)
+    try:
+        asyncio.run(serve(config))
+    except StartError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def stop_signals() -> asyncio.Event:
+    """Set by each SIGTERM and SIGINT from now on."""
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    return asked
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Until one of them ends; raises what it raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()

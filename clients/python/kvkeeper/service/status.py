@@ -1,0 +1,41 @@
+"""Refusals as what a client gets: google.rpc.Status with one ErrorInfo, and RetryInfo where waiting helps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "kvkeeper"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """The errors of a service: their base class, those that its door raises by itself, and the code of each reason.
+
+    An error has `reason`, a name of the protocol's ErrorReason without its prefix, and `metadata`, strings to go on with. Each
+    class is made from a message and metadata.
+    """
+
+    base: type[Any]
+    invalid_field: Callable[..., Exception]
+    not_implemented: Callable[..., Exception]
+    broken_invariant: Callable[..., Exception]
+    codes: Mapping[str, grpc.StatusCode]  # by reason
+    retry_delays: Mapping[str, duration_pb2.Duration]  # by reason: how long to wait before the same call may succeed
+
+    def to_status(self, error: Any) -> status_pb2.Status:
+        """The Status of a refusal."""
+        status = status_pb2.Status(code=self.codes[error.reason].value[0], message=str(error))
+        info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+        status.details.add().Pack(info)
+        if delay := self.retry_delays.get(error.reason):
+            status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        return status
+
+    async def abort(self, context: Any, error: Exception) -> None:
+        """Ends the call with the refusal's Status; raises grpc's own exception for that."""
+        await context.abort_with_status(rpc_status.to_status(self.to_status(error)))
