@@ -5,6 +5,7 @@ with the address, and so does grpc.health.v1.
 """
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ async def _serve(config: CacheConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     server = await start_server(config)
+    gc.freeze()  # what stands now stays: a collection that looked at all of it would be in some step's way
     await asked.wait()
     asked.clear()
     draining, again = asyncio.create_task(server.drain()), asyncio.create_task(asked.wait())

@@ -14,7 +14,7 @@ from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class BlockTables:
             column[child] = num_tokens
         for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
             column[child] = column[parent]
-        seqs.ids[child] = child_id
+        seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
         self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:
@@ -144,6 +144,13 @@ class BlockTables:
             owner.ids.remove(int(seqs.ids[slot]))
             seqs.free_slot(slot)
 
+    def match(self, slot: int, max_hit: int) -> Int32Array:
+        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4)."""
+        seqs = self.sequences
+        known = int(seqs.num_tokens[slot])
+        num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
+
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
     ) -> bool:
@@ -154,9 +161,7 @@ class BlockTables:
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
-        max_hit_blocks = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
-        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], max_hit_blocks)
-        hits = self.index.block_of_node[nodes]
+        hits = self.match(slot, max_hit)
         hit_len = len(hits) * self._block_size
         least, most = hit_len + 1, min(hit_len + max_new, known)
         if exactly:
@@ -177,7 +182,7 @@ class BlockTables:
         seqs.num_reserved[slot] = most
         seqs.last_reserve_step[slot] = owner.step_id
         seqs.num_published[slot] = len(hits)
-        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
+        seqs.last_nodes[slot] = self.index.node_of_block[hits[-1]] if len(hits) else seqs.roots[slot]
         seqs.states[slot] = SequenceState.RUNNING
         seqs.num_accesses[slot] += 1
         self.counters.num_starts += 1
@@ -193,9 +198,11 @@ class BlockTables:
         seqs = self.sequences
         held = seqs.num_reserved[slots]
         wanted = np.maximum(held, most)
-        table_lens = -(-held // self._block_size)
-        num_new = -(-wanted // self._block_size) - table_lens
-        total = int(num_new.sum())
+        round_up = self._block_size - 1
+        table_lens = (held + round_up) // self._block_size
+        num_new = (wanted + round_up) // self._block_size - table_lens
+        growing = num_new.nonzero()[0]
+        total = int(num_new.sum()) if len(growing) else 0
         seqs.num_accesses[slots] += 1
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
@@ -203,8 +210,7 @@ class BlockTables:
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
         if not total:
-            return Grants(wanted, np.empty(0, np.int32), np.empty(0, np.int32))
-        growing = num_new.nonzero()[0]
+            return Grants(wanted, NO_INT32, NO_INT32)
         places = table_lens[growing]
         if total > len(growing):
             counts = num_new[growing]
@@ -214,6 +220,18 @@ class BlockTables:
         blocks = self._allocate(log, total, seqs.roots[rows])
         seqs.tables[rows, places] = blocks
         return Grants(wanted, growing.astype(np.int32), blocks)
+
+    def copies_due(self, owner: Owner, slot: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks somebody else holds or still reads; the index is a holder (R5)."""
+        seqs, pool = self.sequences, self.pool
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
+            return np.empty(0, np.int64)
+        first = int(seqs.num_committed[slot]) // self._block_size
+        blocks = seqs.table(slot)[first:]
+        others = pool.fence_counts[blocks]
+        if others.any():  # a session's own steps run in order, so its own fences do not matter here
+            others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
+        return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
     def clear_index(self) -> tuple[int, int]:
         """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
@@ -233,7 +251,7 @@ class BlockTables:
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
-            due = self._copies_due(slot, table_len, want)
+            due = self.copies_due(owner, slot, want)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
@@ -256,15 +274,6 @@ class BlockTables:
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
-
-    def _copies_due(self, slot: int, table_len: int, wanted: int) -> Int64Array:
-        """Table indices in [committed, wanted) whose blocks somebody else holds; the index is a holder (R5)."""
-        seqs = self.sequences
-        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
-            return np.empty(0, np.int64)
-        first = int(seqs.num_committed[slot]) // self._block_size
-        blocks = seqs.tables[slot, first:table_len]
-        return first + np.flatnonzero((self.pool.ref_counts[blocks] > 1) | self.pool.indexed[blocks])
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self.sequences
@@ -292,23 +301,33 @@ class BlockTables:
         return blocks
 
     def _publish(self, owner: Owner, log: StepLog, slots: Int64Array, num_full: Int32Array) -> None:
-        """Puts full committed blocks into the index; a duplicate of what is there gives way to it."""
-        seqs, size = self.sequences, self._block_size
+        """Puts full committed blocks into the index, in list order; a duplicate of what is there gives way to it."""
+        seqs = self.sequences
         first = seqs.num_published[slots]
         seqs.num_published[slots] = num_full
-        one = num_full - first == 1
-        if np.count_nonzero(one) < len(one):
-            for slot, start, end in zip(slots[~one].tolist(), first[~one].tolist(), num_full[~one].tolist(), strict=True):
-                tokens = seqs.tokens[slot, start * size : end * size]
-                nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-                self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
-                seqs.last_nodes[slot] = nodes[-1]
-            slots, first = slots[one], first[one]
+        done = 0
+        for at in (num_full - first > 1).nonzero()[0].tolist():
+            self._publish_each(owner, log, slots[done:at], first[done:at])
+            self._publish_run(owner, log, int(slots[at]), int(first[at]), int(num_full[at]))
+            done = at + 1
+        self._publish_each(owner, log, slots[done:], first[done:])
+
+    def _publish_each(self, owner: Owner, log: StepLog, slots: Int64Array, places: Int32Array) -> None:
+        """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
-            tokens = seqs.tokens[slots[:, None], (first * size)[:, None] + self._offsets]
-            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, first])
-            self._settle(owner, log, slots, first, nodes)
+            seqs = self.sequences
+            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
+            self._settle(owner, log, slots, places, nodes)
             seqs.last_nodes[slots] = nodes
+
+    def _publish_run(self, owner: Owner, log: StepLog, slot: int, start: int, end: int) -> None:
+        """Consecutive blocks of one sequence."""
+        seqs, size = self.sequences, self._block_size
+        tokens = seqs.tokens[slot, start * size : end * size]
+        nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+        self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
+        seqs.last_nodes[slot] = nodes[-1]
 
     def _settle(
         self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array

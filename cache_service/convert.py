@@ -5,7 +5,6 @@ core checks what the values mean. Columns are not copied on the way in and once 
 """
 
 import numpy as np
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.arena.shared_memory import ByteArray
 from cache_service.errors import InvalidField, NotImplementedYet
@@ -22,15 +21,12 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _LE32 = np.dtype("<i4")
 _LE64 = np.dtype("<i8")
 _EMPTY32: Int32Array = np.empty(0, _LE32)
 _EMPTY64: Int64Array = np.empty(0, _LE64)
-_NO_COMMITS = (_EMPTY64, _EMPTY32, _EMPTY32, _EMPTY32)
-_NO_FORKS = (_EMPTY64, _EMPTY64, _EMPTY32)
-_NO_TRUNCATES = (_EMPTY64, _EMPTY32)
-_NO_STARTS = _NO_RESERVATIONS = (_EMPTY64, _EMPTY32, _EMPTY32)
 _MAX_INT32 = 2**31 - 1
 
 EXECUTORS = {
@@ -49,42 +45,54 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
     if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
         raise NotImplementedYet("swapping is not part of this build", feature="swap")
     check_no_transfers(request)
-    commits, forks, truncates, releases = _NO_COMMITS, _NO_FORKS, _NO_TRUNCATES, _EMPTY64
-    starts, reservations = _NO_STARTS, _NO_RESERVATIONS
+    commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = _EMPTY64
+    commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = _EMPTY32
+    start_max_new = start_max_hit = reserve_min = reserve_max = _EMPTY32
     if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
-        ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
-        count, tokens = len(ids), request.commit_token_ids
-        commits = (
-            ids,
-            _int32(request.commit_num_tokens, "commit_num_tokens", count),
-            _int32(request.commit_num_new_tokens, "commit_num_new_tokens", count),
-            _int32(tokens, "commit_token_ids", len(tokens) // 4),
-        )
+        commit_ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
+        commit_lens = _int32(request.commit_num_tokens, "commit_num_tokens", len(commit_ids))
+        commit_num_new = _int32(request.commit_num_new_tokens, "commit_num_new_tokens", len(commit_ids))
+        tokens = request.commit_token_ids
+        commit_tokens = _int32(tokens, "commit_token_ids", len(tokens) // 4)
     if request.fork_parent_ids or request.fork_child_ids or request.fork_num_tokens:
-        ids, children = _int64(request.fork_parent_ids, "fork_parent_ids"), _int64(request.fork_child_ids, "fork_child_ids")
-        if len(children) != len(ids):
-            raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=len(ids))
-        forks = ids, children, _int32(request.fork_num_tokens, "fork_num_tokens", len(ids))
+        fork_ids = _int64(request.fork_parent_ids, "fork_parent_ids")
+        fork_children = _int64(request.fork_child_ids, "fork_child_ids")
+        if len(fork_children) != len(fork_ids):
+            raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=len(fork_ids))
+        fork_lens = _int32(request.fork_num_tokens, "fork_num_tokens", len(fork_ids))
     if request.truncate_sequence_ids or request.truncate_num_tokens:
-        ids = _int64(request.truncate_sequence_ids, "truncate_sequence_ids")
-        truncates = ids, _int32(request.truncate_num_tokens, "truncate_num_tokens", len(ids))
+        truncate_ids = _int64(request.truncate_sequence_ids, "truncate_sequence_ids")
+        truncate_lens = _int32(request.truncate_num_tokens, "truncate_num_tokens", len(truncate_ids))
     if request.release_sequence_ids:
-        releases = _int64(request.release_sequence_ids, "release_sequence_ids")
+        release_ids = _int64(request.release_sequence_ids, "release_sequence_ids")
     if request.start_sequence_ids or request.start_max_new_tokens or request.start_max_hit_tokens:
-        ids = _int64(request.start_sequence_ids, "start_sequence_ids")
-        starts = (
-            ids,
-            _int32(request.start_max_new_tokens, "start_max_new_tokens", len(ids)),
-            _int32(request.start_max_hit_tokens, "start_max_hit_tokens", len(ids)),
-        )
+        start_ids = _int64(request.start_sequence_ids, "start_sequence_ids")
+        start_max_new = _int32(request.start_max_new_tokens, "start_max_new_tokens", len(start_ids))
+        start_max_hit = _int32(request.start_max_hit_tokens, "start_max_hit_tokens", len(start_ids))
     if request.reserve_sequence_ids or request.reserve_min_tokens or request.reserve_max_tokens:
-        ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
-        reservations = (
-            ids,
-            _int32(request.reserve_min_tokens, "reserve_min_tokens", len(ids)),
-            _int32(request.reserve_max_tokens, "reserve_max_tokens", len(ids)),
-        )
-    return StepBatch(request.step_id, request.completed_step_id, *commits, *forks, *truncates, releases, *starts, *reservations)
+        reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
+        reserve_min = _int32(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
+        reserve_max = _int32(request.reserve_max_tokens, "reserve_max_tokens", len(reserve_ids))
+    return StepBatch(
+        request.step_id,
+        request.completed_step_id,
+        commit_ids,
+        commit_lens,
+        commit_num_new,
+        commit_tokens,
+        fork_ids,
+        fork_children,
+        fork_lens,
+        truncate_ids,
+        truncate_lens,
+        release_ids,
+        start_ids,
+        start_max_new,
+        start_max_hit,
+        reserve_ids,
+        reserve_min,
+        reserve_max,
+    )
 
 
 def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:

@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError, Message
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.errors import CacheError, InvalidField, NotImplementedYet
 from cache_service.status import INTERNAL, abort
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service.arena.attach import AttachRefused, Grant
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
@@ -22,6 +21,7 @@ from cache_service.registry import Pool, PoolRegistry
 from cache_service.session import Session, SessionTable
 from cache_service.step_core import CloseResult
 from cache_service.types import Executor, SessionId
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -104,6 +104,7 @@ class Keeper:
         """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")
+        self.table.check_room()  # a refusal leaves no pool behind, and costs nobody theirs
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
@@ -130,11 +131,12 @@ class Keeper:
 
         Raises UnknownSession, StaleEpoch.
         """
+        self._reap()  # whatever is due, so that it is either live or ended
         ended = self._ended.get(SessionId(session_id))
         if ended is None or not drained:
             return self._end(self.require(session_id, epoch), "closed", drained=drained)
         if epoch != ended.epoch:
-            raise StaleEpoch("the epoch is not the session's", current_epoch=self.epoch)
+            raise StaleEpoch("the epoch is not the session's", current_epoch=self.table.epoch)
         ended.drained = True
         self._settle(ended)
         return CloseResult(0, 0)
@@ -175,8 +177,7 @@ class Keeper:
 
     def stop(self) -> None:
         """Ends the streams and forgets the timer; sessions end with the process."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for live in self.sessions:
             if live.stream is not None:
                 live.stream.end(Draining("the service is stopping"))
@@ -245,13 +246,17 @@ class Keeper:
         deadline = self.table.next_deadline()
         if deadline is None or deadline >= self._timer_deadline:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         self._timer_deadline = deadline
         self._timer = self._clock.call_at(deadline, self._reap)
 
     def _reap(self) -> None:
-        self._timer, self._timer_deadline = None, float("inf")
+        self._stop_timer()
         for core in self.table.expired(self._clock.time()):
             self._end(self._live[core.id], "expired")
         self._watch_deadlines()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_deadline = None, float("inf")

@@ -4,6 +4,7 @@ gRPC binds over an existing socket file without a word, so a lock file beside ea
 the kernel drops the lock with the process. Stale sockets are removed, files that are no sockets are left alone.
 """
 
+import errno
 import fcntl
 import os
 import socket
@@ -69,6 +70,18 @@ class SocketLock:
             except OSError as error:
                 raise AddressInUse(f"cannot make a socket at {self.path}: {error.strerror}") from None
         raise AddressInUse(f"another program listens on {self.path}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises AddressInUse where somebody has the port: gRPC would tell it too, in a log line of its own and by failing."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: connections that linger do not count
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise AddressInUse(f"another program listens on {host}:{port}") from None
 
 
 def private_directory(path: Path) -> Path:

@@ -51,7 +51,7 @@ class Manager(StepCore):
         Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
         """
         owner, slot = self._find(session, sequence_id)
-        seqs, pool = self.tables.sequences, self.tables.pool
+        seqs = self.tables.sequences
         if num_tokens < 1:
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:
@@ -72,12 +72,8 @@ class Manager(StepCore):
                 self.revision += 1
                 self.tables.counters.num_steps += 1
                 return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
-        requested = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
-        raise OutOfBlocks(
-            f"{requested} blocks asked for, {pool.num_available} to be had",
-            requested=requested,
-            available=pool.num_available,
-        )
+        requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
+        raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
 
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
@@ -109,7 +105,8 @@ class Manager(StepCore):
         child = owner.ids.get(child_id)
         if child is not None:
             shared = seqs.tokens[parent, :num_tokens]
-            if seqs.num_prompt[child] == num_tokens and np.array_equal(seqs.tokens[child, :num_tokens], shared):
+            is_same = seqs.parent_ids[child] == parent_id and seqs.num_prompt[child] == num_tokens
+            if is_same and np.array_equal(seqs.tokens[child, :num_tokens], shared):
                 return
             raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
         reply = self._step_once(
@@ -217,6 +214,15 @@ class Manager(StepCore):
         if slot is None:
             raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
         return owner, slot
+
+    def _shortage(self, owner: Owner, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
+        """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
+        seqs, pool = self.tables.sequences, self.tables.pool
+        num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
+        if seqs.states[slot] == SequenceState.RUNNING:
+            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), pool.num_available
+        hits = self.tables.match(slot, num_tokens if look_up else 0)
+        return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1

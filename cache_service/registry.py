@@ -9,14 +9,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import structlog
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import kv_spec
-from cache_service.arena.shared_memory import ByteArray, OutOfMemory, SharedMemoryArena, copy_blocks
+from cache_service.arena import memory_limit
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy_blocks
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
 from cache_service.types import Copies, PoolConfig, SessionId
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -91,13 +93,14 @@ class PoolRegistry:
     async def reserve(self) -> None:
         """Takes the memory that can be taken now. Raises OutOfMemory; its text names the flag."""
         if self._config.num_blocks is None:
-            for number in range(self._config.num_pools):
-                try:
-                    self._spare.append(await asyncio.to_thread(self._allocate, self._config.pool_memory))
-                except OutOfMemory as error:
-                    self.close()
-                    wanted = f"--pool-memory, pool {number + 1} of --num-pools {self._config.num_pools}"
-                    raise OutOfMemory(f"{wanted}: {error}") from None
+            num_pools, num_bytes = self._config.num_pools, self._config.pool_memory
+            try:
+                memory_limit.require(num_pools * num_bytes)  # of all, before any is taken
+                for _ in range(num_pools):
+                    self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
+            except OutOfMemory as error:
+                self.close()
+                raise OutOfMemory(f"--num-pools {num_pools} of --pool-memory {num_bytes} bytes: {error}") from None
         self._is_ready = True
 
     async def obtain(self, spec: pb.KvSpec) -> Pool:

@@ -29,6 +29,7 @@ class SequenceTable:
         self.num_reserved_before: Int32Array = np.zeros(slots, np.int32)
         self.last_reserve_step: Int64Array = np.zeros(slots, np.int64)
         self.num_prompt: Int32Array = np.zeros(slots, np.int32)
+        self.parent_ids: Int64Array = np.zeros(slots, np.int64)  # whom it was forked from; 0 when it was created
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
@@ -43,7 +44,7 @@ class SequenceTable:
         self.tokens: Int32Array = np.zeros((slots, config.limit_tokens), np.int32)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
 

@@ -19,11 +19,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cache_service.arena.attach import AttachServer
-from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.config import CacheConfig
 from cache_service.door import MAX_PROMPT_MESSAGE_BYTES, SERVICE, Door
 from cache_service.keeper import Clock, Keeper
-from cache_service.listen import AddressInUse, SocketLock, private_directory
+from cache_service.listen import AddressInUse, SocketLock, check_port, private_directory
 from cache_service.registry import Allocate, PoolRegistry
 from cache_service.service import CacheService
 from cache_service.steps import StepHandler
@@ -119,7 +120,10 @@ async def start_server(
 
 
 def _bind(server: grpc.aio.Server, config: CacheConfig) -> str:
-    """Binds the listen address, a Unix socket for its owner only. Raises StartError."""
+    """Binds the listen address, a Unix socket for its owner only. Raises StartError, AddressInUse."""
+    host, _, number = config.listen.rpartition(":")
+    if config.socket_path is None and number != "0":
+        check_port(host.strip("[]"), int(number))
     old_mask = os.umask(0o177)
     try:
         port = server.add_insecure_port(config.listen)
@@ -127,7 +131,7 @@ def _bind(server: grpc.aio.Server, config: CacheConfig) -> str:
         raise StartError(f"--listen {config.listen}: the address is in use or cannot be had") from None
     finally:
         os.umask(old_mask)
-    return config.listen if config.socket_path is not None else f"{config.listen.rpartition(':')[0]}:{port}"
+    return config.listen if config.socket_path is not None else f"{host}:{port}"
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:

@@ -6,27 +6,22 @@ belongs to sessions whose copies the cache service executes.
 """
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import heapq
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from typing import Protocol
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-
-from cache_service import convert, door, kv_io, kv_spec
+from cache_service import convert, door, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
-_Position = tuple[str, int]  # session id, sequence id: the order of lists
 
 
 class _OfSession(Protocol):
@@ -129,6 +124,7 @@ class CacheService:
 
     async def commit_sequence(self, request: pb.CommitSequenceRequest) -> pb.CommitSequenceResponse:
         tokens = convert.token_ids(request.token_ids, at_least=0)
+        convert.check_range("num_tokens", request.num_tokens, 0, 2**31 - 1)
         with self._one_item(request) as live:
             sequence_id = convert.sequence_id(request.sequence_id)
             live.pool.manager.commit(live.core.id, sequence_id, request.num_tokens, request.first_token_idx, tokens)
@@ -163,15 +159,10 @@ class CacheService:
 
     async def list_sequences(self, request: pb.ListSequencesRequest) -> pb.ListSequencesResponse:
         convert.check_range("page_size", request.page_size, 0, _MAX_PAGE)
-        after = _page_position(request.page_token)
-        rows = (view for view in self._views(request.session_id) if (view.session_id, view.sequence_id) > after)
-        page = list(itertools.islice(rows, (request.page_size or _DEFAULT_PAGE) + 1))
-        is_last = len(page) <= (request.page_size or _DEFAULT_PAGE)
-        shown = page if is_last else page[:-1]
-        return pb.ListSequencesResponse(
-            sequences=[convert.sequence_info(view, with_table=False) for view in shown],
-            next_page_token="" if is_last else _page_token(shown[-1]),
-        )
+        size = request.page_size or _DEFAULT_PAGE
+        views, next_page_token = paging.page(self._views(request.session_id), size, request.page_token)
+        rows = [convert.sequence_info(view, with_table=False) for view in views]
+        return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -267,7 +258,7 @@ class CacheService:
             if live is None:
                 raise UnknownSession("no live session has this id")
             return live.pool.manager.views(SessionId(session_id))
-        return heapq.merge(*(pool.manager.views(None) for pool in self._keeper.registry.pools), key=_position)
+        return heapq.merge(*(pool.manager.views(None) for pool in self._keeper.registry.pools), key=paging.position)
 
 
 def _shown(live: LiveSession, sequence_id: SequenceId) -> pb.SequenceInfo:
@@ -276,26 +267,6 @@ def _shown(live: LiveSession, sequence_id: SequenceId) -> pb.SequenceInfo:
 
 def _num_sequences(live: LiveSession) -> int:
     return sum(1 for _ in live.pool.manager.views(live.core.id))
-
-
-def _position(view: SequenceView) -> _Position:
-    return view.session_id, view.sequence_id
-
-
-def _page_token(view: SequenceView) -> str:
-    """Opaque to clients: where the page ended, so that sequences that come and go shift nothing."""
-    return base64.urlsafe_b64encode(f"{view.session_id} {view.sequence_id}".encode()).decode()
-
-
-def _page_position(token: str) -> _Position:
-    """Raises InvalidField for what _page_token did not make."""
-    if not token:
-        return "", 0
-    try:
-        session_id, sequence_id = base64.b64decode(token, altchars=b"-_", validate=True).decode().split(" ")
-        return session_id, int(sequence_id)
-    except (ValueError, binascii.Error):
-        raise InvalidField("a page_token is what the page before answered", field="page_token") from None
 
 
 def _ms(seconds: float) -> int:

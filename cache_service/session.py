@@ -63,7 +63,7 @@ class Session:
         expected = self.step_id + 1
         if step_id == expected:
             return None
-        if step_id == self.step_id and self.last_request:
+        if step_id == self.step_id > 0:
             if request == self.last_request:
                 return self.last_reply
             raise StepConflict(f"step {step_id} was applied with other contents", expected_step_id=expected)
@@ -96,7 +96,7 @@ class SessionTable:
 
     def __init__(self, epoch: int, max_sessions: int) -> None:
         """epoch: of this run of the service; larger than any of an earlier run."""
-        self.epoch = epoch
+        self.epoch = self._first_epoch = epoch
         self._max_sessions = max_sessions
         self._sessions: dict[SessionId, Session] = {}
 
@@ -106,10 +106,14 @@ class SessionTable:
     def live(self) -> list[Session]:
         return list(self._sessions.values())
 
-    def open(self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float) -> Session:
-        """Each session gets an epoch of its own. Raises OutOfSessions."""
+    def check_room(self) -> None:
+        """Raises OutOfSessions where one more would be too many."""
         if len(self._sessions) >= self._max_sessions:
             raise OutOfSessions(f"all {self._max_sessions} sessions are in use", limit=self._max_sessions)
+
+    def open(self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float) -> Session:
+        """Each session gets an epoch of its own. Raises OutOfSessions."""
+        self.check_room()
         assert session_id not in self._sessions, "a session id is drawn once"
         self.epoch += 1
         session = Session(session_id, self.epoch, executor, ttl, client_name, deadline=now + ttl)
@@ -119,6 +123,8 @@ class SessionTable:
     def require(self, session_id: str, epoch: int, now: float) -> Session:
         """The live session of this id and epoch. Does not renew. Raises UnknownSession or StaleEpoch."""
         session = self._sessions.get(SessionId(session_id))
+        if session is None and epoch <= self._first_epoch:
+            raise StaleEpoch("the session is of an earlier run of the service", current_epoch=self.epoch)
         if session is None or self._has_expired(session, now):
             raise UnknownSession("no live session of this id; open another")
         if epoch != session.epoch:

@@ -6,7 +6,7 @@ Owns the code of each reason; the proto's ErrorReason says the same in its comme
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY  # type: ignore[attr-defined]
 
 from cache_service.errors import BrokenInvariant, CacheError

@@ -6,23 +6,22 @@ overlay that shows each item the sequences as the items before it leave them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cache_service.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
 from cache_service.owner import Owner
 from cache_service.sequence import SequenceTable
-from cache_service.types import MAX_ID, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
+from cache_service.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
-_NO_SLOTS = np.empty(0, np.int64)
 # Comparing an array with an enum member takes 5 us, with a number of its own type less than 1. And count_nonzero looks at a
 # mask in a fifth of the time of any(). Both matter here: these checks are a third of a step.
 _RUNNING = np.int8(SequenceState.RUNNING)
+_ZERO, _ONE = np.int32(0), np.int32(1)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes."""
 
     commit_slots: Int64Array
@@ -62,64 +61,57 @@ def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> 
     if not len(batch.commit_ids):
         if len(batch.commit_tokens):
             raise InvalidField("token ids without a commit", field="commit_token_ids")
-        return _NO_SLOTS
+        return NO_INT64
     slots = owner.ids.find(batch.commit_ids, "commit_sequence_ids")
     lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-    granted = np.where(
-        sequences.last_reserve_step[slots] > batch.completed_step_id,
-        sequences.num_reserved_before[slots],
-        sequences.num_reserved[slots],
-    )
-    num_tokens = sequences.num_tokens[slots].astype(np.int64) + num_new
+    granted = sequences.num_reserved[slots]
+    if batch.completed_step_id < owner.step_id:  # a step still runs: what it was granted may not be committed yet
+        runs = sequences.last_reserve_step[slots] > batch.completed_step_id
+        granted = np.where(runs, sequences.num_reserved_before[slots], granted)
+    num_tokens = sequences.num_tokens[slots] + num_new
     bad = (lens < sequences.num_committed[slots]) | (lens > granted) | (lens > num_tokens)
     bad |= num_tokens > sequences.max_tokens[slots]
     bad |= sequences.states[slots] != _RUNNING
     one_each = len(tokens) == len(slots)
     if one_each:
-        bad |= (num_new != 1) | (tokens < 0)
+        bad |= (num_new != _ONE) | (tokens < _ZERO)
     if not one_each or np.count_nonzero(bad):
-        _refuse_commits(sequences, batch, slots, bad, num_tokens, granted)
+        _refuse_commits(sequences, batch, slots, granted)
     return slots
 
 
-def _refuse_commits(
-    sequences: SequenceTable,
-    batch: StepBatch,
-    slots: Int64Array,
-    bad: npt.NDArray[np.bool_],
-    num_tokens: Int64Array,
-    granted: Int32Array,
-) -> None:
+def _refuse_commits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, granted: Int32Array) -> None:
     """Raises what is wrong with the first bad commit, if anything is."""
     num_new, lens = batch.commit_num_new, batch.commit_lens
     if int(num_new.min()) < 0 or int(num_new.sum(dtype=np.int64)) != len(batch.commit_tokens):
         raise InvalidField("counts of new tokens do not add up to the tokens", field="commit_num_new_tokens")
     if len(batch.commit_tokens) and int(batch.commit_tokens.min()) < 0:
         raise InvalidField("token ids are 0 to 2^31 - 1", field="commit_token_ids", limit=2**31 - 1)
-    for at in np.flatnonzero(bad).tolist():
-        slot, sequence_id = slots[at], int(batch.commit_ids[at])
-        if sequences.states[slot] != SequenceState.RUNNING:
+    num_tokens = sequences.num_tokens[slots].astype(np.int64) + num_new
+    limits = np.minimum(num_tokens, granted)
+    bad = (lens < sequences.num_committed[slots]) | (lens > limits) | (num_tokens > sequences.max_tokens[slots])
+    for at in (bad | (sequences.states[slots] != _RUNNING)).nonzero()[0].tolist():
+        sequence_id, slot = int(batch.commit_ids[at]), slots[at]
+        if sequences.states[slot] != _RUNNING:
             raise wrong_state(sequence_id, int(sequences.states[slot]))
         if num_tokens[at] > sequences.max_tokens[slot]:
             raise too_long("commit_token_ids", int(sequences.max_tokens[slot]))
-        least, limit = int(sequences.num_committed[slot]), int(min(num_tokens[at], granted[at]))
-        if not least <= lens[at] <= limit:
-            raise InvalidField(
-                f"sequence {sequence_id} may be committed from {least} up to {limit} tokens, "
-                f"as completed step {batch.completed_step_id} left it",
-                field="commit_num_tokens",
-                limit=limit,
-                sequence_id=sequence_id,
-            )
+        raise InvalidField(
+            f"sequence {sequence_id} may be committed from {int(sequences.num_committed[slot])} up to {int(limits[at])} "
+            f"tokens, as completed step {batch.completed_step_id} left it",
+            field="commit_num_tokens",
+            limit=int(limits[at]),
+            sequence_id=sequence_id,
+        )
 
 
 def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
     if not len(batch.reserve_ids):
-        return _NO_SLOTS
+        return NO_INT64
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
     least, most = batch.reserve_min, batch.reserve_max
     bad = (sequences.states[slots] != _RUNNING) | (most > sequences.max_tokens[slots])
-    bad |= (least < 1) | (least > most)
+    bad |= (least < _ONE) | (least > most)
     if np.count_nonzero(bad):
         _check_lengths(batch)
         slot, sequence_id = slots[int(np.argmax(bad))], int(batch.reserve_ids[int(np.argmax(bad))])
@@ -131,7 +123,7 @@ def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch
 
 def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
     if not len(batch.start_ids):
-        return _NO_SLOTS
+        return NO_INT64
     slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
     for sequence_id, slot in zip(batch.start_ids.tolist(), slots.tolist(), strict=True):
         if sequences.states[slot] != SequenceState.WAITING:
@@ -190,6 +182,7 @@ def _check_in_order(
             raise wrong_state(sequence_id, target.state)
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
+    _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
     for sequence_id in batch.start_ids.tolist():

@@ -15,6 +15,8 @@ from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, Out
 from cache_service.owner import Owner
 from cache_service.step import StepPlan, check_id, check_step
 from cache_service.types import (
+    NO_INT32,
+    NO_INT64,
     Executor,
     Int32Array,
     ItemResult,
@@ -27,9 +29,7 @@ from cache_service.types import (
     StepReply,
 )
 
-_NO_BLOCKS = np.empty(0, np.int32)
-_NO_IDS = np.empty(0, np.int64)
-_NO_GRANTS = Grants(_NO_BLOCKS, _NO_BLOCKS, _NO_BLOCKS)
+_NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
 
 
 class CloseResult(NamedTuple):
@@ -68,18 +68,20 @@ class StepCore:
         owner = self._owner(session)
         self.revision += 1
         ids, slots = owner.ids.items()
-        fences = owner.fenced_blocks()
+        pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
         if may_still_write:
-            blocks = np.concatenate([_NO_BLOCKS, *(self._writable_blocks(slot) for slot in slots.tolist())])
-            self.tables.pool.quarantine(blocks, fences=fences)
-            self._quarantines[session] = np.concatenate([blocks, fences])
-        else:
-            self.tables.pool.lift_fences(fences)
+            blocks = np.concatenate([NO_INT32, *(self._writable_blocks(slot) for slot in slots.tolist())])
+            # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
+            blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
+            pool.quarantine(blocks, fences=fences[~is_cached])
+            self._quarantines[session] = np.concatenate([blocks, fences[~is_cached]])
+            fences = fences[is_cached]
+        pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
         del self._owners[session]
-        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, _NO_BLOCKS))))
+        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
@@ -211,14 +213,14 @@ class StepCore:
         return StepReply(
             fork_results=_int32(forks),
             start_results=_int32(starts),
-            start_hits=seqs.num_hit[plan.start_slots] if tables else _NO_BLOCKS,
-            start_reserved=seqs.num_reserved[plan.start_slots] if tables else _NO_BLOCKS,
+            start_hits=seqs.num_hit[plan.start_slots] if tables else NO_INT32,
+            start_reserved=seqs.num_reserved[plan.start_slots] if tables else NO_INT32,
             start_num_blocks=_int32([len(table) for table in tables]),
-            start_block_ids=np.concatenate(tables) if tables else _NO_BLOCKS,
+            start_block_ids=np.concatenate(tables) if tables else NO_INT32,
             reserve_reserved=grants.reserved,
             new_block_item_idx=grants.item_idx,
             new_block_ids=grants.blocks,
-            update_ids=np.array(log.update_ids, np.int64) if log.update_ids else _NO_IDS,
+            update_ids=np.array(log.update_ids, np.int64) if log.update_ids else NO_INT64,
             update_table_idx=_int32(log.update_table_idx),
             update_block_ids=_int32(log.update_blocks),
             copy_sources=_int32(log.copy_sources),
@@ -242,7 +244,8 @@ class StepCore:
     def _is_same(self, slot: int, args: SequenceArgs, max_tokens: int) -> bool:
         seqs = self.tables.sequences
         return (
-            seqs.num_prompt[slot] == len(args.token_ids)
+            seqs.parent_ids[slot] == 0
+            and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
@@ -253,10 +256,10 @@ class StepCore:
         """Blocks that a step of the sequence's owner may still write: those behind its committed length."""
         seqs = self.tables.sequences
         if seqs.states[slot] != SequenceState.RUNNING:
-            return _NO_BLOCKS
+            return NO_INT32
         return seqs.table(slot)[int(seqs.num_committed[slot]) // self.config.block_size :]
 
 
 def _int32(values: Sequence[int]) -> Int32Array:
     """An array; the empty one is shared, because most lists of most steps are empty."""
-    return np.array(values, np.int32) if values else _NO_BLOCKS
+    return np.array(values, np.int32) if values else NO_INT32

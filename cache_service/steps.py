@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from google.protobuf.message import DecodeError
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import convert
 from cache_service.door import EOF, MAX_MESSAGE_BYTES
@@ -17,6 +16,7 @@ from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.types import Copies, Executor
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _parse = pb.StepRequest.FromString
 
@@ -56,13 +56,14 @@ class StepHandler:
             while (raw := await read()) is not EOF:
                 try:
                     live, reply = self.apply(raw, stream.live)
+                    if stream.live is None:
+                        stream.live = live
+                        self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
+                    answer = reply if isinstance(reply, bytes) else await reply
                 except Exception:
                     is_lost = False  # this service ends the stream; its client is there
                     raise
-                if stream.live is None:
-                    stream.live = live
-                    self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
-                await write(reply if isinstance(reply, bytes) else await reply)
+                await write(answer)
         except asyncio.CancelledError:
             if stream.error is None:
                 raise  # the client is gone

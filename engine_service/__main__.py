@@ -14,7 +14,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes 
 
 from engine_service import log
 from engine_service.config import ConfigError, EngineConfig, load_config
-from engine_service.server import StartError, start_server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvkeeper engine: {error}", file=sys.stderr)
         return 2
     log.configure(config.log_level)
+    from engine_service.server import StartError  # torch takes seconds to load, which a wrong flag need not wait for
+
     try:
         asyncio.run(_serve(config))
     except StartError as error:
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: EngineConfig) -> None:
     """A first signal drains, a second one stops at once."""
+    from engine_service.server import start_server
+
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -57,6 +57,7 @@ class Engine:
         self._max_waiting = max_waiting
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
         self._closed: list[Generation] = []
+        self._news: dict[Generation, None] = {}  # those whose pieces are not delivered yet
         self._creator: SequenceCreator | None = None
         self._num_reported = 0
         self._wake = asyncio.Event()
@@ -65,13 +66,17 @@ class Engine:
 
     # -- for other tasks
 
-    def submit(self, generation: Generation) -> None:
-        """Queue a request, or refuse it; no other task comes between check and queueing."""
-        request, max_len = generation.request, self.scheduler.limits.max_len
+    def check_open(self) -> None:
+        """Whether requests are taken now. Raises Draining, CacheServiceDown."""
         if self._stopping:
             raise Draining("the service is stopping")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request, or refuse it; no other task comes between check and queueing."""
+        self.check_open()
+        request, max_len = generation.request, self.scheduler.limits.max_len
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
@@ -130,6 +135,7 @@ class Engine:
                 await self.step(memory)
         finally:
             self.memory = None
+            self._deliver()
             await self._creator.close()
             self._creator = None
             await self._in_worker(lambda: None)  # what still computes has ended when this has
@@ -143,8 +149,9 @@ class Engine:
             return await self._idle(memory.session)
         answer = await memory.step(plan)
         work = self.scheduler.apply(plan, answer)
-        compute = partial(_copy_forward_sample, memory.runner, work, self._sampling_rows(work))
-        self._emit(work, await self._while_renewing(memory.session, self._in_worker(compute)))
+        computing = self._in_worker(partial(_copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
+        self._deliver()
+        self._emit(work, await self._while_renewing(memory.session, computing))
         if work.batch is None and plan.only_asks:
             await self._pause(_PACE_S)
         return None
@@ -163,9 +170,9 @@ class Engine:
             for sequence, tokens in zip(work.sampled, histories, strict=True)
         ]
 
-    def _emit(self, work: Work, sampled: SampledTokens | Exception) -> None:
-        """Take the tokens over and push them to the streams."""
-        if isinstance(sampled, Exception):
+    def _emit(self, work: Work, sampled: SampledTokens | None) -> None:
+        """Take the tokens over, as text for the streams."""
+        if sampled is None:
             for sequence in self.scheduler.running.at(work.rows):
                 self._fail(sequence.request, RequestFailed("the forward pass failed"))
             return
@@ -175,8 +182,16 @@ class Engine:
             generation = self._by_request[sequence.request]
             if row in sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))
-            elif generation.is_open and generation.take(sequence.index, token_id):
-                self.scheduler.end(sequence)
+            elif generation.is_open:
+                self._news[generation] = None
+                if generation.take(sequence.index, token_id):
+                    self.scheduler.end(sequence)
+
+    def _deliver(self) -> None:
+        """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
+        for generation in self._news:
+            generation.deliver()
+        self._news.clear()
 
     def _end_closed(self) -> None:
         """Sequences of requests that ended give their blocks back; a failed one's last work is not to be shared."""
@@ -201,6 +216,7 @@ class Engine:
 
     async def _idle(self, session: AsyncCacheSession) -> None:
         """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
+        self._deliver()
         if self._num_reported != session.step_id:
             self._num_reported = session.step_id
             await session.renew(session.step_id)
@@ -232,8 +248,11 @@ class Engine:
             self._creator.kick()
 
 
-def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | Exception:
-    """In the worker thread. A failure is this batch's alone, so it is handed back and the loop goes on."""
+def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | None:
+    """In the worker thread. A failure is this batch's alone: it is logged, None says so, and the loop goes on.
+
+    The exception is not handed back, because its traceback holds views of the arena.
+    """
     try:
         runner.copy_blocks(work.copies)
         if work.batch is None:
@@ -243,6 +262,6 @@ def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) ->
             return _NO_TOKENS
         # One prompt's row of logits serves all its continuations.
         return sample(logits if len(rows) == len(logits) else logits[torch.from_numpy(work.logit_idx)], rows)
-    except Exception as error:
+    except Exception:
         log.exception("batch_failed")
-        return error
+        return None

@@ -5,7 +5,7 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +50,19 @@ class Piece:
     usage: Usage | None = None
 
 
+def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same pieces in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if last is not None and last.index == piece.index:
+            text, token_ids = last.text + piece.text, last.token_ids + piece.token_ids
+            merged[-1] = Piece(piece.index, text, token_ids, piece.finish_reason, piece.usage)
+        else:
+            merged.append(piece)
+    return merged
+
+
 @dataclass(frozen=True, slots=True)
 class StopRules:
     """Token ids that end a continuation and are not part of it. Stop strings are TextOutput's."""
@@ -74,6 +87,7 @@ class Generation:
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
     _num_sent: int = 0
+    _outbox: list[Piece | Refusal] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +112,7 @@ class Generation:
         return SamplingRow(self.params, self.seed, index, token_ids, len(self.request.prompt))
 
     def take(self, index: int, token_id: int) -> bool:
-        """A continuation's next token. Whether it is its last."""
+        """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
         if self.first_token_seconds is None:
             self.first_token_seconds = time.monotonic() - self.started_at
         try:
@@ -120,27 +134,35 @@ class Generation:
             return self._finish(Piece(index, text, (token_id,), FinishReason.STOP))
         if self.request.sequences[index].num_output == self.request.max_new_tokens:
             return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH))
-        self.send(Piece(index, text, (token_id,)))
+        self._outbox.append(Piece(index, text, (token_id,)))
         return False
+
+    def deliver(self) -> None:
+        """Hand over what has come since the last time."""
+        for piece in self._outbox:
+            self.send(piece)
+        self._outbox.clear()
 
     def cancel(self) -> None:
         """End what is still under way. Nothing happens to a request that has ended."""
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
                 self._finish(Piece(index, "", (), FinishReason.CANCELLED))
+        self.deliver()
 
     def fail(self, refusal: Refusal) -> None:
         """End it with an error. Nothing happens to a request that has ended."""
         if self.is_open:
             self.refusal = refusal
-            self.send(refusal)
+            self._outbox.append(refusal)
+            self.deliver()
             self.on_close(self)
 
     def _finish(self, piece: Piece) -> bool:
         assert piece.finish_reason is not None
         self._ended[piece.index] = piece.finish_reason
         usage = None if self.is_open else self._usage()
-        self.send(Piece(piece.index, piece.text, piece.token_ids, piece.finish_reason, usage))
+        self._outbox.append(Piece(piece.index, piece.text, piece.token_ids, piece.finish_reason, usage))
         if usage is not None:
             self.on_close(self)
         return True

@@ -5,6 +5,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 """
 
 import contextlib
+import gc
 
 import structlog
 import torch
@@ -43,17 +44,22 @@ class KvMemory:
         items = StepItems(**{name: getattr(plan, name) for name in _COLUMNS})
         return await self.session.step(items, completed_step_id)
 
-    async def close(self) -> None:
-        """Unmap, then end the session. No thread may be computing. Errors are logged: there is nobody to act on them."""
+    async def close(self, *, is_away: bool = False) -> None:
+        """Unmap, then end the session. No thread may be computing.
+
+        is_away: nobody would answer; the end of the attach connection says enough to a service that lives.
+        """
         self._runner = None
+        gc.collect()  # a cycle around a traceback may still view the arena
         drained = True
         try:
             self._arena.close()
         except BufferError:
             drained = False  # a view lives on, so the cache service has to wait for the end of this process
             log.error("arena_still_viewed")
-        with contextlib.suppress(KvkeeperError):  # the session is gone, or the service: both end it
-            await self.session.close(drained=drained)
+        if not is_away:
+            with contextlib.suppress(KvkeeperError):  # the session is gone, or the service: both end it
+                await self.session.close(drained=drained)
 
 
 async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig) -> KvMemory:

@@ -136,9 +136,7 @@ def _tensors(rows: Sequence[SamplingRow]) -> SamplingTensors:
     def column(field: str) -> torch.Tensor:
         return torch.from_numpy(np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
 
-    return SamplingTensors(
-        column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p")
-    )
+    return SamplingTensors(column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p"))
 
 
 def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:

@@ -54,6 +54,7 @@ class RunningServer:
     _client: AsyncCacheClient
     _health: HealthServicer
     _lock: SocketLock | None
+    _is_stopped: bool = False
 
     async def wait_ready(self) -> None:
         """Until there is a session. Raises StartError when the cache service refuses the model."""
@@ -79,7 +80,10 @@ class RunningServer:
             log.warning("drain_timeout", num_requests=len(self.engine.generations))
 
     async def stop(self) -> None:
-        """End what still runs, close the session and remove the socket."""
+        """End what still runs, close the session and remove the socket. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self.engine.stop()
         self.engine.fail_all(Draining("the service is stopping"))
         await asyncio.wait((self._serving,), timeout=_LAST_STEP_S)

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from engine_service.config import EngineConfig
 from engine_service.convert import DEFAULT_MAX_TOKENS, check_text, options_of, page_of, response_of, token_array
 from engine_service.engine import Engine
-from engine_service.generation import Generation, Piece, StopRules
-from engine_service.refusals import CacheServiceDown, InvalidField, Refusal, TimedOut
+from engine_service.generation import Generation, Piece, StopRules, coalesce
+from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request, RequestState
 from engine_service.served_model import ServedModel
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -32,11 +32,14 @@ class EngineService:
         timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
         try:
             while True:
-                piece = await pieces.get()
-                if isinstance(piece, Refusal):
-                    raise piece
-                yield response_of(generation.request.request_id, piece)
-                if piece.usage is not None:
+                waiting = [await pieces.get()]
+                while not pieces.empty():
+                    waiting.append(pieces.get_nowait())
+                for piece in coalesce([item for item in waiting if isinstance(item, Piece)]):
+                    yield response_of(generation.request.request_id, piece)
+                if isinstance(waiting[-1], Refusal):
+                    raise waiting[-1]
+                if waiting[-1].usage is not None:
                     return
         finally:
             timer.cancel()
@@ -120,8 +123,7 @@ class EngineService:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
         prompt = await self._prompt(message)
-        if self._engine.memory is None:
-            raise CacheServiceDown("the cache service does not answer")
+        self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._max_len - len(prompt)))

@@ -39,7 +39,7 @@ async def keep_serving(
     """Until the engine is stopped. tell hears whether there is a session. Raises CacheServiceRefused at the start."""
     has_served = False
     while (memory := await _open(engine, client, model, config, may_refuse=not has_served)) is not None:
-        has_served = True
+        has_served, is_away = True, False
         try:
             pool = memory.session.pool
             log.info("session_opened", num_blocks=pool.num_blocks, block_size=pool.block_size)
@@ -48,12 +48,13 @@ async def keep_serving(
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
-            if error.code not in _AWAY and error.reason not in _SESSION_GONE:
+            is_away = error.code in _AWAY
+            if not is_away and error.reason not in _SESSION_GONE:
                 # Our steps are refused: going on with the same requests would be refused again.
                 engine.fail_all(RequestFailed("the cache service refused a step"))
         finally:
             await tell(False)
-            await memory.close()
+            await memory.close(is_away=is_away)
 
 
 async def _open(

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import duration_pb2
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from engine_service.refusals import BrokenInvariant, Refusal

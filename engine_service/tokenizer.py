@@ -117,9 +117,7 @@ class Detokenizer:
     behind the few before them, because a decoder treats the first token of a text differently.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         """
         Args:
             prompt_ids: what comes before the output; only its end matters.

@@ -91,9 +91,7 @@ def plan_decode(
         steps, last_steps = np.arange(spans[members].max()), spans[members, None] - 1
         positions = starts[members, None] + np.minimum(steps, last_steps)
         dead = torch.from_numpy(steps > last_steps)
-        mask = (
-            torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)[:, None, None] if dead.any() else None
-        )
+        mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)[:, None, None] if dead.any() else None
         groups.append(DecodeGroup(first, last, kv_slot_rows(tables[members], positions, kv_layer), mask))
     return DecodePlan(
         groups=tuple(groups),

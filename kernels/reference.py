@@ -101,9 +101,7 @@ def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) ->
     return k, v
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None
-) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None) -> torch.Tensor:
     """One query [num_heads, head_dim] at `position` over the keys it may see."""
     first = 0 if window is None else max(0, position - window + 1)
     k, v = k[first : position + 1], v[first : position + 1]

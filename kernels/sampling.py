@@ -95,9 +95,7 @@ def _sample_short(
     return ids.gather(1, picked[:, None]).flatten(), tied
 
 
-def _sample_long(
-    logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor
-) -> torch.Tensor:
+def _sample_long(logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor) -> torch.Tensor:
     """Through the whole vocabulary, ranked only if a filter asks for ranks. numpy sorts many times faster."""
     if bool((top_k < logits.shape[1]).any()) or bool((params.top_p < 1).any()):
         ranked = torch.from_numpy(-np.sort(-logits.numpy(), axis=1))

@@ -10,6 +10,17 @@ from pathlib import Path
 _HEADROOM = 64 << 20  # left to everybody else
 
 
+class OutOfMemory(Exception):
+    """The machine, its control group or the process's limits have no room for this. One sentence with both sizes."""
+
+
+def require(num_bytes: int) -> None:
+    """Raises OutOfMemory where so many bytes cannot be had now."""
+    available = available_bytes()
+    if num_bytes > available:
+        raise OutOfMemory(f"{num_bytes} bytes are wanted, {available} are available")
+
+
 def available_bytes() -> int:
     """Bytes that can be taken now: the least of the machine's, the control groups' and the process's own limits."""
     limits = [_machine_bytes(), *_cgroup_bytes(), *_process_bytes()]
@@ -22,16 +33,12 @@ def _machine_bytes() -> int:
 
 
 def _process_bytes() -> list[int]:
-    """RLIMIT_AS bounds the mapping, RLIMIT_FSIZE the file behind it."""
-    limits = []
+    """What RLIMIT_AS leaves to map. The other limits of a process make the system refuse, which needs no foresight."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
-        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limits.append(address_space - num_pages * resource.getpagesize())
-    file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if file_size != resource.RLIM_INFINITY:
-        limits.append(file_size)
-    return limits
+    if address_space == resource.RLIM_INFINITY:
+        return []
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return [address_space - num_pages * resource.getpagesize()]
 
 
 def _cgroup_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -13,22 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_service.arena import memory_limit
+from cache_service.arena.memory_limit import OutOfMemory
 from cache_service.types import Copies
 
 ByteArray = npt.NDArray[np.uint8]
-
-
-class OutOfMemory(Exception):
-    """The machine, its control group or the process's limits have no room for the arena. One sentence with both sizes."""
 
 
 class SharedMemoryArena:
     """[num_bytes] bytes, all zero at first. Raises OutOfMemory."""
 
     def __init__(self, num_bytes: int) -> None:
-        available = memory_limit.available_bytes()
-        if num_bytes > available:
-            raise OutOfMemory(f"{num_bytes} bytes are wanted, {available} are available")
+        memory_limit.require(num_bytes)
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
         try:

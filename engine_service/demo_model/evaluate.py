@@ -12,14 +12,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine_service.demo_model import DEMO_MODEL_DIR
 from engine_service.demo_model.corpus import Module, held_out_modules
+
+if TYPE_CHECKING:  # a development dependency: serving the model does not need it
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class Report:
 
 
 def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     modules: Sequence[Module],
     window_len: int = 1024,
     progress: bool = False,
@@ -106,7 +109,7 @@ def evaluate(
 
 
 @torch.inference_mode()
-def sum_token_bits(model: PreTrainedModel, token_ids: Sequence[int], window_len: int) -> float:
+def sum_token_bits(model: "PreTrainedModel", token_ids: Sequence[int], window_len: int) -> float:
     """Bits the model needs for token_ids[1:], given token_ids[0]; windows overlap by half.
 
     | window | context (not scored again)  | scored                       |
@@ -130,11 +133,11 @@ def sum_token_bits(model: PreTrainedModel, token_ids: Sequence[int], window_len:
     return total / math.log(2)
 
 
-def load(folder: Path = DEMO_MODEL_DIR) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(folder: Path = DEMO_MODEL_DIR) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The folder's model, in fp32 on the CPU, and its tokenizer. Reads safetensors only."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, use_safetensors=True)
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine_service.demo_model import DEMO_MODEL_DIR
 from engine_service.demo_model.corpus import Module, held_out_modules, training_modules
 from engine_service.demo_model.evaluate import evaluate, load
+
+if TYPE_CHECKING:  # a development dependency: serving the model does not need it
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
@@ -91,7 +94,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def wrap_tokenizer(tokenizer_file: Path) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(tokenizer_file: Path) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(tokenizer_file)),
         bos_token=END_OF_TEXT,
@@ -101,7 +106,9 @@ def wrap_tokenizer(tokenizer_file: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(end_of_text_id: int) -> LlamaForCausalLM:
+def build_model(end_of_text_id: int) -> "LlamaForCausalLM":
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -122,7 +129,7 @@ def build_model(end_of_text_id: int) -> LlamaForCausalLM:
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: "LlamaForCausalLM", recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al., 2024) for the layers' matrices, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     matrix_ids = {id(p) for p in matrices}
@@ -132,7 +139,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
     return [muon, adamw]
 
 
-def encode_modules(modules: list[Module], tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> list[np.ndarray]:
+def encode_modules(modules: list[Module], tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> list[np.ndarray]:
     """Each module's tokens, from its `<|endoftext|>` on; a library module appears `library_weight` times."""
     encoded = []
     for module in tqdm(modules, desc="encode", unit="module"):
@@ -154,9 +161,7 @@ def iter_batches(encoded: list[np.ndarray], window_len: int, recipe: Recipe, see
             yield torch.from_numpy(np.stack([stream[s : s + window_len + 1] for s in chosen])).long()
 
 
-def train(
-    model: LlamaForCausalLM, encoded: list[np.ndarray], recipe: Recipe, checkpoint: Path, use_compile: bool
-) -> None:
+def train(model: "LlamaForCausalLM", encoded: list[np.ndarray], recipe: Recipe, checkpoint: Path, use_compile: bool) -> None:
     """Train until the budget is used up, time before an interruption included."""
 
     def compute_loss(batch: torch.Tensor) -> torch.Tensor:
@@ -199,7 +204,7 @@ def train(
 
 
 def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int, used_s: float
+    path: Path, model: "LlamaForCausalLM", optimizers: list[torch.optim.Optimizer], step: int, used_s: float
 ) -> None:
     tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
@@ -210,7 +215,7 @@ def save_checkpoint(
     partial.replace(path)
 
 
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
+def load_checkpoint(path: Path, model: "LlamaForCausalLM", optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
     """Restore model and optimizers in place; returns the step and the seconds used so far."""
     tensors = load_file(path)
     for name, parameter in model.named_parameters():
@@ -227,8 +232,10 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.
     return int(metadata["step"]), float(metadata["used_s"])
 
 
-def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def export(model: "LlamaForCausalLM", tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
     """Write the Hugging Face folder, weights in fp16."""
+    from transformers import GenerationConfig
+
     model.eval()
     model.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     model.half().save_pretrained(folder)

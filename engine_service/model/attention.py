@@ -68,9 +68,7 @@ def build_attention_metadata(
         prefill_tokens = _index(np.flatnonzero(np.repeat(query_lens > 1, query_lens))) if len(ones) else None
         tables, lens = torch.from_numpy(batch.block_tables[several]), torch.from_numpy(batch.seq_lens[several])
         locs = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens[several]))).astype(np.int32))
-        prefill_plans = {
-            window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch) for window in distinct
-        }
+        prefill_plans = {window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch) for window in distinct}
         prefill = PrefillRows(prefill_tokens, tables, lens, locs, prefill_plans)
     return AttentionMetadata(slot_mapping, plan_store(slot_mapping, kv_layer), decode, prefill)
 
@@ -103,16 +101,12 @@ def attend(
     return out.index_copy_(0, prefill.token_rows, _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window))
 
 
-def _decode(
-    q: torch.Tensor, kv_layer: torch.Tensor, rows: DecodeRows, scale: float, window: int | None
-) -> torch.Tensor:
+def _decode(q: torch.Tensor, kv_layer: torch.Tensor, rows: DecodeRows, scale: float, window: int | None) -> torch.Tensor:
     plan = rows.plans[window]
     return paged_attention_decode(q, kv_layer, rows.block_tables, rows.seq_lens, scale=scale, window=window, plan=plan)
 
 
-def _prefill(
-    q: torch.Tensor, kv_layer: torch.Tensor, rows: PrefillRows, scale: float, window: int | None
-) -> torch.Tensor:
+def _prefill(q: torch.Tensor, kv_layer: torch.Tensor, rows: PrefillRows, scale: float, window: int | None) -> torch.Tensor:
     plan = rows.plans[window]
     return paged_attention_prefill(
         q, kv_layer, rows.block_tables, rows.seq_lens, rows.query_start_loc, scale=scale, window=window, plan=plan

@@ -141,9 +141,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _parse_windows(
-    raw: Mapping[str, Any], family_name: str, family: _Family, num_layers: int
-) -> tuple[int | None, ...]:
+def _parse_windows(raw: Mapping[str, Any], family_name: str, family: _Family, num_layers: int) -> tuple[int | None, ...]:
     """Mistral's window is on every layer; Qwen's on the layers from max_window_layers on, and only if switched on."""
     if family.default_window is None or raw.get("sliding_window", family.default_window) is None:
         return (None,) * num_layers

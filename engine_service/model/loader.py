@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from engine_service.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from engine_service.model.config import ModelConfig, read_model_config

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support import attached_process
 from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
 

@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from cache_service import registry
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
 
 

@@ -3,31 +3,9 @@
 import grpc
 import numpy as np
 import pytest
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-
-from tests.support.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, Session, le32, refusal, serving
-
-ROW = SPEC.num_kv_heads * SPEC.head_dim
-
-
-def kv_of(tokens: range, salt: int = 0) -> np.ndarray:
-    """Some K and V: [num_layers, 2, num_tokens, elements of a token], another number everywhere."""
-    shape = (SPEC.num_layers, 2, len(tokens), ROW)
-    return (np.arange(np.prod(shape)).reshape(shape) + 1000 * tokens.start + salt).astype("<f4")
-
-
-async def read_all(session: Session, sequence_id: int, **fields: object) -> np.ndarray:
-    """What ReadKv answers, in the form of kv_of."""
-    chunks = await session.read_kv(sequence_id, **fields)
-    layers = []
-    for layer_idx in range(SPEC.num_layers):
-        of_layer = [chunk for chunk in chunks if chunk.layer_idx == layer_idx]
-        parts = [
-            np.concatenate([np.frombuffer(getattr(chunk, name), "<f4").reshape(-1, ROW) for chunk in of_layer])
-            for name in ("key", "value")
-        ]
-        layers.append(np.stack(parts))
-    return np.stack(layers)
+from tests.support.cache_api import BLOCK_SIZE, DEADLINE, Api, kv_of, le32, read_all, refusal, serving
 
 
 async def test_the_life_of_a_sequence(api: Api) -> None:
@@ -208,85 +186,6 @@ async def test_an_engine_that_copies_itself_cannot_use_one_item_calls(api: Api) 
     await session.create(1, 6)
     error = await refusal(session.call("ExtendSequence", sequence_id=1, num_tokens=6))
     assert (error.reason, error.metadata["mode"]) == ("WRONG_MODE", "steps")
-
-
-async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:
-    session = await api.open(engine=False)
-    await session.create(1, 6)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
-    await session.write_kv(1, 0, kv_of(range(4)))
-    await session.call("CommitSequence", sequence_id=1, num_tokens=4, first_token_idx=6)
-    content = await read_all(session, 1)
-    for first, count in ((3, 1), (0, 6), (5, 2), (6, 1), (-1, 1), (2**31 - 1, 1)):
-        error = await refusal(session.write_kv(1, first, kv_of(range(count), salt=9)))
-        assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "first_token_idx")
-    np.testing.assert_array_equal(await read_all(session, 1), content)
-    for changed in ({"layer_idx": 2}, {"layer_idx": -1}, {"key": b""}, {"key": bytes(11)}, {"value": bytes(24)}):
-        chunk = {"sequence_id": 1, "first_token_idx": 4, "key": bytes(12), "value": bytes(12)} | changed
-        request = pb.WriteKvRequest(**session.ids, **chunk)
-        assert (await refusal(api.stub.WriteKv(iter([request]), timeout=DEADLINE))).reason == "INVALID_FIELD"
-
-
-async def test_a_stepping_session_is_not_written_from_outside(api: Api) -> None:
-    session = await api.open(engine=False)
-    await session.create(1, 6)
-    await api.raw_step(session.start_bytes(1, 1))
-    assert (await refusal(session.write_kv(1, 0, kv_of(range(1))))).reason == "WRONG_MODE"
-
-
-async def test_reads_stay_below_the_committed_length(api: Api) -> None:
-    session = await api.open(engine=False)
-    await session.create(1, 6)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
-    content = kv_of(range(6))
-    await session.write_kv(1, 0, content)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=5, first_token_idx=6)
-    np.testing.assert_array_equal(await read_all(session, 1, first_token_idx=2, num_tokens=3), content[:, :, 2:5])
-    for fields in (
-        {"first_token_idx": 6},
-        {"first_token_idx": -1},
-        {"first_token_idx": 1, "num_tokens": 5},
-        {"num_tokens": -1},
-        {"layer_idx": [2]},
-        {"layer_idx": [-1]},
-        {"layer_idx": [0, 1, 0]},
-    ):
-        assert (await refusal(session.read_kv(1, **fields))).reason == "INVALID_FIELD"
-    assert (await refusal(session.read_kv(2))).reason == "UNKNOWN_SEQUENCE"
-    chunks = await session.read_kv(1, layer_idx=[1])
-    assert [(chunk.layer_idx, chunk.first_token_idx, chunk.num_tokens) for chunk in chunks] == [(1, 0, 5)]
-
-
-async def test_reads_come_in_chunks_below_a_mebibyte() -> None:
-    spec = pb.KvSpec(
-        model_id="wide",
-        num_layers=1,
-        num_kv_heads=8,
-        head_dim=1024,
-        kv_dtype=pb.KV_DTYPE_FLOAT32,
-        block_size=16,
-        layout=pb.KV_LAYOUT_BLOCK_MAJOR,
-    )
-    async with serving(pool_memory=8 << 20) as api:
-        session = await api.open(spec=spec, engine=False)
-        await session.create(1, 40)
-        await session.call("ExtendSequence", sequence_id=1, num_tokens=40)
-        key = np.random.default_rng(0).integers(0, 255, (40, 32 << 10), np.uint8)
-        parts = [
-            pb.WriteKvRequest(
-                **session.ids, sequence_id=1, first_token_idx=row, key=key[row].tobytes(), value=key[row, ::-1].tobytes()
-            )
-            for row in range(40)
-        ]
-        answer = await api.stub.WriteKv(iter(parts), timeout=DEADLINE)
-        assert (answer.num_chunks, answer.num_bytes) == (40, 2 * key.nbytes)
-        await session.call("CommitSequence", sequence_id=1, num_tokens=40, first_token_idx=40)
-        chunks = await session.read_kv(1)
-        assert len(chunks) > 1
-        assert max(len(chunk.key) + len(chunk.value) for chunk in chunks) < 1 << 20
-        assert [chunk.first_token_idx for chunk in chunks] == np.cumsum([0, *(c.num_tokens for c in chunks[:-1])]).tolist()
-        assert b"".join(chunk.key for chunk in chunks) == key.tobytes()
-        assert b"".join(chunk.value for chunk in chunks) == key[:, ::-1].tobytes()
 
 
 async def test_lists_page_over_sessions(api: Api) -> None:

@@ -5,9 +5,10 @@ import threading
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
 
 

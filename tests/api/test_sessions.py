@@ -4,8 +4,8 @@ import asyncio
 
 import grpc
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, le32, le64, refusal, serving
 
 
@@ -100,6 +100,11 @@ async def test_sessions_are_counted() -> None:
         error = await refusal(api.open())
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SESSIONS")
         assert error.metadata["limit"] == "2"
+        other = pb.KvSpec()
+        other.CopyFrom(SPEC)
+        other.revision = "other"
+        assert (await refusal(api.open(spec=other))).reason == "OUT_OF_SESSIONS"
+        assert len((await api.stats()).pools) == 1
         await first.call("CloseSession")
         await api.open()
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 
 from cache_service.__main__ import main
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from tests.support.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -151,12 +151,13 @@ def test_more_memory_than_the_machine_has_is_refused(services: Services, memory:
     services.ready("--listen", listen)  # and everything was undone
 
 
-def test_more_memory_than_the_process_may_have_is_refused(services: Services) -> None:
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+@pytest.mark.parametrize(("limit", "size"), [("RLIMIT_FSIZE", 1 << 16), ("RLIMIT_AS", 8 << 30)])
+def test_more_memory_than_the_process_may_have_is_refused(services: Services, limit: str, size: int) -> None:
+    limited = f"import resource, sys; resource.setrlimit(resource.{limit}, ({size}, {size}))\n"
     limited += "from cache_service.__main__ import main; sys.exit(main())"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos")])}
-    flags = ["--listen", "127.0.0.1:0", "--runtime-dir", str(services.folder / "run"), "--pool-memory", "1MiB"]
-    command = [sys.executable, "-c", limited, *flags]
+    flags = ["--listen", "127.0.0.1:0", "--runtime-dir", str(services.folder / "run"), "--num-pools", "1"]
+    command = [sys.executable, "-c", limited, *flags, "--pool-memory", str(size + 4096)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "--pool-memory" in done.stderr

@@ -1,11 +1,14 @@
 """Steps take effect exactly once, in order, or not at all; over the unary call and over the stream."""
 
+import asyncio
+import sys
+
 import grpc
 import grpc.aio
 import pytest
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from tests.support.cache_api import Api, ManualClock, int32s, le32, le64, refusal
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal
 
 
 async def _stepping(api: Api, session_bytes: bytes) -> tuple[grpc.aio.StreamStreamCall, bytes]:
@@ -134,6 +137,31 @@ async def test_a_lost_stream_may_come_back_within_its_grace(api: Api, clock: Man
     clock.advance(0.6)
     stats = await api.stats()
     assert (len(stats.sessions), stats.num_reaped_sessions) == (0, 1)
+
+
+STREAMING_CLIENT = """
+import queue, sys, grpc
+requests = queue.SimpleQueue()
+requests.put(bytes.fromhex(sys.argv[2]))
+call = grpc.insecure_channel(sys.argv[1]).stream_stream("/kvkeeper.cache.v1.CacheService/StreamSteps")(iter(requests.get, None))
+next(call)
+print("stepped", flush=True)
+next(call)
+"""
+
+
+async def test_a_killed_client_has_a_grace_too(api: Api, clock: ManualClock) -> None:
+    session = await api.open()
+    arguments = ("-c", STREAMING_CLIENT, api.server.address, session.step_bytes(1).hex())
+    client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    assert client.stdout is not None
+    assert await asyncio.wait_for(client.stdout.readline(), DEADLINE) == b"stepped\n"
+    assert not _has_grace(api)
+    client.kill()
+    await client.communicate()
+    await api.until(lambda _: _has_grace(api))
+    clock.advance(0.6)
+    assert (await api.stats()).num_reaped_sessions == 1
 
 
 async def test_a_stream_that_its_client_ends_starts_the_grace(api: Api, clock: ManualClock) -> None:

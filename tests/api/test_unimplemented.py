@@ -1,9 +1,9 @@
 """What this build leaves out of the protocol: exactly this list."""
 
 import grpc
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import error_of
-
 from tests.support.cache_api import DEADLINE, Api
 
 LEFT_OUT = {

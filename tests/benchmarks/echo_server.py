@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 METHOD = "/bench.Echo/Stream"
 SIZE_KEY = "reply-size"
@@ -16,7 +17,7 @@ SIZE_KEY = "reply-size"
 async def _stream(_: Any, context: grpc.aio.ServicerContext) -> None:
     metadata = dict(context.invocation_metadata() or ())
     reply = bytes(int(metadata[SIZE_KEY]))
-    while await context.read() is not grpc.aio.EOF:
+    while await context.read() is not EOF:
         await context.write(reply)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -71,7 +72,8 @@ async def _alternate(load: Growing, cache: str, echo: str) -> tuple[list[float],
             message = bytes(request_size)
             # One result column of a row per sequence, and two of the new blocks for one row in block_size.
             reply_size = 4 * load.num_sequences + 8 * (load.num_sequences // BLOCK_SIZE) + 40
-            call = channel.stream_stream(METHOD)(metadata=((SIZE_KEY, str(reply_size)),))
+            open_echo: Any = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)
+            call = open_echo(metadata=((SIZE_KEY, str(reply_size)),))
             for step_idx in range(_NUM_WARM_UP + _NUM_STEPS):
                 items = StepItems(**load.grow_columns(step_idx))
                 begin = time.perf_counter()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cache_service.arena import memory_limit
-from cache_service.arena.shared_memory import OutOfMemory, SharedMemoryArena, copy_blocks
+from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena, copy_blocks
 from cache_service.types import Copies
 
 

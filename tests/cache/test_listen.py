@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.listen import AddressInUse, SocketLock, private_directory
+from cache_service.listen import AddressInUse, SocketLock, check_port, private_directory
 
 
 @pytest.fixture
@@ -44,6 +44,16 @@ def test_a_refusal_leaves_no_lock(path: Path) -> None:
 def test_a_missing_folder_is_told(path: Path) -> None:
     with pytest.raises(AddressInUse, match="No such file"):
         SocketLock(path / "deeper" / "s")
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(AddressInUse, match=str(port)):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
 
 
 def test_a_private_directory_is_made_and_checked(path: Path) -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from engine_service.batch import ScheduledRow, WantLogits, build_batch
+from engine_service.model.decoder import Decoder
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
 from tests.support.tiny_models import (
     TINY_MODELS,
     NumericsCase,
+    ReferenceLogits,
     build_model_folder,
     numerics_cases,
     random_tokens,
@@ -25,24 +27,37 @@ from tests.support.tiny_models import (
 
 torch.set_num_threads(1)
 
-BLOCK_SIZE = 4
-CHUNK_SIZES = (1, 7, BLOCK_SIZE, 64)
+BLOCK_SIZES = (4, 16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """A loaded model, the cases, and transformers' logits of them."""
+
+    model: Decoder
+    block_size: int
+    cases: tuple[NumericsCase, ...]
+    reference: ReferenceLogits
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
-def world(request, tmp_path_factory):
-    """A loaded model, the cases, and transformers' logits of them."""
-    folder = build_model_folder(tmp_path_factory.mktemp("model"), request.param)
-    cases = numerics_cases(BLOCK_SIZE)
+def folder(request, tmp_path_factory):
+    return build_model_folder(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module", params=BLOCK_SIZES)
+def world(request, folder):
+    cases = numerics_cases(request.param)
     model, _ = load_model(folder, progress=False)
-    return model, cases, reference_logits(folder, cases)
+    return World(model, request.param, cases, reference_logits(folder, cases))
 
 
 class HandTables:
     """A runner on a plain tensor, with block tables made by hand: what the cache service will do, without one."""
 
-    def __init__(self, model, num_blocks=200, fill=float("nan")):
-        layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    def __init__(self, model, block_size, num_blocks=200, fill=float("nan")):
+        self.block_size = block_size
+        layout = kv_layout_of(model.config, model.dtype, block_size)
         view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
         self.runner = ModelRunner(model, view, layout)
         self.free = (np.random.default_rng(0).permutation(num_blocks - 1) + 1).tolist()
@@ -55,13 +70,13 @@ class HandTables:
         """The block table that the case starts with, and how many of its tokens are in the cache already."""
         table, shared = [], max(case.hit_len, case.fork_len)
         if shared:
-            table = list(parent_table[: -(-shared // BLOCK_SIZE)])
-            if shared % BLOCK_SIZE:  # copy-on-write of the partial tail
+            table = list(parent_table[: -(-shared // self.block_size)])
+            if shared % self.block_size:  # copy-on-write of the partial tail
                 (own,) = self.take(1)
                 self.runner.copy_blocks([(table[-1], own)])
                 table[-1] = own
                 self.num_copies += 1
-        table += self.take(-(-len(case.tokens) // BLOCK_SIZE) - len(table))
+        table += self.take(-(-len(case.tokens) // self.block_size) - len(table))
         return np.array(table, dtype=np.int32), shared
 
     def compute(self, cases, chunk_size):
@@ -83,7 +98,7 @@ class HandTables:
                 if start < stop:
                     rows.append(ScheduledRow(tokens[start:stop], start, table, WantLogits.ALL))
                     members.append(index)
-            batch = build_batch(rows, BLOCK_SIZE)
+            batch = build_batch(rows, self.block_size)
             logits = self.runner.forward(batch)
             for member, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
                 found[member].append(logits[first:last])
@@ -94,22 +109,32 @@ class HandTables:
         return [torch.cat(parts) for parts in found]
 
 
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize("chunk_size", [1, 7, "block size", 64])
 def test_logits_are_those_of_transformers(world, chunk_size):
-    model, cases, reference = world
-    tables = HandTables(model)
-    assert reference.error(tables.compute(cases, chunk_size)) <= reference.bound
+    tables = HandTables(world.model, world.block_size)
+    found = tables.compute(world.cases, world.block_size if chunk_size == "block size" else chunk_size)
+    error = world.reference.error(found)
+    assert error <= world.reference.bound
     assert tables.num_copies == 2
 
 
 def test_the_noise_is_not_nothing(world):
-    assert 1e-7 < world[2].noise < 1e-5
+    assert 1e-7 < world.reference.noise < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])
+def test_16_bit_computation_is_close(folder, dtype, bound):
+    """Far below what a dropped token does (see below), in the same paths."""
+    model, _ = load_model(folder, dtype=dtype, progress=False)
+    cases = numerics_cases(4)
+    error = reference_logits(folder, cases).error(HandTables(model, 4).compute(cases, 7))
+    assert error < bound
 
 
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_a_dropped_token_exceeds_the_bound_a_thousand_times(world, chunk_size, monkeypatch):
-    model, cases, reference = world
-    (index,) = [i for i, case in enumerate(cases) if case.fork_len == 3 * BLOCK_SIZE - 1]
+    cases, reference = world.cases, world.reference
+    (index,) = [i for i, case in enumerate(cases) if case.fork_len == 3 * world.block_size - 1]
     case = NumericsCase(cases[index].tokens)
     dropped = len(case.tokens) - 3
 
@@ -117,7 +142,7 @@ def test_a_dropped_token_exceeds_the_bound_a_thousand_times(world, chunk_size, m
         slots = np.where(batch.positions == dropped, -1, batch.slot_mapping)
         return dataclasses.replace(batch, slot_mapping=slots)
 
-    tables = HandTables(model, fill=0.0)
+    tables = HandTables(world.model, world.block_size, fill=0.0)
     forward = tables.runner.forward
     monkeypatch.setattr(tables.runner, "forward", lambda batch: forward(drop(batch)))
     (found,) = tables.compute([case], chunk_size)
@@ -132,5 +157,5 @@ def test_a_prompt_longer_than_the_first_rotary_table(tmp_path):
     folder = build_model_folder(tmp_path, model_of)
     cases = [NumericsCase(random_tokens(1100))]
     reference = reference_logits(folder, cases)
-    tables = HandTables(load_model(folder, progress=False)[0], num_blocks=300)
+    tables = HandTables(load_model(folder, progress=False)[0], 4, num_blocks=300)
     assert reference.error(tables.compute(cases, 500)) <= reference.bound

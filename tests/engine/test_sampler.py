@@ -143,10 +143,7 @@ def test_a_row_does_not_depend_on_its_neighbours(top_k):
         params(min_p=0.1, typical_p=0.8),
         params(frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.3),
     ]
-    rows = [
-        row(choices[i % 7], seed=i, token_ids=[i, i, 2 * i, 5], num_prompt_tokens=1, sample_idx=i % 3)
-        for i in range(64)
-    ]
+    rows = [row(choices[i % 7], seed=i, token_ids=[i, i, 2 * i, 5], num_prompt_tokens=1, sample_idx=i % 3) for i in range(64)]
     together = sample(logits, rows).token_ids
     alone = [int(sample(logits[i : i + 1], [rows[i]]).token_ids[0]) for i in range(64)]
     backwards = sample(logits.flip(0), rows[::-1]).token_ids[::-1]

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.client.errors import KvkeeperError, error_of
 
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.client.errors import KvkeeperError, error_of
 
 DEADLINE = 10.0  # seconds that anything in a test may take
 BLOCK_SIZE = 4
@@ -31,6 +31,8 @@ SPEC = pb.KvSpec(
     block_size=BLOCK_SIZE,
     layout=pb.KV_LAYOUT_BLOCK_MAJOR,
 )
+
+ROW = SPEC.num_kv_heads * SPEC.head_dim  # elements of K, or of V, of a token in one layer
 
 
 def le32(*values: int) -> bytes:
@@ -174,6 +176,26 @@ async def refusal(call: Awaitable[Any]) -> KvkeeperError:
     except grpc.RpcError as error:
         return error_of(error)
     raise AssertionError(f"not refused: {answer!r}")
+
+
+def kv_of(tokens: range, salt: int = 0) -> np.ndarray:
+    """Some K and V: [num_layers, 2, num_tokens, elements of a token], another number everywhere."""
+    shape = (SPEC.num_layers, 2, len(tokens), ROW)
+    return (np.arange(np.prod(shape)).reshape(shape) + 1000 * tokens.start + salt).astype("<f4")
+
+
+async def read_all(session: Session, sequence_id: int, **fields: object) -> np.ndarray:
+    """What ReadKv answers, in the form of kv_of."""
+    chunks = await session.read_kv(sequence_id, **fields)
+    layers = []
+    for layer_idx in range(SPEC.num_layers):
+        of_layer = [chunk for chunk in chunks if chunk.layer_idx == layer_idx]
+        parts = [
+            np.concatenate([np.frombuffer(getattr(chunk, name), "<f4").reshape(-1, ROW) for chunk in of_layer])
+            for name in ("key", "value")
+        ]
+        layers.append(np.stack(parts))
+    return np.stack(layers)
 
 
 @asynccontextmanager

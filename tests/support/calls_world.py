@@ -29,6 +29,10 @@ class CallsWorld(World):
         self.one_item.add(session)
         return session
 
+    def close(self, session: SessionId, *, may_still_write: bool) -> None:
+        self.one_item.discard(session)
+        super().close(session, may_still_write=may_still_write)
+
     def call(self, session: SessionId, choose: Choose) -> None:
         """One call on one sequence of the session."""
         engine = self.engines[session]
@@ -41,9 +45,7 @@ class CallsWorld(World):
         call = self._extend if not q.running and choose(8) else calls[choose(len(calls))]
         call(session, engine, q, known, choose)
 
-    def _extend(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _extend(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         length = engine.length(choose, q.max_tokens)
         look_up = choose(4) > 0
         if not self.naive.fits(known, length, look_up=look_up):
@@ -56,19 +58,15 @@ class CallsWorld(World):
         shown = self._table(session, q)
         before = list(known.table)
         fresh = self.naive.extend(known, length, shown, pairs, look_up=look_up)
-        for block in fresh:
-            self.memory.spoil(block)
+        self.memory.spoil(fresh)
         self.memory.copy([(old, new) for old, new in zip(before, shown, strict=False) if old != new])
         if was_waiting:
             self.check_hit(known, known.hit)
             q.running, q.committed, q.num_computed = True, known.hit, known.hit
         q.reserved = known.reserved
-        self.num_items += 1
         self._write(session, engine, q, known, choose)
 
-    def _write(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _write(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         """K and V of some of the slots behind what is written; tokens not told yet may be drawn again."""
         if not q.running:
             return
@@ -78,13 +76,13 @@ class CallsWorld(World):
         while len(q.tokens) < last:
             q.tokens.append(engine.token(choose))
         contents = self.contents.spell(q.tenant, q.tokens[:last])
-        for position in range(first, last):
-            self.memory.write(self.memory.slot(known.table, position), contents[position])
+        written = contents[first:last]
+        if written and not self.driver.write_kv(session, q.sequence_id, first, written):
+            for position, content in enumerate(written, start=first):
+                self.memory.write(self.memory.slot(known.table, position), content)
         q.num_computed = last
 
-    def _commit(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _commit(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         if not q.running:
             self.refused("WRONG_STATE", lambda: self.driver.commit(session, q.sequence_id, 1, 0, int32([])))
             return
@@ -100,11 +98,8 @@ class CallsWorld(World):
             self.driver.commit(session, q.sequence_id, length, first, int32(new))
             expect(self.snapshot(), before, "R7 state after a repeated commit")
         q.num_known, q.committed = told, length
-        self.num_items += 1
 
-    def _fork(
-        self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
-    ) -> None:
+    def _fork(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         child_id = engine.new_id(choose)
         if not q.running or not q.committed:
             reason = "INVALID_FIELD" if q.running else "WRONG_STATE"
@@ -122,7 +117,6 @@ class CallsWorld(World):
         self.naive.fork_one(known, child_id, length)
         child = EngineSequence(child_id, q.tenant, q.tokens[:length], length, q.max_tokens, True, length, length, length)
         engine.sequences[child_id] = child
-        self.num_items += 1
 
     def _truncate(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -138,7 +132,6 @@ class CallsWorld(World):
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)
         q.cut(length)
-        self.num_items += 1
 
     def _release(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -146,7 +139,6 @@ class CallsWorld(World):
         found = self.driver.release(session, q.sequence_id)
         expect(found, self.naive.release_one(known), f"blocks dropped by the release of {q.sequence_id}")
         del engine.sequences[q.sequence_id]
-        self.num_items += 1
         try:
             self.driver.release(session, q.sequence_id)
         except CacheError as error:

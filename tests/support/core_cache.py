@@ -9,7 +9,7 @@ from engine_service.plan import Plan
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _SESSION = SessionId("s")
-_COLUMNS = StepBatch.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys()
+_COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
 
 class CoreCache:

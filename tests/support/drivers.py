@@ -4,7 +4,6 @@ Owns: the interface, its core implementation and the bytes by which a step is to
 exactly-once gate of the session in front of the manager, as the service does.
 """
 
-import dataclasses
 from typing import Protocol
 
 import numpy as np
@@ -26,15 +25,16 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from tests.support.shadow_memory import ShadowMemory
 
 
 def encode(columns: StepBatch | StepReply) -> bytes:
     """Bytes that differ when any column does."""
     parts: list[bytes] = []
-    for field in dataclasses.fields(columns):
-        value = getattr(columns, field.name)
-        raw = value.tobytes() if isinstance(value, np.ndarray) else str(int(value)).encode()
-        parts += [len(raw).to_bytes(4, "little"), raw]
+    for name in columns._fields:
+        value = getattr(columns, name)
+        raw = value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value
+        parts += (b"%d:" % len(raw), raw)
     return b"".join(parts)
 
 
@@ -42,6 +42,12 @@ class Driver(Protocol):
     """A pool with sessions. Every method raises the CacheError that the call was refused with."""
 
     config: PoolConfig
+
+    def memory(self) -> ShadowMemory:
+        """What the pool's blocks hold."""
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        """Writes slots of a one-item session. False where a pool has no such call."""
 
     def open_session(self, executor: Executor) -> SessionId: ...
 
@@ -52,6 +58,9 @@ class Driver(Protocol):
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int: ...
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply: ...
+
+    def repeat_step(self, session: SessionId) -> bool:
+        """Sends the session's last step again. Whether the same bytes came back."""
 
     def complete(self, session: SessionId, completed_step_id: int) -> None: ...
 
@@ -94,6 +103,13 @@ class CoreDriver:
         self.sessions: dict[SessionId, Session] = {}
         self.now = 0.0
         self._num_opened = 0
+        self._last_raw: dict[SessionId, bytes] = {}
+
+    def memory(self) -> ShadowMemory:
+        return ShadowMemory(self.config.num_blocks, self.config.block_size)
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        return False
 
     def open_session(self, executor: Executor) -> SessionId:
         self._num_opened += 1
@@ -120,7 +136,12 @@ class CoreDriver:
         gate.check_completed(batch.step_id, batch.completed_step_id)
         reply = self.manager.step(session, batch)
         gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
+        self._last_raw[session] = raw
         return reply
+
+    def repeat_step(self, session: SessionId) -> bool:
+        gate = self.sessions[session]
+        return gate.repeat_of(gate.step_id, self._last_raw[session]) == gate.last_reply
 
     def complete(self, session: SessionId, completed_step_id: int) -> None:
         self.sessions[session].complete(completed_step_id)

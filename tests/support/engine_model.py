@@ -88,14 +88,14 @@ class EngineModel:
         edge = (1 + choose(most // size + 1)) * size - 1 + choose(3)
         return max(1, min(edge, most)) if choose(2) else 1 + choose(most)
 
-    def plan(self, choose: Choose, num_free_slots: int) -> StepPlan:
-        """Draws the next step and applies the engine's own part of it."""
+    def plan(self, choose: Choose) -> StepPlan:
+        """Draws the next step and applies the engine's own part of it, as if no fork were refused."""
         lag = choose(2) if self.executor is Executor.ENGINE and self.step_id else 0
         self.step_id += 1
         self.completed = max(self.completed, self.step_id - 1 - lag)
         live = list(self.sequences.values())
         commits = [item for q in live if q.running and choose(4) and (item := self._commit(choose, q))]
-        forks = self._forks(choose, num_free_slots)
+        forks = self._forks(choose)
         truncates = [(q.sequence_id, self._truncate(choose, q))
                      for q in self.sequences.values() if q.running and choose(6) == 5]  # fmt: skip
         releases = [q.sequence_id for q in self.sequences.values() if choose(8) == 7]
@@ -160,7 +160,7 @@ class EngineModel:
         q.num_known, q.committed = told, length
         return q.sequence_id, length, new
 
-    def _forks(self, choose: Choose, num_free_slots: int) -> list[tuple[int, int, int]]:
+    def _forks(self, choose: Choose) -> list[tuple[int, int, int]]:
         forks = []
         for parent in list(self.sequences.values()):
             while parent.running and parent.committed and choose(8) == 7:
@@ -168,8 +168,6 @@ class EngineModel:
                 child = EngineSequence(self.new_id(choose), parent.tenant, parent.tokens[:length], length,
                                        parent.max_tokens, True, length, length, length)  # fmt: skip
                 forks.append((parent.sequence_id, child.sequence_id, length))
-                if len(forks) > num_free_slots:
-                    break  # this one is refused, so later items cannot know it
                 self.sequences[child.sequence_id] = child
         return forks
 

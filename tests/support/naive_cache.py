@@ -6,7 +6,6 @@ it grants, which leaf of equal age it evicts) it checks that the choice was allo
 its own. A Mismatch names the rule of the design that was broken.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -83,6 +82,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.num_changes = 0  # items that changed one sequence
 
     # What the state says
 
@@ -92,24 +92,21 @@ class NaiveCache:
     def of(self, session: str) -> list[NaiveSequence]:
         return [q for q in self.sequences.values() if q.session == session]
 
-    def num_holders(self) -> Counter[int]:
-        return Counter(block for q in self.sequences.values() for block in q.table)
+    def num_holders(self, block: int) -> int:
+        return sum(block in q.table for q in self.sequences.values())
 
     def states(self) -> list[BlockState]:
         """Rule R1: the one state of every block."""
-        holders, indexed = self.num_holders(), set(self.index.values())
-        states = [BlockState.NULL]
-        for block in range(1, self.config.num_blocks):
-            if holders[block]:
-                states.append(BlockState.REFERENCED)
-            elif self.quarantine.get(block):
-                states.append(BlockState.QUARANTINED)
-            elif self.fences.get(block):
-                states.append(BlockState.FENCED)
-            elif block in indexed:
-                states.append(BlockState.CACHED)
-            else:
-                states.append(BlockState.FREE)
+        states = [BlockState.FREE] * self.config.num_blocks
+        for held, state in (
+            (self.index.values(), BlockState.CACHED),
+            (self.fences, BlockState.FENCED),
+            (self.quarantine, BlockState.QUARANTINED),
+            *((q.table, BlockState.REFERENCED) for q in self.sequences.values()),
+        ):
+            for block in held:
+                states[block] = state
+        states[0] = BlockState.NULL
         return states
 
     def count(self, state: BlockState) -> int:
@@ -141,7 +138,8 @@ class NaiveCache:
         if block_idx >= len(q.table):
             return None
         block = q.table[block_idx]
-        shared = self.num_holders()[block] > 1 or block in self.index.values()
+        shared = self.num_holders(block) > 1 or block in self.index.values()
+        shared = shared or any(session != q.session for session in self.fences.get(block, ()))
         return block_idx if shared else None
 
     def commit_bound(self, q: NaiveSequence, num_new: int) -> int:

@@ -23,7 +23,7 @@ class NaiveCalls(NaiveSteps):
             copies = self.must_copy(q, target) is not None
             return self.num_blocks(target) - len(q.table) + copies <= self.num_available()
         match, room = self._match_for(q, num_tokens, look_up=look_up)
-        return max(self.num_blocks(num_tokens), len(match)) - len(match) <= room
+        return max(self.num_blocks(num_tokens), len(match)) - len(match) <= max(room, 0)  # a hit alone takes no new block
 
     def extend(
         self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool
@@ -49,6 +49,7 @@ class NaiveCalls(NaiveSteps):
             expect(shown[: len(before)], before, f"R5 {name}: the table it had")
             wanted = [] if copied_idx is None else [(q.table[copied_idx], shown[copied_idx])]
             self._check_copies(copies, wanted, name)
+            self.num_changes += q_reserved > q.reserved or copied_idx is not None
             q.table, q.reserved = list(shown), q_reserved
             q.granted_at = {self.sessions[q.session].step_id: q_reserved}
             return fresh
@@ -84,6 +85,7 @@ class NaiveCalls(NaiveSteps):
         self._check_copies(copies, [], name)
         q.table, q.committed, q.reserved, q.hit = list(shown), hit, reserved, hit
         q.granted_at = {self.sessions[q.session].step_id: reserved}
+        self.num_changes += 1
         return shown[len(match) :]
 
     def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:

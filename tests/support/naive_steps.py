@@ -24,6 +24,7 @@ class NaiveSteps(NaiveCache):
         key = (tuple(tokens), limit, args.tenant, args.priority)
         q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
         self.sequences[session, q.sequence_id] = q
+        self.num_changes += 1
         return q
 
     def close(self, session: str, *, may_still_write: bool) -> tuple[int, int]:
@@ -32,6 +33,7 @@ class NaiveSteps(NaiveCache):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
+        writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:
             for block in writable:
@@ -73,16 +75,21 @@ class NaiveSteps(NaiveCache):
         self.complete(session, batch.completed_step_id)
         self.sessions[session].step_id = batch.step_id
         self.settle()
-        found = list(zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True))
-        updates = self.commit(session, commits_of(batch), found)
-        self._forks(session, batch, reply)
+        found = list(
+            zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
+        )
+        copied = set(reply.copy_destinations.tolist())
+        updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
+        refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
-            self.truncate(self.sequences[session, sequence_id], length)
+            if sequence_id not in refused:
+                self.truncate(self.sequences[session, sequence_id], length)
         for sequence_id in batch.release_ids.tolist():
-            self.release(self.sequences[session, sequence_id])
+            if sequence_id not in refused:
+                self.release(self.sequences[session, sequence_id])
         self.settle()
         self._starts(session, batch, reply)
-        updates += self._reservations(session, batch, reply)
+        updates += self._reservations(session, batch, reply, refused)
         self.settle()
         expect(sorted(found), sorted(updates), "table updates")
         self.check_counts(reply)
@@ -100,6 +107,7 @@ class NaiveSteps(NaiveCache):
         """
         sequences = [self.sequences[session, sequence_id] for sequence_id, _, _ in items]
         for q, (_, length, new_tokens) in zip(sequences, items, strict=True):
+            self.num_changes += bool(new_tokens) or length > q.committed
             q.tokens += new_tokens
             q.committed = length
         kept = {(sequence_id, block_idx): block for sequence_id, block_idx, block in found}
@@ -133,9 +141,11 @@ class NaiveSteps(NaiveCache):
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
         self.sequences[parent.session, child_id] = child
+        self.num_changes += 1
         return child
 
     def truncate(self, q: NaiveSequence, length: int) -> None:
+        self.num_changes += length < max(len(q.tokens), q.reserved)
         del q.tokens[length:]
         q.committed, q.reserved = min(q.committed, length), min(q.reserved, length)
         q.granted_at = {step: min(granted, length) for step, granted in q.granted_at.items()}
@@ -146,19 +156,24 @@ class NaiveSteps(NaiveCache):
     def release(self, q: NaiveSequence) -> int:
         """Answers how many of its blocks no other table names."""
         del self.sequences[q.session, q.sequence_id]
+        self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        holders = self.num_holders()
-        return sum(not holders[block] for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table)
 
-    def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> None:
+    def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
+        """Answers the children that there was no slot for: later items that name one do nothing."""
+        refused: set[int] = set()
         expect(len(reply.fork_results), len(batch.fork_parents), "fork results")
         columns = (batch.fork_parents, batch.fork_children, batch.fork_lens, reply.fork_results)
         for parent, child, length, result in zip(*(column.tolist() for column in columns), strict=True):
-            room = len(self.sequences) < self.config.max_sequences
+            room = parent not in refused and len(self.sequences) < self.config.max_sequences
             expect(result, ItemResult.OK if room else ItemResult.NO_ROOM, f"fork of {parent}")
             if room:
                 self.fork(self.sequences[session, parent], child, length)
+            else:
+                refused.add(child)
+        return refused
 
     def _starts(self, session: str, batch: StepBatch, reply: StepReply) -> None:
         tables = iter(reply.start_block_ids.tolist())
@@ -198,9 +213,10 @@ class NaiveSteps(NaiveCache):
         q.table, q.committed, q.reserved, q.hit = table, hit, reserved, hit
         q.granted_at = {self.sessions[q.session].step_id: reserved}
         self.num_hit_tokens += hit
+        self.num_changes += 1
         return True
 
-    def _reservations(self, session: str, batch: StepBatch, reply: StepReply) -> list[Update]:
+    def _reservations(self, session: str, batch: StepBatch, reply: StepReply, refused: set[int]) -> list[Update]:
         updates: list[Update] = []
         for block_item in sorted(reply.new_block_item_idx.tolist()):
             require(0 <= block_item < len(batch.reserve_ids), "new blocks for no reservation")
@@ -209,6 +225,9 @@ class NaiveSteps(NaiveCache):
         columns = (batch.reserve_ids, batch.reserve_min, batch.reserve_max, reply.reserve_reserved)
         blocked = False
         for item, (sequence_id, least, most, answer) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            if sequence_id in refused:
+                expect(answer, 0, f"reservation of {sequence_id}, whose fork was refused")
+                continue
             q = self.sequences[session, sequence_id]
             of_item = reply.new_block_item_idx == item
             new_blocks = reply.new_block_ids[of_item].tolist()
@@ -262,6 +281,7 @@ class NaiveSteps(NaiveCache):
             self.num_copies += 1
             self.settle()
         self.grant(new_blocks, q.tenant, name)
+        self.num_changes += granted > q.reserved or copied_idx is not None
         q.table += new_blocks
         q.reserved = granted
         q.granted_at[self.sessions[q.session].step_id] = granted

@@ -7,6 +7,7 @@ first copies, then reads, then writes, and the steps of one session run in order
 """
 
 from collections import deque
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 
 GARBAGE = 0
@@ -41,30 +42,32 @@ class Read:
 
 @dataclass(slots=True)
 class DeviceStep:
-    """The device work of one step, as issued."""
+    """The device work of one step. It runs only when the engine has heard of it, which may be a while after its grant."""
 
     step_id: int
     copies: list[tuple[int, int]] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, content
+    is_known: bool = False
 
 
 class ShadowMemory:
     """Slots of one pool and the device work in flight of each session."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, slots: MutableSequence[int] | None = None) -> None:
         self.block_size = block_size
-        self._slots = [GARBAGE] * (num_blocks * block_size)
+        self._slots = slots if slots is not None else [GARBAGE] * (num_blocks * block_size)
         self._in_flight: dict[str, deque[DeviceStep]] = {}
         self.num_late_writes = 0  # writes of ended sessions that really happened: proof that the fault fired
 
     def slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def spoil(self, block: int) -> None:
-        """A block was granted: whatever it held is worth nothing from now on."""
-        first = block * self.block_size
-        self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """These blocks were granted: whatever they held is worth nothing from now on."""
+        for block in blocks:
+            first = block * self.block_size
+            self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies at once, in order, as EXECUTOR_CACHE does."""
@@ -82,15 +85,16 @@ class ShadowMemory:
     def run_one(self, session: str, *, ended: bool = False) -> list[str]:
         """The eldest step of a session runs on the device. What an ended session reads is of no interest."""
         steps = self._in_flight.get(session)
-        if not steps:
+        if not steps or not (steps[0].is_known or ended):
             return []
         step = steps.popleft()
-        faults = [] if ended else self._run(self._slots, step)
-        if ended:
-            step.reads.clear()
-            self._run(self._slots, step)
+        if not ended:
+            return self._run(step)
+        step.reads.clear()
+        if step.is_known:
+            self._run(step)
             self.num_late_writes += len(step.writes)
-        return faults
+        return []
 
     def run_through(self, session: str, step_id: int) -> list[str]:
         """All steps of a session up to `step_id` have run when this returns."""
@@ -109,7 +113,7 @@ class ShadowMemory:
         slots = self._slots
         steps = self._in_flight.get(session)
         if steps:
-            slots = slots.copy()
+            slots = list(slots)
             for step in steps:
                 self._copy(slots, step.copies)
                 for slot, content in step.writes:
@@ -120,19 +124,22 @@ class ShadowMemory:
         """Whether blocks hold these contents right now, whatever is in flight: what a prefix hit relies on."""
         return not self._fault(self._slots, Read("", blocks, contents))
 
-    def _run(self, slots: list[int], step: DeviceStep) -> list[str]:
-        self._copy(slots, step.copies)
-        faults = [fault for read in step.reads if (fault := self._fault(slots, read))]
+    def last_issued(self, session: str) -> DeviceStep:
+        return self._in_flight[session][-1]
+
+    def _run(self, step: DeviceStep) -> list[str]:
+        self._copy(self._slots, step.copies)
+        faults = [fault for read in step.reads if (fault := self._fault(self._slots, read))]
         for slot, content in step.writes:
-            slots[slot] = content
+            self._slots[slot] = content
         return faults
 
-    def _copy(self, slots: list[int], copies: list[tuple[int, int]]) -> None:
+    def _copy(self, slots: MutableSequence[int], copies: list[tuple[int, int]]) -> None:
         size = self.block_size
         for source, destination in copies:
             slots[destination * size : (destination + 1) * size] = slots[source * size : (source + 1) * size]
 
-    def _fault(self, slots: list[int], read: Read) -> str:
+    def _fault(self, slots: MutableSequence[int], read: Read) -> str:
         size = self.block_size
         contents = read.contents
         if len(read.table) * size < len(contents):

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK
+from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.tables import facts, size, table
@@ -57,14 +57,17 @@ def run(_: argparse.Namespace) -> int:
 async def _until_done() -> int:
     task = asyncio.current_task()
     assert task is not None
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)  # SIGINT does so by itself
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
     with tempfile.TemporaryDirectory(prefix="kvkeeper-demo-") as folder:
         try:
             return await _show(f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock", folder)
         except (_ServiceEnded, TimeoutError) as error:
             print(f"kvkeeper: the demo could not go on: {error}", file=sys.stderr)
             return EXIT_FAILED
+        except asyncio.CancelledError:
+            print("kvkeeper: interrupted; both services have ended", file=sys.stderr)
+            return EXIT_INTERRUPTED
 
 
 async def _show(cache: str, engine: str, folder: str) -> int:

@@ -11,7 +11,7 @@ from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
 from kvkeeper.cli.tables import table
 from kvkeeper.client import CacheClient
 
-_HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "priority", "idle ms")
+_HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "priority", "steps")
 
 
 def add_parser(commands: Any) -> None:
@@ -44,5 +44,5 @@ def _row(sequence: pb.SequenceInfo) -> tuple[object, ...]:
         sequence.num_reserved_tokens,
         sequence.num_hit_tokens,
         sequence.priority,
-        sequence.last_access_age_ms,
+        sequence.num_accesses,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import grpc
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 
@@ -54,6 +54,9 @@ def error_of(error: grpc.RpcError) -> KvkeeperError:
             reason, metadata = detail.reason, dict(detail.metadata)
         elif isinstance(detail, error_details_pb2.RetryInfo):
             retry_after = detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9
+    if code is grpc.StatusCode.INTERNAL and not reason:
+        # Our services give a reason with each INTERNAL. This one is the transport's, about a connection cut in mid-call.
+        code = grpc.StatusCode.UNAVAILABLE
     return KvkeeperError(code, reason, message, metadata, retry_after)
 
 

@@ -1,0 +1,30 @@
+"""The machine that drives the core, on a live service: a real channel, both ways to step, real memory (RELIABILITY 1)."""
+
+from hypothesis import HealthCheck, settings
+
+from cache_service.types import PoolConfig
+from tests.support.grpc_driver import GrpcDriver, LoopThread
+from tests.support.machine import CacheMachine
+
+
+class ServiceMachine(CacheMachine):
+    thread: LoopThread | None = None
+    driver: GrpcDriver | None = None
+
+    def make_driver(self, config: PoolConfig) -> GrpcDriver:
+        ServiceMachine.thread = ServiceMachine.thread or LoopThread()
+        self.driver = GrpcDriver(config, ServiceMachine.thread)
+        return self.driver
+
+    def teardown(self) -> None:
+        if self.driver is not None:
+            self.driver.close()
+
+
+TestServiceMachine = ServiceMachine.TestCase
+TestServiceMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,128 @@
+"""Every field of a request is held to its bounds, and a refusal leaves nothing behind."""
+
+import math
+
+import grpc
+import pytest
+
+from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from tests.support.service_pair import Services
+
+TOKENS = pb.TokenIds(ids=[1, 2])
+
+
+def sampling(**fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=TOKENS, sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+BAD = {
+    "prompt": pb.GenerateRequest(),
+    "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
+    "text": pb.GenerateRequest(text="x" * ((1 << 20) + 1)),
+    "chat": pb.GenerateRequest(chat=pb.Chat()),
+    "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
+    "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
+    "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
+    "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
+    "priority low": pb.GenerateRequest(token_ids=TOKENS, priority=-1001),
+    "priority high": pb.GenerateRequest(token_ids=TOKENS, priority=1001),
+    "timeout_ms low": pb.GenerateRequest(token_ids=TOKENS, timeout_ms=0),
+    "timeout_ms high": pb.GenerateRequest(token_ids=TOKENS, timeout_ms=3_600_001),
+    "sampling.max_tokens": sampling(max_tokens=0),
+    "sampling.temperature low": sampling(temperature=-1),
+    "sampling.temperature high": sampling(temperature=101),
+    "sampling.temperature nan": sampling(temperature=math.nan),
+    "sampling.top_p low": sampling(top_p=0),
+    "sampling.top_p high": sampling(top_p=1.1),
+    "sampling.top_k": sampling(top_k=-1),
+    "sampling.min_p low": sampling(min_p=-0.1),
+    "sampling.min_p high": sampling(min_p=1),
+    "sampling.repetition_penalty low": sampling(repetition_penalty=0),
+    "sampling.repetition_penalty high": sampling(repetition_penalty=10.5),
+    "sampling.frequency_penalty": sampling(frequency_penalty=2.5),
+    "sampling.presence_penalty": sampling(presence_penalty=-2.5),
+    "sampling.stop many": sampling(stop=["a"] * 17),
+    "sampling.stop empty": sampling(stop=[""]),
+    "sampling.stop long": sampling(stop=["a" * 257]),
+    "sampling.stop without text": sampling(stop=["a"]),
+    "sampling.stop_token_ids": sampling(stop_token_ids=[1] * 65),
+}
+
+
+@pytest.fixture
+async def channel(world: Services) -> grpc.aio.Channel:
+    await world.start_cache()
+    engine = await world.start_engine()
+    channel = grpc.aio.insecure_channel(engine.address)
+    world.defer(channel.close)
+    return channel
+
+
+async def refusal(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> KvkeeperError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        async for _ in pb_grpc.EngineServiceStub(channel).Generate(request, timeout=10):
+            pass
+    return error_of(failed.value)
+
+
+async def test_generate(world: Services, channel: grpc.aio.Channel) -> None:
+    for name, request in BAD.items():
+        error = await refusal(channel, request)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), name
+        assert error.metadata["field"] == name.split()[0]
+    error = await refusal(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 512])))
+    assert (error.reason, error.metadata) == ("WRONG_TOKEN_ID", {"token_id": "512", "vocab_size": "512"})
+    error = await refusal(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])))
+    assert error.reason == "WRONG_TOKEN_ID"
+    pool = await world.pool()
+    assert (pool.num_starts, pool.num_waiting_sequences) == (0, 0)
+
+
+async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
+    request = sampling(
+        max_tokens=1,
+        temperature=1e-6,
+        top_p=1,
+        top_k=2**31 - 1,
+        min_p=0.99,
+        typical_p=1,
+        repetition_penalty=10,
+        frequency_penalty=2,
+        presence_penalty=-2,
+        seed=-(2**63),
+        num_logprobs=0,
+    )
+    request.n, request.priority, request.timeout_ms, request.tenant = 64, -1000, 3_600_000, "t" * 64
+    answers = [answer async for answer in pb_grpc.EngineServiceStub(channel).Generate(request, timeout=10)]
+    assert len(answers) == 64
+    assert answers[-1].usage.new_tokens == 64
+
+
+async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> None:
+    for method, raw in (("GetModel", b"\xff"), ("Tokenize", b"\x0a\x7f"), ("ListRequests", b"\x00" * (257 << 10))):
+        call = channel.unary_unary(f"/kvkeeper.engine.v1.EngineService/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call(raw, timeout=10)
+        error = error_of(failed.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert (await pb_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=10)).model_id == "hash-toy"
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "reason"),
+    [
+        ("Tokenize", pb.TokenizeRequest(text="x" * ((1 << 20) + 1)), "INVALID_FIELD"),
+        ("Tokenize", pb.TokenizeRequest(text="the toy has no tokenizer"), "INVALID_FIELD"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[512]), "WRONG_TOKEN_ID"),
+        ("ListRequests", pb.ListRequestsRequest(page_size=-1), "INVALID_FIELD"),
+        ("ListRequests", pb.ListRequestsRequest(page_size=1001), "INVALID_FIELD"),
+        ("ListRequests", pb.ListRequestsRequest(page_token="x"), "INVALID_FIELD"),
+        ("CancelRequest", pb.CancelRequestRequest(), "UNKNOWN_REQUEST"),
+    ],
+)
+async def test_other_methods(channel: grpc.aio.Channel, method: str, request_: object, reason: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await getattr(pb_grpc.EngineServiceStub(channel), method)(request_, timeout=10)
+    assert error_of(failed.value).reason == reason

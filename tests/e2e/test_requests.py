@@ -1,0 +1,198 @@
+"""Requests that are cancelled, abandoned, late, refused or broken: each ends alone, and gives everything back."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from engine_service.unimplemented import UNIMPLEMENTED_FIELDS, UNIMPLEMENTED_METHODS
+from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from tests.support.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
+
+LONG = Sampling(max_tokens=150, temperature=0, repetition_penalty=1.0)
+
+
+async def begin(client: AsyncEngineClient, **options: object) -> AsyncGeneration:
+    """A long request that has given its first token."""
+    generation = client.generate([7, 8, 9, 10, 11], GenerateOptions(sampling=LONG, **options))  # type: ignore[arg-type]
+    await anext(generation)
+    return generation
+
+
+async def has_tokens(client: AsyncEngineClient) -> bool:
+    return (await client.stats()).num_new_tokens > 0
+
+
+async def is_running(client: AsyncEngineClient) -> bool:
+    return (await client.stats()).num_running_requests > 0
+
+
+async def has_requests(client: AsyncEngineClient, count: int) -> bool:
+    return len(await client.list_requests()) == count
+
+
+async def test_cancel_ends_the_stream_and_gives_the_blocks_back(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    generation = await begin(client, request_id="mine", n=2)
+    assert [row.request_id for row in await client.list_requests()] == ["mine"]
+    await client.cancel("mine")
+    reasons = [piece.finish_reason async for piece in generation if piece.finish_reason]
+    assert reasons == ["cancelled", "cancelled"]
+    assert generation.usage is not None
+    assert 0 < generation.usage.new_tokens < 300
+    pool = await world.wait_idle()
+    assert pool.num_referenced_blocks == 0
+    stats = await client.stats()
+    assert (stats.num_cancelled_requests, stats.num_running_requests) == (1, 0)
+    with pytest.raises(KvkeeperError) as refused:
+        await client.cancel("mine")
+    assert refused.value.reason == "UNKNOWN_REQUEST"
+
+
+async def test_a_client_that_goes_away_cancels(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    generation = await begin(client)
+    generation.close()
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+    assert (await client.stats()).num_cancelled_requests == 1
+    assert (await generate(client, [7])).token_ids == [toy_output([7], 8)]
+
+
+async def test_a_late_request_is_ended(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine()
+    client = await world.client(engine)
+    with pytest.raises(KvkeeperError) as late:
+        await generate(client, [GATE_TOKEN], timeout_ms=50)
+    assert (late.value.code, late.value.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT")
+    gate.set()
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+@pytest.mark.parametrize("token", [NAN_TOKEN, CRASH_TOKEN])
+async def test_one_request_s_failure_is_its_own(world: Services, token: int) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine(odd_model()))
+    good = asyncio.create_task(generate(client, [1, 2, 3], 60))
+    await until(lambda: has_tokens(client))
+    if token == CRASH_TOKEN:
+        await good  # a batch that raises takes those in it along, so nobody is in it
+    with pytest.raises(KvkeeperError) as failed:
+        await generate(client, [4, 5, 6, 7, 8, token], n=2)
+    assert failed.value.reason == "REQUEST_FAILED"
+    assert "bug" not in failed.value.message
+    assert (await good).token_ids == [toy_output([1, 2, 3], 60)]
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+    assert (await generate(client, [4, 5, 6, 7, 8, 9])).usage.cached_tokens == 0, "nothing of it is shared"
+
+
+async def test_what_can_never_fit_is_refused_with_the_limit(world: Services) -> None:
+    await world.start_cache(num_blocks=9)  # 32 tokens
+    client = await world.client(await world.start_engine())
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [1] * 10, 23)
+    error = refused.value
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "NEVER_FITS")
+    assert error.metadata == {"requested": "33", "limit": "32"}
+    assert (await generate(client, [1] * 10, 22)).token_ids == [toy_output([1] * 10, 22)]
+
+
+async def test_without_max_tokens_the_default_is_what_fits(world: Services) -> None:
+    await world.start_cache(num_blocks=9)
+    client = await world.client(await world.start_engine())
+    generation = client.generate([1] * 10, GenerateOptions(sampling=GREEDY))
+    tokens = [token async for piece in generation for token in piece.token_ids]
+    assert tokens == toy_output([1] * 10, 22)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(max_waiting=2)
+    client = await world.client(engine)
+    crowd = [asyncio.create_task(generate(client, [GATE_TOKEN]))]
+    await until(lambda: is_running(client))
+    crowd += [asyncio.create_task(generate(client, [1])) for _ in range(2)]
+    await until(lambda: has_requests(client, 3))
+    with pytest.raises(KvkeeperError) as full:
+        await generate(client, [1])
+    assert (full.value.code, full.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert full.value.metadata == {"limit": "2"}
+    assert full.value.retry_after
+    gate.set()
+    await asyncio.gather(*crowd)
+
+
+async def test_two_live_requests_of_one_id(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    generation = await begin(client, request_id="mine")
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [1], request_id="mine")
+    assert refused.value.reason == "DUPLICATE_REQUEST"
+    generation.close()
+
+
+async def test_a_client_that_does_not_read_stops_nobody(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    idle = await begin(client)
+    assert (await generate(client, [1, 2], 60)).token_ids == [toy_output([1, 2], 60)]
+    rest = [token async for piece in idle for token in piece.token_ids]
+    assert rest == toy_output([7, 8, 9, 10, 11], 150)[1:]
+
+
+async def test_exactly_these_are_not_implemented(world: Services) -> None:
+    await world.start_cache()
+    engine = await world.start_engine()
+    client = await world.client(engine)
+    found = {}
+    async with grpc.aio.insecure_channel(engine.address) as channel:
+        stub = pb_grpc.EngineServiceStub(channel)
+        for method in pb.DESCRIPTOR.services_by_name["EngineService"].methods:
+            request = getattr(pb, method.input_type.name)()
+            try:
+                call = getattr(stub, method.name)(request, timeout=5)
+                _ = [answer async for answer in call] if method.server_streaming else await call
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    found[method.name] = UNIMPLEMENTED_METHODS.get(method.name)
+    assert found == UNIMPLEMENTED_METHODS
+    assert set(found) == {"GetIterationPlan", "GetRequest", "SubmitRequest"}
+    assert set(UNIMPLEMENTED_FIELDS) == {"retention", "sampling.num_logprobs", "sampling.typical_p"}
+    tokens = pb.TokenIds(ids=[1])
+    for request in (
+        pb.GenerateRequest(token_ids=tokens, retention=pb.Retention(num_sink_tokens=4)),
+        pb.GenerateRequest(token_ids=tokens, sampling=pb.SamplingParams(num_logprobs=2)),
+        pb.GenerateRequest(token_ids=tokens, sampling=pb.SamplingParams(typical_p=0.5)),
+    ):
+        with pytest.raises(KvkeeperError) as refused:
+            await anext(client._door.stream(client._door.stub.Generate, request))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+        assert refused.value.metadata["feature"] in UNIMPLEMENTED_FIELDS.values()
+
+
+async def test_lists_page(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine()
+    client = await world.client(engine)
+    crowd = [asyncio.create_task(generate(client, [GATE_TOKEN], request_id=f"r{place}")) for place in range(5)]
+    await until(lambda: has_requests(client, 5))
+    ids, token = [], ""
+    async with grpc.aio.insecure_channel(engine.address) as channel:
+        stub = pb_grpc.EngineServiceStub(channel)
+        while True:
+            page = await stub.ListRequests(pb.ListRequestsRequest(page_size=2, page_token=token), timeout=5)
+            ids += [row.request_id for row in page.requests]
+            token = page.next_page_token
+            if not token:
+                break
+            assert len(page.requests) == 2
+    assert ids == [row.request_id for row in await client.list_requests()]
+    assert sorted(ids) == [f"r{place}" for place in range(5)]
+    gate.set()
+    await asyncio.gather(*crowd)

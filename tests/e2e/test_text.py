@@ -1,0 +1,125 @@
+"""Text in, text out, with the embedded demo model through both services."""
+
+import asyncio
+import copy
+import dataclasses
+
+import pytest
+
+from engine_service.config import DEMO_MODEL, EngineConfig
+from engine_service.served_model import ServedModel, load_served_model
+from engine_service.text import ModelText
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from tests.support.service_pair import Output, Services, generate
+
+FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
+PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> ServedModel:
+    return load_served_model(EngineConfig(model=str(DEMO_MODEL), progress=False))
+
+
+@pytest.fixture
+async def client(world: Services, demo_model: ServedModel) -> AsyncEngineClient:
+    await world.start_cache()
+    return await world.client(await world.start_engine(demo_model, block_size=16))
+
+
+async def test_text_is_that_of_the_tokens(client: AsyncEngineClient) -> None:
+    output = await generate(client, PROMPT, 40, FREE)
+    assert output.reasons == ["length"]
+    assert len(output.token_ids[0]) == 40
+    prompt = await client.tokenize(PROMPT)
+    assert output.usage.prompt_tokens == len(prompt)
+    eos = (await client.model()).eos_token_ids
+    whole = await client.detokenize([*prompt, *(token for token in output.token_ids[0] if token not in eos)])
+    assert whole.endswith(PROMPT + output.texts[0])
+    again = await generate(client, list(prompt), 40, FREE)
+    assert again.texts == output.texts, "cached tokens change nothing"
+    assert again.usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+async def test_continuations_differ_by_their_random_streams_and_repeat_by_their_seed(client: AsyncEngineClient) -> None:
+    options = Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=7, ignore_eos=True)
+    output = await generate(client, PROMPT, 12, options, n=4)
+    assert len(set(output.texts)) == 4
+    assert len({tokens[0] for tokens in output.token_ids}) > 1, "first tokens come from one row of logits"
+    alone = await generate(client, PROMPT, 12, options)
+    assert alone.token_ids[0] == output.token_ids[0]
+    other = await generate(client, PROMPT, 12, dataclasses.replace(options, seed=8))
+    assert other.token_ids != alone.token_ids
+
+
+async def test_a_stop_string_ends_the_text_before_it(client: AsyncEngineClient) -> None:
+    free = await generate(client, PROMPT, 40, FREE)
+    stop = free.texts[0][10:13]
+    before = free.texts[0][: free.texts[0].index(stop)]
+    output = await generate(client, PROMPT, 40, dataclasses.replace(FREE, stop=(stop,)))
+    assert (output.texts, output.reasons) == ([before], ["stop"])
+    assert output.token_ids[0] == free.token_ids[0][: len(output.token_ids[0])]
+    assert output.usage.new_tokens == len(output.token_ids[0]) < 40
+
+
+async def test_a_stop_token_is_not_part_of_the_output(client: AsyncEngineClient) -> None:
+    free = await generate(client, PROMPT, 40, FREE)
+    stop = free.token_ids[0][9]
+    expected = free.token_ids[0][: free.token_ids[0].index(stop)]
+    output = await generate(client, PROMPT, 40, dataclasses.replace(FREE, stop_token_ids=(stop,)))
+    assert (output.token_ids[0], output.reasons) == (expected, ["stop"])
+
+
+async def test_the_end_of_sequence_is_not_part_of_the_output(world: Services, demo_model: ServedModel) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine(demo_model, block_size=16))
+    free = await generate(client, PROMPT, 40, FREE)
+    tokenizer = copy.copy(demo_model.text.tokenizer)
+    assert tokenizer is not None
+    tokenizer.eos_ids = frozenset({free.token_ids[0][9]})
+    expected = free.token_ids[0][: free.token_ids[0].index(free.token_ids[0][9])]
+    changed = dataclasses.replace(demo_model, text=ModelText(tokenizer))
+    client = await world.client(await world.start_engine(changed, block_size=16))
+    output = await generate(client, PROMPT, 40, dataclasses.replace(FREE, ignore_eos=False))
+    assert (output.token_ids[0], output.reasons) == (expected, ["end_of_sequence"])
+    assert (await generate(client, PROMPT, 40, FREE)).token_ids == free.token_ids
+
+
+async def test_every_piece_is_text_by_itself(client: AsyncEngineClient) -> None:
+    prompt = "# naïve café — 日本語 🙂\n"
+    options = GenerateOptions(sampling=Sampling(max_tokens=60, temperature=3.0, top_k=0, top_p=1.0, seed=1))
+    tokens, pieces = [], []
+    async for piece in client.generate(prompt, options):
+        piece.text.encode()
+        pieces.append(piece.text)
+        tokens += piece.token_ids
+    ids = list(await client.tokenize(prompt))
+    assert (await client.detokenize(ids + tokens)).endswith("".join(pieces))
+
+
+async def test_requests_of_many_lengths_at_once(client: AsyncEngineClient) -> None:
+    prompts = [PROMPT * (1 + place % 4) + "x" * place for place in range(12)]
+
+    async def one(prompt: str) -> Output:
+        return await generate(client, prompt, 16, FREE)
+
+    together = await asyncio.gather(*map(one, prompts))
+    assert [output.reasons for output in together] == [["length"]] * 12
+    stats = await client.stats()
+    assert stats.num_completed_requests == 12
+    assert 0 < stats.time_to_first_token_p50_ms <= stats.time_to_first_token_p99_ms
+
+
+async def test_the_model_is_described(client: AsyncEngineClient) -> None:
+    model = await client.model()
+    assert model.model_id == "demo_model"
+    assert model.architecture == "LlamaForCausalLM"
+    assert 0 < model.num_parameters <= 4_000_000
+    assert len(model.revision) == 64
+    assert (model.block_size, model.num_blocks, model.compute_dtype) == (16, 64, "float32")
+
+
+async def test_a_conversation_needs_a_template(client: AsyncEngineClient) -> None:
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [{"role": "user", "content": "hello"}])
+    assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_FIELD", "chat")

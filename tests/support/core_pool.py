@@ -1,0 +1,114 @@
+"""A pool of the core for tests that say what happens, item by item.
+
+Owns step ids, so that a test names only the items it is about; audits after every call. Items are plain tuples in the order
+of the protocol's columns.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache_service.manager import Manager
+from cache_service.types import (
+    BlockId,
+    BlockState,
+    Executor,
+    Int32Array,
+    PoolConfig,
+    SequenceArgs,
+    SequenceId,
+    SequenceView,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+
+A, B = SessionId("a"), SessionId("b")
+ALL = 10_000  # most hit tokens of a start that may take all it finds
+
+
+def int32(values: Sequence[int]) -> Int32Array:
+    return np.array(values, np.int32)
+
+
+def step_batch(
+    step_id: int,
+    completed: int,
+    *,
+    commits: Sequence[tuple[int, int, Sequence[int]]] = (),
+    forks: Sequence[tuple[int, int, int]] = (),
+    truncates: Sequence[tuple[int, int]] = (),
+    releases: Sequence[int] = (),
+    starts: Sequence[tuple[int, int, int]] = (),
+    reserves: Sequence[tuple[int, int, int]] = (),
+) -> StepBatch:
+    """commits: id, length, new tokens; forks: parent, child, length; starts: id, most new, most hit; reserves: id, min, max."""
+    return StepBatch(
+        step_id=step_id,
+        completed_step_id=completed,
+        commit_ids=np.array([item[0] for item in commits], np.int64),
+        commit_lens=int32([item[1] for item in commits]),
+        commit_num_new=int32([len(item[2]) for item in commits]),
+        commit_tokens=int32([token for item in commits for token in item[2]]),
+        fork_parents=np.array([item[0] for item in forks], np.int64),
+        fork_children=np.array([item[1] for item in forks], np.int64),
+        fork_lens=int32([item[2] for item in forks]),
+        truncate_ids=np.array([item[0] for item in truncates], np.int64),
+        truncate_lens=int32([item[1] for item in truncates]),
+        release_ids=np.array(releases, np.int64),
+        start_ids=np.array([item[0] for item in starts], np.int64),
+        start_max_new=int32([item[1] for item in starts]),
+        start_max_hit=int32([item[2] for item in starts]),
+        reserve_ids=np.array([item[0] for item in reserves], np.int64),
+        reserve_min=int32([item[1] for item in reserves]),
+        reserve_max=int32([item[2] for item in reserves]),
+    )
+
+
+class CorePool:
+    """A manager with sessions a and b, which step as engines do."""
+
+    def __init__(self, num_blocks: int = 9, block_size: int = 4, **config: object) -> None:
+        config.setdefault("watermark", 0.0)
+        self.manager = Manager(PoolConfig(num_blocks, block_size, **config))  # type: ignore[arg-type]
+        self.step_ids = {A: 0, B: 0}
+        for session in self.step_ids:
+            self.manager.open_session(session, Executor.ENGINE)
+
+    def create(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> int:
+        return self.manager.create_sequence(session, SequenceArgs(SequenceId(sequence_id), int32(tokens), **args))  # type: ignore[arg-type]
+
+    def step(self, session: SessionId = A, *, lag: int = 0, **items: Sequence[object]) -> StepReply:
+        """The session's next step; lag is how many steps before it are still in flight."""
+        step_id = self.step_ids[session] + 1
+        reply = self.manager.step(session, step_batch(step_id, step_id - 1 - lag, **items))  # type: ignore[arg-type]
+        self.step_ids[session] = step_id
+        self.audit()
+        return reply
+
+    def prefill(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> list[int]:
+        """Creates, starts and commits a whole prompt. Answers its table."""
+        self.create(sequence_id, tokens, session=session, **args)
+        self.step(session, starts=[(sequence_id, ALL, ALL)])
+        self.step(session, commits=[(sequence_id, len(tokens), [])])
+        return self.table(sequence_id, session=session)
+
+    def view(self, sequence_id: int, *, session: SessionId = A) -> SequenceView:
+        return self.manager.view(session, SequenceId(sequence_id))
+
+    def table(self, sequence_id: int, *, session: SessionId = A) -> list[int]:
+        return [int(block) for block in self.view(sequence_id, session=session).block_table]
+
+    def counters(self, sequence_id: int, *, session: SessionId = A) -> tuple[int, int, int]:
+        """(tokens, committed, reserved)"""
+        view = self.view(sequence_id, session=session)
+        return view.num_tokens, view.num_committed_tokens, view.num_reserved_tokens
+
+    def state(self, block: int) -> BlockState:
+        return self.manager.block_state(BlockId(block))
+
+    def matched(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
+        return [int(block) for block in self.manager.match_prefix(tenant, int32(tokens))]
+
+    def audit(self) -> None:
+        assert self.manager.check_invariants() == []

@@ -1,0 +1,199 @@
+"""Steps that the protocol refuses, each with one thing wrong and lawful items beside it.
+
+Owns the list of defects. Each answers the columns of the wrong item and the reasons it may be refused with, or None where
+the world has nothing to do it with. The lawful items would change state, so that half an application shows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from cache_service.types import MAX_ID, SessionId, StepBatch
+from tests.support.engine_model import Choose, int32, int64
+from tests.support.naive_cache import NaiveSequence
+from tests.support.world import World
+
+Columns = dict[str, Any]
+Defect = tuple[Columns, tuple[str, ...]] | None
+
+INVALID = ("INVALID_FIELD",)
+UNKNOWN = ("UNKNOWN_SEQUENCE",)
+
+
+def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
+    """Sends one wrong step; it must be refused without a trace. False where there is nothing to do it with."""
+    engine = world.engines[session]
+    ours = world.naive.of(session)
+    running, waiting = [q for q in ours if q.running], [q for q in ours if not q.running]
+    defect = DEFECTS[choose(len(DEFECTS))](running, waiting, choose)
+    if defect is None:
+        return False
+    columns, reasons = defect
+    completed = max(engine.completed, engine.step_id)
+    batch = StepBatch(step_id=engine.step_id + 1, completed_step_id=completed, **columns)
+    world.refused_with(reasons, lambda: world.driver.step(session, _beside(batch, running, waiting)))
+    return True
+
+
+def _beside(batch: StepBatch, running: list[NaiveSequence], waiting: list[NaiveSequence]) -> StepBatch:
+    """Adds lawful items on sequences that the wrong one does not name."""
+    columns = [getattr(batch, name) for name in batch._fields if name.endswith(("ids", "parents", "children"))]
+    named = {int(i) for column in columns for i in column}
+    spare = [q for q in running if q.sequence_id not in named]
+    idle = [q for q in waiting if q.sequence_id not in named]
+    if spare and not len(batch.reserve_ids):
+        most = [min(q.max_tokens, q.reserved + 1) for q in spare]
+        batch = batch._replace(reserve_ids=int64([q.sequence_id for q in spare]), reserve_min=int32([1] * len(spare)),
+                        reserve_max=int32(most))  # fmt: skip
+    elif spare and not len(batch.release_ids):
+        batch = batch._replace(release_ids=int64([spare[0].sequence_id]))
+    if idle and not len(batch.start_ids):
+        batch = batch._replace(start_ids=int64([q.sequence_id for q in idle]), start_max_new=int32([1] * len(idle)),
+                        start_max_hit=int32([99] * len(idle)))  # fmt: skip
+    return batch
+
+
+def _commit(sequence_id: int, length: int, new: list[int], num_new: int | None = None) -> Columns:
+    return {
+        "commit_ids": int64([sequence_id]),
+        "commit_lens": int32([length]),
+        "commit_num_new": int32([len(new) if num_new is None else num_new]),
+        "commit_tokens": int32(new),
+    }
+
+
+def _fork(parent: int, child: int, length: int) -> Columns:
+    return {"fork_parents": int64([parent]), "fork_children": int64([child]), "fork_lens": int32([length])}
+
+
+def _truncate(ids: list[int], lengths: list[int]) -> Columns:
+    return {"truncate_ids": int64(ids), "truncate_lens": int32(lengths)}
+
+
+def _start(ids: list[int], max_new: int = 1, max_hit: int = 0) -> Columns:
+    count = len(ids)
+    return {"start_ids": int64(ids), "start_max_new": int32([max_new] * count), "start_max_hit": int32([max_hit] * count)}
+
+
+def _reserve(ids: list[int], least: int, most: int) -> Columns:
+    count = len(ids)
+    return {"reserve_ids": int64(ids), "reserve_min": int32([least] * count), "reserve_max": int32([most] * count)}
+
+
+def _unknown(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """Nobody's id, id 0, a negative and a huge one, in every list."""
+    nobody = (MAX_ID, 0, -1, -(2**63), 2**63 - 1)[choose(5)]
+    lists: list[Columns] = [
+        _commit(nobody, 1, []),
+        _fork(nobody, MAX_ID - 1, 1),
+        _truncate([nobody], [1]),
+        {"release_ids": int64([nobody])},
+        _start([nobody]),
+        _reserve([nobody], 1, 1),
+    ]
+    return lists[choose(len(lists))], (*UNKNOWN, *INVALID)
+
+
+def _twice(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """One sequence two times in one list."""
+    if waiting and choose(2):
+        return _start([waiting[0].sequence_id] * 2), INVALID
+    if not running:
+        return None
+    twice = [running[0].sequence_id] * 2
+    committed = running[0].committed
+    lists: list[Columns] = [
+        {"commit_ids": int64(twice), "commit_lens": int32([committed] * 2), "commit_num_new": int32([0, 0])},
+        _truncate(twice, [1, 1]),
+        {"release_ids": int64(twice)},
+        _reserve(twice, 1, 1),
+    ]
+    return lists[choose(len(lists))], INVALID
+
+
+def _wrong_state(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    if running and choose(2):
+        return _start([running[0].sequence_id]), ("WRONG_STATE",)
+    if not waiting:
+        return None
+    q = waiting[0].sequence_id
+    lists = [_commit(q, 0, []), _fork(q, MAX_ID, 1), _truncate([q], [1]), _reserve([q], 1, 1),
+             {**_start([q]), **_reserve([q], 1, 1)}]  # fmt: skip
+    return lists[choose(len(lists))], ("WRONG_STATE",)
+
+
+def _commit_out_of_bounds(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """Past what is reserved, past what is known, shrinking, or with tokens that do not add up."""
+    if not running:
+        return None
+    q = running[choose(len(running))]
+    known, i = len(q.tokens), q.sequence_id
+    wrong = [
+        _commit(i, q.reserved + 1, [0] * max(0, min(q.reserved + 1, q.max_tokens) - known)),
+        _commit(i, max(known, q.reserved) + 1, []),
+        _commit(i, -1, []),
+        _commit(i, 2**31 - 1, []),
+        _commit(i, q.committed, [0], num_new=2),
+        _commit(i, q.committed, [0], num_new=-1),
+        _commit(i, q.committed, [0] * (q.max_tokens - known + 1)),
+        {"commit_tokens": int32([1])},
+    ]
+    if q.committed:
+        wrong.append(_commit(i, q.committed - 1, []))
+    if known < q.max_tokens:
+        wrong.append(_commit(i, q.committed, [-1]))
+    return wrong[choose(len(wrong))], INVALID
+
+
+def _fork_wrong(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """More tokens than committed, none, or a child that is there already or has no lawful id."""
+    parents = [q for q in running if q.committed]
+    if not parents:
+        return None
+    q = parents[0]
+    other = (running + waiting)[choose(len(running + waiting))].sequence_id
+    wrong: list[tuple[Columns, tuple[str, ...]]] = [
+        (_fork(q.sequence_id, MAX_ID, q.committed + 1), INVALID),
+        (_fork(q.sequence_id, MAX_ID, 0), INVALID),
+        (_fork(q.sequence_id, MAX_ID, -1), INVALID),
+        (_fork(q.sequence_id, 0, 1), INVALID),
+        (_fork(q.sequence_id, -1, 1), INVALID),
+        (_fork(q.sequence_id, MAX_ID + 1, 1), INVALID),
+        (_fork(q.sequence_id, other, 1), ("DUPLICATE_SEQUENCE",)),
+        ({**_fork(q.sequence_id, other, 1), "release_ids": int64([other])}, ("DUPLICATE_SEQUENCE",)),
+    ]
+    return wrong[choose(len(wrong))]
+
+
+def _lengths_wrong(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """Truncates, starts and reservations whose lengths cannot be."""
+    if waiting and choose(2):
+        q = waiting[0].sequence_id
+        return (_start([q], max_new=-choose(2)), INVALID) if choose(2) else (_start([q], max_hit=-1), INVALID)
+    if not running:
+        return None
+    q, limit = running[0].sequence_id, running[0].max_tokens
+    wrong = [_truncate([q], [0]), _truncate([q], [-5]), _reserve([q], 0, 1), _reserve([q], 2, 1),
+             _reserve([q], 1, limit + 1), _reserve([q], 1, 2**31 - 1)]  # fmt: skip
+    return wrong[choose(len(wrong))], INVALID
+
+
+def _released(running: list[NaiveSequence], waiting: list[NaiveSequence], choose: Choose) -> Defect:
+    """Released in this step, and wanted after it."""
+    if waiting and choose(2):
+        q = waiting[0].sequence_id
+        return {"release_ids": int64([q]), **_start([q])}, UNKNOWN
+    if not running:
+        return None
+    q = running[0].sequence_id
+    return {"release_ids": int64([q]), **_reserve([q], 1, 1)}, UNKNOWN
+
+
+DEFECTS: list[Callable[[list[NaiveSequence], list[NaiveSequence], Choose], Defect]] = [
+    _unknown,
+    _twice,
+    _wrong_state,
+    _commit_out_of_bounds,
+    _fork_wrong,
+    _lengths_wrong,
+    _released,
+]

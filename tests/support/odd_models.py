@@ -1,0 +1,43 @@
+"""Models that misbehave on purpose, on top of the hash toy."""
+
+import dataclasses
+import threading
+
+import torch
+
+from engine_service.batch import Batch
+from engine_service.config import HASH_TOY, EngineConfig
+from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
+from engine_service.served_model import ServedModel, load_served_model
+from kernels.layout import KvLayout
+
+NAN_TOKEN, CRASH_TOKEN, GATE_TOKEN = 500, 501, 502
+
+
+class OddRunner(HashToyRunner):
+    """The toy, but for three tokens: NaN logits, an exception, and waiting until the gate is open."""
+
+    def __init__(self, kv_view: torch.Tensor, layout: KvLayout, gate: threading.Event) -> None:
+        super().__init__(HashToyConfig(), kv_view, layout)
+        self._gate = gate
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if (batch.token_ids == GATE_TOKEN).any():
+            self._gate.wait(30)
+        if (batch.token_ids == CRASH_TOKEN).any():
+            raise ValueError("a bug in the model")
+        logits = super().forward(batch)
+        starts = batch.query_start_loc
+        for row in range(len(batch.seq_lens)):
+            if (batch.token_ids[starts[row] : starts[row + 1]] == NAN_TOKEN).any():
+                logits[batch.logit_start_loc[row] : batch.logit_start_loc[row + 1]] = torch.nan
+        return logits
+
+
+def odd_model(gate: threading.Event | None = None) -> ServedModel:
+    """The hash toy's ServedModel on an OddRunner. A gate that is not given is open."""
+    if gate is None:
+        gate = threading.Event()
+        gate.set()
+    toy = load_served_model(EngineConfig(model=HASH_TOY))
+    return dataclasses.replace(toy, make_runner=lambda kv_view, layout: OddRunner(kv_view, layout, gate))
