@@ -18,7 +18,9 @@ are worth the same at the same age, less with age, and comparing worth is compar
 So the least recently used block goes, unless another is worth less than half of it: a false alarm costs hits, and a real
 difference between what returns and what does not is a multiple. (LeCaR, Vietri et al., HotStorage 2018, likewise
 overrules its expert LRU on evidence only.) A change of the workload shows in the counts, because blocks that wait in vain
-count as seen for so long without a reuse.
+count as seen for so long without a reuse. And the result is watched: what LRU would have kept in the same room is known
+(shadow.py), so hits that it would not have had and ghosts that it would still have are set against each other, and while
+LRU was better of late, its order is taken.
 
 Leaves before parents. A sequence uses all blocks above one that it uses, so a parent has at least the uses of a child
 (`use` sees to that also where a ghost knew more), and was used no earlier. More uses are never worth less, more age is
@@ -39,11 +41,14 @@ import numpy as np
 from cache_service.eviction.ghosts import Ghosts, Traces, Uint8Array, Uint64Array, prefix_hashes, root_hash
 from cache_service.eviction.policy import IsEvictable, Use
 from cache_service.eviction.queue import BlockQueue, Stamps
+from cache_service.eviction.shadow import LruShadow
 from cache_service.eviction.worth import NUM_CLASSES, Worth, age_idx, first_age
 from cache_service.types import Int32Array
 
 _GHOSTS_PER_BLOCK = 4
 _OVERRULES_BELOW = 0.5  # of the worth of the least recently used block
+_ALLOWED_LOSS = 2  # requests' worth of hits behind LRU, before its order is taken
+_GAIN_SPAN = 1  # turnovers of the cache over which gain and loss are remembered
 _LEAST_LESSON = 256  # blocks between two lessons
 _SAMPLE = 4096  # waiting blocks looked at in a lesson, so that it does not grow with the pool
 _MOST_AHEAD = 64  # victims chosen ahead, so that a choice is not made for each
@@ -72,6 +77,9 @@ class AdaptivePolicy:
         self._chosen = BlockQueue(self._stamps)  # victims to be, in order
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks)
         self._worth = Worth()
+        self._shadow = LruShadow(num_blocks)
+        self._num_waiting = 0
+        self._gain = 0.0  # recent hits here less those that LRU would have had
         self._next_lesson = self._lesson_len = max(_LEAST_LESSON, num_blocks // 2)
         self._num_lessons = 0
         self._num_requests = self._num_used = 0
@@ -91,12 +99,19 @@ class AdaptivePolicy:
             self._hashes[use.blocks[num_known:]] = hashes
             found = self._ghosts.pop(hashes, self._stamps.clock)
             self._worth.saw_reuse(found, self._stamps.clock)
+            self._gain -= np.count_nonzero(self._shadow.leave(found.stamps[found.uses > 0]))
             uses[num_known:] = found.uses
         uses = np.minimum(uses + 1, NUM_CLASSES).astype(np.uint8)
         self._uses[use.blocks] = np.maximum.accumulate(uses[::-1])[::-1]
 
     def add(self, blocks: Int32Array) -> None:
+        count = len(blocks)
+        if not count:
+            return
         stamps = self._stamps.give(blocks)
+        self._num_waiting += count
+        self._shadow.enter(count, self._stamps.clock)
+        self._gain *= max(0, 1 - count / (_GAIN_SPAN * self._num_blocks))
         classes = np.maximum(self._uses[blocks], 1)
         for row in set(classes.tolist()):
             same = classes == row
@@ -105,9 +120,15 @@ class AdaptivePolicy:
             self._learn()
 
     def hit(self, blocks: Int32Array) -> None:
-        self._worth.saw_reuse(Traces(self._uses[blocks], self._stamps.newest[blocks]), self._stamps.clock)
+        stamps = self._stamps.newest[blocks]
+        self._worth.saw_reuse(Traces(self._uses[blocks], stamps), self._stamps.clock)
+        self._gain += np.count_nonzero(~self._shadow.leave(stamps))
+        self._end_wait(blocks)
 
     def forget(self, blocks: Int32Array) -> None:
+        waited = blocks[self._stamps.newest[blocks] > 0]
+        self._shadow.leave(self._stamps.newest[waited])
+        self._end_wait(waited)
         self._uses[blocks] = 0
 
     def take(self, count: int) -> Int32Array:
@@ -117,12 +138,22 @@ class AdaptivePolicy:
             victims = np.concatenate([victims, self._chosen.pop(count - len(victims))])
         assert len(victims) == count, "asked for more victims than are evictable"
         self._remember(victims)
-        self._stamps.newest[victims] = 0
+        self._end_wait(victims)
+        self._shadow.shrink(self._num_waiting)
         self._uses[victims] = 0
         return victims
 
     def waiting(self) -> Int32Array:
         return np.concatenate([self._chosen.live(), *(queue.live() for queue in self._queues)])
+
+    @property
+    def _request_len(self) -> float:
+        """Blocks of an average sequence."""
+        return self._num_used / max(self._num_requests, 1)
+
+    def _end_wait(self, blocks: Int32Array) -> None:
+        self._stamps.newest[blocks] = 0
+        self._num_waiting -= len(blocks)
 
     def _choose(self, count: int) -> None:
         """Moves the next count victims, or all there are, to the end of the chosen ones."""
@@ -149,7 +180,8 @@ class AdaptivePolicy:
             return None
         lowest = min(there)  # the fewest uses among equals
         oldest = min(there, key=lambda head: head.stamp)
-        if lowest.worth < _OVERRULES_BELOW * oldest.worth:
+        may_overrule = self._gain >= -_ALLOWED_LOSS * self._request_len
+        if may_overrule and lowest.worth < _OVERRULES_BELOW * oldest.worth:
             head, until = lowest, now
         else:
             head, until = oldest, min((other.stamp for other in there if other is not oldest), default=now)
@@ -170,6 +202,6 @@ class AdaptivePolicy:
         blocks = blocks[self._is_evictable(blocks)]
         cached = Traces(self._uses[blocks], self._stamps.newest[blocks])
         ghosts = self._ghosts.sample(first, every, now)
-        self._worth.learn([(cached, every), (ghosts, every)], now, self._num_used / max(self._num_requests, 1))
+        self._worth.learn([(cached, every), (ghosts, every)], now, self._request_len)
         self._num_lessons += 1
         self._next_lesson = now + self._lesson_len
