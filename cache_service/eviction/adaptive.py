@@ -43,7 +43,7 @@ from cache_service.eviction.policy import IsEvictable, Use
 from cache_service.eviction.queue import BlockQueue, Stamps
 from cache_service.eviction.shadow import LruShadow
 from cache_service.eviction.worth import NUM_CLASSES, Worth, age_idx, first_age
-from cache_service.types import Int32Array
+from cache_service.types import Int32Array, Int64Array
 
 _GHOSTS_PER_BLOCK = 4
 _OVERRULES_BELOW = 0.5  # of the worth of the least recently used block
@@ -51,7 +51,7 @@ _ALLOWED_LOSS = 2  # requests' worth of hits behind LRU, before its order is tak
 _GAIN_SPAN = 1  # turnovers of the cache over which gain and loss are remembered
 _LEAST_LESSON = 256  # blocks between two lessons
 _SAMPLE = 4096  # waiting blocks looked at in a lesson, so that it does not grow with the pool
-_MOST_AHEAD = 64  # victims chosen ahead, so that a choice is not made for each
+_MOST_AHEAD = 64  # victims chosen ahead, and evicted ones that are no ghosts yet: a few cost as much as many
 
 
 class _Head(NamedTuple):
@@ -75,6 +75,8 @@ class AdaptivePolicy:
         self._stamps = Stamps(num_blocks, is_evictable)
         self._queues = [BlockQueue(self._stamps) for _ in range(NUM_CLASSES)]
         self._chosen = BlockQueue(self._stamps)  # victims to be, in order
+        self._evicted: list[tuple[Uint64Array, Uint8Array, Int64Array]] = []  # hashes, uses, stamps: not ghosts yet
+        self._num_evicted = 0
         self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks)
         self._worth = Worth()
         self._shadow = LruShadow(num_blocks)
@@ -97,6 +99,7 @@ class AdaptivePolicy:
             before = int(self._hashes[use.blocks[num_known - 1]]) if num_known else root_hash(use.root)
             hashes = prefix_hashes(use.tokens[num_known * block_size :], block_size, num_known, before)
             self._hashes[use.blocks[num_known:]] = hashes
+            self._make_ghosts()
             found = self._ghosts.pop(hashes, self._stamps.clock)
             self._worth.saw_reuse(found, self._stamps.clock)
             self._gain -= np.count_nonzero(self._shadow.leave(found.stamps[found.uses > 0]))
@@ -189,10 +192,20 @@ class AdaptivePolicy:
         return head.row, max(head.stamp, min(until, same_age))
 
     def _remember(self, victims: Int32Array) -> None:
-        known = victims[self._uses[victims] > 0]
-        now = self._stamps.clock
-        lost = self._ghosts.put(self._hashes[known], self._uses[known], self._stamps.newest[known], now)
-        self._worth.lost_sight(lost, now)
+        self._evicted.append((self._hashes[victims], self._uses[victims], self._stamps.newest[victims]))
+        self._num_evicted += len(victims)
+        if self._num_evicted >= _MOST_AHEAD:
+            self._make_ghosts()
+
+    def _make_ghosts(self) -> None:
+        """Of the blocks evicted since the last time; before ghosts are looked for."""
+        if not self._evicted:
+            return
+        hashes, uses, stamps = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
+        self._evicted, self._num_evicted = [], 0
+        known = uses > 0
+        lost = self._ghosts.put(hashes[known], uses[known], stamps[known], self._stamps.clock)
+        self._worth.lost_sight(lost, self._stamps.clock)
 
     def _learn(self) -> None:
         now = self._stamps.clock

@@ -24,7 +24,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction.ghosts import Traces
+from cache_service.eviction.ghosts import Traces, Uint8Array
 from cache_service.types import Int64Array
 
 NUM_CLASSES = 8  # 1 use, 2 uses, and so on; the last is open
@@ -32,6 +32,7 @@ NUM_AGES = 48
 
 FloatArray = npt.NDArray[np.float64]
 
+_MOST_UNCOUNTED = 4096  # events kept until they are counted, because counting a few costs as much as counting many
 _REQUESTS_MIXED_IN = 4
 _KEPT_WEIGHT = 0.97  # of what was learned before, at each lesson
 
@@ -50,41 +51,69 @@ class Worth:
     """table [NUM_CLASSES, NUM_AGES]: never less for more uses, never more for a greater age."""
 
     def __init__(self) -> None:
-        self._reuses: FloatArray = np.zeros((NUM_CLASSES, NUM_AGES))
-        self._lost: FloatArray = np.zeros((NUM_CLASSES, NUM_AGES))
+        self._reuses = _Events()
+        self._lost = _Events()
         # Before anything is known the age decides: least recently used first.
         self.table: list[list[float]] = [[1 / (1 + age) for age in range(NUM_AGES)]] * NUM_CLASSES
 
     def saw_reuse(self, blocks: Traces, now: int) -> None:
         """These were used again, now."""
-        self._reuses += _count(blocks, now)
+        self._reuses.put(blocks, now)
 
     def lost_sight(self, blocks: Traces, now: int) -> None:
         """These were not used up to now, and will not be recognised any more."""
-        self._lost += _count(blocks, now)
+        self._lost.put(blocks, now)
 
     def learn(self, waiting: list[tuple[Traces, int]], now: int, request_len: float) -> None:
         """Works out the table anew. waiting: samples of the blocks that wait now, with how many each stands for."""
-        lost = self._lost + sum(every * _count(sample, now) for sample, every in waiting)
-        reached = np.cumsum((self._reuses + lost)[:, ::-1], axis=1)[:, ::-1] - lost / 2
-        average = self._reuses.sum(0) / np.maximum(reached.sum(0), 1)
+        reuses, lost = self._reuses.weights(), self._lost.weights()
+        lost = lost + sum(every * _count(sample.uses, now - sample.stamps) for sample, every in waiting)
+        reached = np.cumsum((reuses + lost)[:, ::-1], axis=1)[:, ::-1] - lost / 2
+        average = reuses.sum(0) / np.maximum(reached.sum(0), 1)
         mixed_in = _REQUESTS_MIXED_IN * request_len
-        chances = (self._reuses + mixed_in * average) / (reached + mixed_in)
+        chances = (reuses + mixed_in * average) / (reached + mixed_in)
         table = _best_ratio(_pooled(chances, reached + mixed_in))
         self.table = np.minimum.accumulate(np.maximum.accumulate(table, axis=0), axis=1).tolist()
-        self._reuses *= _KEPT_WEIGHT
-        self._lost *= _KEPT_WEIGHT
+        self._reuses.fade()
+        self._lost.fade()
 
 
-def _age_idx(ages: Int64Array) -> Int64Array:
-    return np.minimum(2 * np.log2(np.maximum(ages, 1)), NUM_AGES - 1).astype(np.int64)
+class _Events:
+    """How often something happened in each cell, [NUM_CLASSES, NUM_AGES]."""
+
+    def __init__(self) -> None:
+        self._weights: FloatArray = np.zeros((NUM_CLASSES, NUM_AGES))
+        self._uses: list[Uint8Array] = []
+        self._ages: list[Int64Array] = []
+        self._num_uncounted = 0
+
+    def put(self, blocks: Traces, now: int) -> None:
+        self._uses.append(blocks.uses)
+        self._ages.append(now - blocks.stamps)
+        self._num_uncounted += len(blocks.uses)
+        if self._num_uncounted > _MOST_UNCOUNTED:
+            self._count()
+
+    def weights(self) -> FloatArray:
+        if self._uses:
+            self._count()
+        return self._weights
+
+    def fade(self) -> None:
+        self._weights *= _KEPT_WEIGHT
+
+    def _count(self) -> None:
+        self._weights += _count(np.concatenate(self._uses), np.concatenate(self._ages))
+        self._uses, self._ages, self._num_uncounted = [], [], 0
 
 
-def _count(blocks: Traces, now: int) -> FloatArray:
+def _count(uses: Uint8Array, ages: Int64Array) -> FloatArray:
     """How many are in each cell; those of no uses are not there."""
-    seen = blocks.uses > 0
-    cells = (blocks.uses[seen] - 1).astype(np.int64) * NUM_AGES + _age_idx(now - blocks.stamps[seen])
-    return np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES).reshape(NUM_CLASSES, NUM_AGES).astype(np.float64)
+    seen = uses > 0
+    rows = uses[seen].astype(np.int64) - 1
+    columns = np.minimum(2 * np.log2(np.maximum(ages[seen], 1)), NUM_AGES - 1).astype(np.int64)
+    cells = np.bincount(rows * NUM_AGES + columns, minlength=NUM_CLASSES * NUM_AGES)
+    return cells.reshape(NUM_CLASSES, NUM_AGES).astype(np.float64)
 
 
 def _pooled(chances: FloatArray, weights: FloatArray) -> FloatArray:

@@ -1,8 +1,8 @@
 """Replays a trace at several capacities: `python -m tests.benchmarks.trace [FILE] [--policy P ...] [--blocks N ...]`.
 
-FILE is a Mooncake-format trace; without it a generated workload is replayed. Prints one JSON object a line for each policy and
-capacity; LRU and the offline optimum stand beside the policies asked for. `--core` replays against the whole core instead of the
-policy alone.
+FILE is a Mooncake-format trace; without it a generated workload is replayed. Prints one JSON object a line for each policy
+and capacity; LRU and the offline optimum stand beside the policies asked for. `--core` replays against the whole core
+instead of the policy alone.
 """
 
 import argparse

@@ -27,11 +27,12 @@ class Cached:
         """All tokens of the prompts in the order of their eviction, one at a time."""
         order: list[int] = []
         while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
-            before = {tuple(prompt): len(self.pool.matched(prompt)) for prompt in left}
+            before = [len(self.pool.matched(prompt)) for prompt in left]
             self.pool.manager.evict_blocks(self.pool.manager.stats().num_free_blocks + 1)
             self.pool.audit()
-            lost = [(prompt, before[tuple(prompt)]) for prompt in left if len(self.pool.matched(prompt)) < before[tuple(prompt)]]
-            order.append(lost[0][0][lost[0][1] - 1])
+            after = [len(self.pool.matched(prompt)) for prompt in left]
+            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
+            order.append(prompt[length - 1])
         return order
 
 

@@ -1,8 +1,8 @@
 """Generated prefix-sharing workloads, by seed: what policies are measured on besides recorded traces.
 
-A request is a list of block contents as numbers; equal numbers are equal prefixes, as in a Mooncake trace. The kinds differ in what
-decides whether a prefix returns: nothing (scan), the place in a cycle (loop), popularity (zipf), recency (recency), being a
-conversation's last turn (multi_turn), or something that changes (drift, shift, phases).
+A request is a list of block contents as numbers; equal numbers are equal prefixes, as in a Mooncake trace. The kinds differ
+in what decides whether a prefix returns: nothing (scan), the place in a cycle (loop), popularity (zipf), recency (recency),
+being a conversation's last turn (multi_turn), or something that changes (drift, shift, phases).
 """
 
 import itertools
@@ -14,7 +14,9 @@ Requests = list[list[int]]
 _MOST_TURN_BLOCKS = 36
 
 
-def scan(seed: int, *, num_documents: int = 50, length: int = 8, between: int = 200, burst: int = 60, skew: float = 1.0) -> Requests:
+def scan(
+    seed: int, *, num_documents: int = 50, length: int = 8, between: int = 200, burst: int = 60, skew: float = 1.0
+) -> Requests:
     """Popular documents, and every so many requests a burst of documents that are read once."""
     rng, fresh = random.Random(seed), itertools.count(10**6)
     requests: Requests = []
@@ -29,7 +31,9 @@ def loop(seed: int, *, num_documents: int = 100, length: int = 8, num_requests: 
     return [_document((i + seed) % num_documents, length) for i in range(num_requests)]
 
 
-def zipf(seed: int, *, num_documents: int = 600, length: int = 8, tail: int = 2, skew: float = 0.9, num_requests: int = 2500) -> Requests:
+def zipf(
+    seed: int, *, num_documents: int = 600, length: int = 8, tail: int = 2, skew: float = 0.9, num_requests: int = 2500
+) -> Requests:
     """One system prompt, documents by popularity, and a question of its own for each request."""
     rng, fresh = random.Random(seed), itertools.count(10**6)
     drawn = _draw(rng, num_documents, skew, num_requests)
