@@ -48,7 +48,7 @@ class CacheConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
