@@ -30,7 +30,7 @@ compared by worth as by age.
 Nothing is fitted to a workload: classes are counts, ages are octaves, and weights are a few requests' and a few
 turnovers' worth.
 
-Costs about 70 bytes a block: 12 to 24 in queues, 8 each for stamp and prefix hash, 1 for the uses, 36 for 4 ghosts. Worth
+Costs about 85 bytes a block: up to 31 in queues, 8 each for stamp and prefix hash, 1 for the uses, 36 for 4 ghosts. Worth
 is worked out anew every half turnover, in about a millisecond.
 """
 
