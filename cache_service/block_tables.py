@@ -16,6 +16,8 @@ from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
+_UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots are negative, 0 is a block never used
+
 
 @dataclass(slots=True)
 class StepLog:
@@ -240,6 +242,10 @@ class BlockTables:
         self.sequences.num_published[running] = 0
         self.sequences.last_nodes[running] = self.sequences.roots[running]
         return self.pool.unindex(blocks), len(blocks)
+
+    def distrust(self, blocks: Int32Array) -> None:
+        """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
+        self.last_roots[blocks] = _UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
         """The same, one by one: when blocks are short, or copies are due."""

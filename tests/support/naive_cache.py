@@ -71,7 +71,8 @@ class NaiveCache:
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
-        self.tenants: dict[int, str] = {}  # block: whose tokens it held last
+        self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
+        self.seen_tenants: set[str] = set()
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
         self.victims: list[int] = []  # evicted since the last time it was judged
@@ -192,7 +193,7 @@ class NaiveCache:
             require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
             if state is BlockState.CACHED:
                 evicted.append(block)
-            if self.tenants.get(block, tenant) != tenant:
+            if self.tenants.get(block, tenant) != tenant and len(self.seen_tenants) > 1:
                 self.foreign.append(block)
             self.tenants[block] = tenant
         self.num_granted += len(blocks)
