@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache_service.block_pool import BlockPool
+from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
@@ -133,8 +134,12 @@ class BlockTables:
     def release(self, owner: Owner, slots: list[int]) -> None:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self.sequences
+        running = [slot for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        if self.pool.policy.wants_uses:
+            for slot in running:
+                self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        tables = [seqs.table(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         for slot in slots:
@@ -361,6 +366,17 @@ class BlockTables:
             node = int(seqs.roots[like])
         seqs.num_published[slot] = num_published
         seqs.last_nodes[slot] = node
+
+    def _use(self, slot: int) -> Use:
+        seqs = self.sequences
+        num_published = int(seqs.num_published[slot])
+        return Use(
+            blocks=seqs.tables[slot, :num_published],
+            tokens=seqs.tokens[slot, : num_published * self._block_size],
+            root=int(seqs.roots[slot]),
+            priority=int(seqs.priorities[slot]),
+            num_blocks=len(seqs.table(slot)),
+        )
 
     def _forget(self, blocks: Int32Array) -> Int32Array:
         """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""

@@ -211,7 +211,7 @@ class NaiveCache:
         self.foreign, self.cleared = [], []
 
     def evict(self, what: str, extra: Iterable[int] = ()) -> None:
-        """Leaves before parents, least recently used first, equals in any order; what hangs below goes with its parent.
+        """Leaves before parents, by LRU the oldest first, equals in any order; what hangs below goes with its parent.
 
         Judges what was evicted since the last call; `extra` blocks may have come free as descendants of one. A parent that
         could be evicted before its descendants (they were fenced for longer) may go first.
@@ -227,8 +227,11 @@ class NaiveCache:
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
             # A parent that went first took along what hung below it, so it is looked for first.
-            oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
-            candidates = oldest + self._oldest(leaves)
+            if self.config.eviction_policy == "lru":
+                oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
+                candidates = oldest + self._oldest(leaves)
+            else:
+                candidates = [block for block in cached if self._waits_longer_than_below(block, by_block)] + leaves
             chosen = next((b for b in candidates if b in left), None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
@@ -241,6 +244,13 @@ class NaiveCache:
         gone = [block for block in extra if block in self.index.values()]
         require(not gone, f"{what}: {gone} left the index for nothing")
         self.victims = []
+
+    def _waits_longer_than_below(self, block: int, by_block: dict[int, Key]) -> bool:
+        tenant, tokens = by_block[block]
+        return any(
+            key[0] == tenant and key[1][: len(tokens)] == tokens and self.ages.get(below, 0) > self.ages[block]
+            for below, key in by_block.items()
+        )
 
     def _oldest(self, blocks: list[int]) -> list[int]:
         ages = [self.ages[block] for block in blocks]
