@@ -75,7 +75,10 @@ class BlockPool:
     def acquire(self, blocks: Int32Array) -> None:
         """One more table per entry names these blocks, which are referenced, cached or fenced."""
         idle = np.unique(blocks[self.ref_counts[blocks] == 0])
-        self.num_evictable -= self.num_revived(idle)
+        revived = idle[self._is_evictable(idle)]
+        if len(revived):
+            self.policy.hit(revived)
+            self.num_evictable -= len(revived)
         self.num_referenced += len(idle)
         np.add.at(self.ref_counts, blocks, 1)
         self.peak_used = max(self.peak_used, self.num_used)
@@ -124,6 +127,7 @@ class BlockPool:
         """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""
         cached = blocks[self._is_evictable(blocks)]
         self.indexed[blocks] = False
+        self.policy.forget(blocks)
         self.num_evictable -= len(cached)
         self.free.put(cached)
         return len(cached)

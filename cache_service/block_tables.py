@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache_service.block_pool import BlockPool
+from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+
+_UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots are negative, 0 is a block never used
 
 
 @dataclass(slots=True)
@@ -131,8 +134,12 @@ class BlockTables:
     def release(self, owner: Owner, slots: list[int]) -> None:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self.sequences
+        running = [slot for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        if self.pool.policy.wants_uses:
+            for slot in running:
+                self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        tables = [seqs.table(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         for slot in slots:
@@ -235,6 +242,10 @@ class BlockTables:
         self.sequences.num_published[running] = 0
         self.sequences.last_nodes[running] = self.sequences.roots[running]
         return self.pool.unindex(blocks), len(blocks)
+
+    def distrust(self, blocks: Int32Array) -> None:
+        """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
+        self.last_roots[blocks] = _UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
         """The same, one by one: when blocks are short, or copies are due."""
@@ -355,6 +366,17 @@ class BlockTables:
             node = int(seqs.roots[like])
         seqs.num_published[slot] = num_published
         seqs.last_nodes[slot] = node
+
+    def _use(self, slot: int) -> Use:
+        seqs = self.sequences
+        num_published = int(seqs.num_published[slot])
+        return Use(
+            blocks=seqs.tables[slot, :num_published],
+            tokens=seqs.tokens[slot, : num_published * self._block_size],
+            root=int(seqs.roots[slot]),
+            priority=int(seqs.priorities[slot]),
+            num_blocks=len(seqs.table(slot)),
+        )
 
     def _forget(self, blocks: Int32Array) -> Int32Array:
         """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""

@@ -6,7 +6,6 @@ core checks what the values mean. Columns are not copied on the way in and once 
 
 import numpy as np
 
-from cache_service.arena.shared_memory import ByteArray
 from cache_service.errors import InvalidField, NotImplementedYet
 from cache_service.session import Session
 from cache_service.types import (
@@ -222,11 +221,6 @@ def session_info(session: Session, now: float, num_sequences: int, num_processes
         lease_left_ms=max(0, round((session.deadline - now) * 1000)),
         num_attached_processes=num_processes,
     )
-
-
-def as_bytes(rows: ByteArray) -> bytes:
-    """K or V of a run of tokens, [num_tokens, token_bytes], as they travel."""
-    return rows.tobytes()
 
 
 def _int64(raw: bytes, field: str) -> Int64Array:

@@ -196,7 +196,7 @@ class Keeper:
         if may_still_write:
             live.pool.quarantines.add(session_id)
             if copying is not None:
-                copying.add_done_callback(lambda _: self._settle(ended))
+                self._settle(ended)  # when they are done
         self._forget_oldest()
         if live.stream is not None:
             live.stream.end(UnknownSession("the session has ended"))
@@ -229,7 +229,10 @@ class Keeper:
     def _settle(self, ended: _Ended) -> None:
         """Ends the quarantine of an ended session when nothing of it can write any more."""
         live = ended.live
-        if live is None or live.pool.copying is not None or (live.is_mapped and not ended.drained):
+        if live is None or (live.is_mapped and not ended.drained):
+            return
+        if live.pool.copying is not None:  # perhaps others that began since: whoever waited for the first was told first
+            live.pool.copying.add_done_callback(lambda _: self._settle(ended))
             return
         ended.live = None
         num_blocks = live.pool.manager.end_quarantine(live.core.id)

@@ -101,8 +101,7 @@ class PrefixIndex:
         nodes = self.node_of_block[blocks].tolist()
         extra: list[int] = []
         for node in nodes:
-            # Zero once an earlier victim took it along as a descendant.
-            if self._keys[node] is None:
+            if self._keys[node] is None:  # an earlier victim took it along as a descendant
                 continue
             stack = [int(self._first_child[node])] if self._first_child[node] else []
             self._remove(node)

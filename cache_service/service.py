@@ -208,7 +208,7 @@ class CacheService:
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
         for layer_idx in request.layer_idx or range(num_layers):
             for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
-                self._keeper.require(request.session_id, request.epoch)
+                await self._copies_done(request)  # one of them may fill the block that is read
                 view = live.pool.manager.view(live.core.id, sequence_id)
                 key, value = kv_io.read(live.pool, view, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
@@ -219,6 +219,7 @@ class CacheService:
         num_chunks = num_bytes = 0
         async for request in requests:
             sequence_id, key, value = convert.sequence_id(request.sequence_id), request.key, request.value
+            await self._copies_done(request)  # one of them may overwrite the block that is written
             with self._one_item(request) as live:
                 kv_io.write(live.pool, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
             num_chunks += 1

@@ -70,8 +70,10 @@ class StepCore:
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
+        blocks = np.concatenate([NO_INT32, *(self._writable_blocks(slot) for slot in slots.tolist())])
+        if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
+            self.tables.distrust(np.concatenate([blocks, fences]))
         if may_still_write:
-            blocks = np.concatenate([NO_INT32, *(self._writable_blocks(slot) for slot in slots.tolist())])
             # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
             blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
             pool.quarantine(blocks, fences=fences[~is_cached])
@@ -94,10 +96,6 @@ class StepCore:
     @property
     def num_sessions(self) -> int:
         return len(self._owners)
-
-    @property
-    def num_quarantines(self) -> int:
-        return len(self._quarantines)
 
     # The hot path
 

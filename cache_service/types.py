@@ -171,7 +171,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """One sequence as people see it. num_accesses and last_access count steps, of which the core knows the number."""
+    """One sequence as people see it. num_accesses counts the steps that named it."""
 
     sequence_id: SequenceId
     session_id: SessionId

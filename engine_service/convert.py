@@ -23,6 +23,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TIMEOUT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
+MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision

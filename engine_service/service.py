@@ -9,7 +9,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from engine_service.config import EngineConfig
-from engine_service.convert import DEFAULT_MAX_TOKENS, check_text, options_of, page_of, response_of, token_array
+from engine_service.convert import (
+    DEFAULT_MAX_TOKENS,
+    MAX_CHAT_MESSAGES,
+    check_text,
+    options_of,
+    page_of,
+    response_of,
+    token_array,
+)
 from engine_service.engine import Engine
 from engine_service.generation import Generation, Piece, StopRules, coalesce
 from engine_service.refusals import InvalidField, Refusal, TimedOut
@@ -150,6 +158,8 @@ class EngineService:
         if kind == "text":
             ids = await asyncio.to_thread(text.encode, check_text(message.text, "text"), "text")
         elif kind == "chat":
+            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
+                raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
             check_text("".join(turn["content"] for turn in messages), "chat")
             if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:

@@ -1,32 +1,26 @@
-"""Which cached block is forgotten first: one small interface, an implementation per file, chosen by name."""
+"""Which cached block is forgotten first: one small interface, chosen by name."""
 
 from collections.abc import Callable
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from cache_service.errors import InvalidField
+from cache_service.eviction.adaptive import AdaptivePolicy
+from cache_service.eviction.fifo import ClockPolicy, FifoPolicy
+from cache_service.eviction.keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
 from cache_service.eviction.lru import LruPolicy
-from cache_service.types import Int32Array
+from cache_service.eviction.policy import EvictionPolicy, IsEvictable, Use
 
-IsEvictable = Callable[[Int32Array], npt.NDArray[np.bool_]]
+__all__ = ["POLICY_NAMES", "EvictionPolicy", "IsEvictable", "Use", "make_policy"]
 
-
-class EvictionPolicy(Protocol):
-    """Orders the evictable blocks. Told what becomes evictable; asks `is_evictable` about what no longer is."""
-
-    def add(self, blocks: Int32Array) -> None:
-        """These became evictable now, leaves before parents."""
-
-    def take(self, count: int) -> Int32Array:
-        """The first count victims (the pool has at least so many), which are evictable no more."""
-
-    def waiting(self) -> Int32Array:
-        """All evictable blocks in the order of eviction, for audits."""
-
-
-_POLICIES: dict[str, Callable[[int, IsEvictable], EvictionPolicy]] = {"lru": LruPolicy}
+_POLICIES: dict[str, Callable[[int, IsEvictable], EvictionPolicy]] = {
+    "adaptive": AdaptivePolicy,
+    "clock": ClockPolicy,
+    "fifo": FifoPolicy,
+    "lfu": LfuPolicy,
+    "longest_first": LongestFirstPolicy,
+    "lru": LruPolicy,
+    "priority": PriorityPolicy,
+}
+POLICY_NAMES = tuple(_POLICIES)
 
 
 def make_policy(name: str, num_blocks: int, is_evictable: IsEvictable) -> EvictionPolicy:

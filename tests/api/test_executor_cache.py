@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from cache_service import registry
+from cache_service.types import Copies
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
+from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
 
 
 async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
@@ -126,6 +127,44 @@ async def test_no_block_is_granted_while_large_copies_run(api: Api, slow: SlowCo
     assert (await api.stats()).pools[0].num_running_sequences == 4
 
 
+async def test_nothing_is_read_before_the_copy_that_fills_it(api: Api, slow: SlowCopies) -> None:
+    session, _ = await forked(api)
+    parent = await read_all(session, 1)
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    reading = asyncio.ensure_future(read_all(session, 2))
+    for _ in range(9):  # long enough for a read that does not wait
+        await api.stats()
+    assert not reading.done()
+    slow.may_go_on.set()
+    await asyncio.wait_for(stepping, DEADLINE)
+    assert parent.any()
+    np.testing.assert_array_equal(await asyncio.wait_for(reading, DEADLINE), parent)
+
+
+async def test_nothing_is_written_before_a_copy_of_an_extend_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
+    session = await api.open(engine=False)
+    await session.create(1, 6)
+    slow.may_go_on.set()
+    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
+    slow.may_go_on.clear()
+    num_begun = slow.num_begun
+    await session.call("CommitSequence", sequence_id=1, num_tokens=6)
+    await session.call("ForkSequence", parent_id=1, child_id=2)
+    extending = asyncio.ensure_future(session.call("ExtendSequence", sequence_id=2, num_tokens=7))
+    await begun(api, slow, num_begun + 1)
+    extending.cancel()
+    content = kv_of(range(6, 7))
+    writing = asyncio.ensure_future(session.write_kv(2, 6, content))
+    for _ in range(9):  # long enough for a write that does not wait
+        await api.stats()
+    assert not writing.done()
+    slow.may_go_on.set()
+    await asyncio.wait_for(writing, DEADLINE)
+    await session.call("CommitSequence", sequence_id=2, num_tokens=7, first_token_idx=6, token_ids=[6])
+    np.testing.assert_array_equal(await read_all(session, 2, first_token_idx=6), content)
+
+
 async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_are_done(
     api: Api, slow: SlowCopies, clock: ManualClock
 ) -> None:
@@ -138,6 +177,22 @@ async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_a
     assert stats.pools[0].num_quarantined_blocks > 0
     slow.may_go_on.set()
     await asyncio.wait_for(stepping, DEADLINE)
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_a_quarantine_ends_also_when_other_copies_begin_at_once(api: Api, slow: SlowCopies, clock: ManualClock) -> None:
+    session, _ = await forked(api, ttl_ms=1000)
+    (pool,) = api.server.keeper.registry.pools
+    stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    assert pool.copying is not None
+    others = Copies(np.zeros(1, np.int32), np.ones(1, np.int32))
+    pool.copying.add_done_callback(lambda _: pool.copy(others))  # another call was faster than the end of the quarantine
+    clock.advance(1.1)
+    assert (await api.stats()).pools[0].num_quarantined_blocks > 0
+    slow.may_go_on.set()
+    await asyncio.wait_for(stepping, DEADLINE)
+    await begun(api, slow, 2)
     await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
 
 

@@ -270,6 +270,21 @@ def test_r8_a_block_is_cleared_before_it_changes_tenant_and_only_then() -> None:
         pool.step(releases=[sequence_id])
 
 
+@pytest.mark.parametrize("may_still_write", [True, False])
+def test_r8_a_block_is_cleared_again_when_the_engine_that_was_to_clear_it_is_gone(may_still_write: bool) -> None:
+    pool = CorePool(num_blocks=2)
+    pool.create(1, [1, 2], tenant="red")
+    pool.step(starts=[(1, 2, 0)])
+    pool.step(releases=[1])
+    pool.create(1, [1, 2], tenant="blue", session=B)
+    assert pool.step(B, starts=[(1, 2, 0)]).copy_destinations.tolist() == [1]
+    pool.manager.close_session(B, may_still_write=may_still_write)  # before anybody heard that the clear has run
+    pool.manager.end_quarantine(B)
+    pool.create(2, [1, 2], tenant="blue")
+    reply = pool.step(starts=[(2, 2, 0)])
+    assert (reply.copy_sources.tolist(), reply.copy_destinations.tolist()) == ([0], [1])
+
+
 def test_r9_a_step_costs_the_same_in_a_pool_a_thousand_times_as_large() -> None:
     def cost(num_blocks: int) -> tuple[int, int]:
         """(calls made, peak bytes taken) by one step of two running sequences."""

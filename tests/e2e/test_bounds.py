@@ -22,6 +22,7 @@ BAD = {
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
     "text": pb.GenerateRequest(text="x" * ((1 << 20) + 1)),
     "chat": pb.GenerateRequest(chat=pb.Chat()),
+    "chat many": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
@@ -72,6 +73,7 @@ async def test_generate(world: Services, channel: grpc.aio.Channel) -> None:
         error = await refusal(channel, request)
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), name
         assert error.metadata["field"] == name.split()[0]
+        assert name != "chat many" or error.metadata["limit"] == "4096"
     error = await refusal(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 512])))
     assert (error.reason, error.metadata) == ("WRONG_TOKEN_ID", {"token_id": "512", "vocab_size": "512"})
     error = await refusal(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])))

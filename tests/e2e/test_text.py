@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from engine_service.config import DEMO_MODEL, EngineConfig
+from engine_service.model.digest import weights_digest
 from engine_service.served_model import ServedModel, load_served_model
 from engine_service.text import ModelText
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
@@ -115,7 +116,7 @@ async def test_the_model_is_described(client: AsyncEngineClient) -> None:
     assert model.model_id == "demo_model"
     assert model.architecture == "LlamaForCausalLM"
     assert 0 < model.num_parameters <= 4_000_000
-    assert len(model.revision) == 64
+    assert model.revision == weights_digest(DEMO_MODEL)
     assert (model.block_size, model.num_blocks, model.compute_dtype) == (16, 64, "float32")
 
 

@@ -117,10 +117,11 @@ class _Slots(list[int]):
 
 
 class GrpcDriver:
-    """See drivers.Driver. The service's watermark is the default one."""
+    """See drivers.Driver. The service's watermark and eviction policy are the default ones."""
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
-        self.config = replace(config, watermark=PoolConfig(2, 1).watermark)
+        default = PoolConfig(2, 1)
+        self.config = replace(config, watermark=default.watermark, eviction_policy=default.eviction_policy)
         self._thread = thread
         self._stack = AsyncExitStack()
         self._sessions: dict[SessionId, AsyncCacheSession] = {}

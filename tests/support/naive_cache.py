@@ -71,7 +71,8 @@ class NaiveCache:
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
-        self.tenants: dict[int, str] = {}  # block: whose tokens it held last
+        self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
+        self.seen_tenants: set[str] = set()
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
         self.victims: list[int] = []  # evicted since the last time it was judged
@@ -192,7 +193,7 @@ class NaiveCache:
             require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
             if state is BlockState.CACHED:
                 evicted.append(block)
-            if self.tenants.get(block, tenant) != tenant:
+            if self.tenants.get(block, tenant) != tenant and len(self.seen_tenants) > 1:
                 self.foreign.append(block)
             self.tenants[block] = tenant
         self.num_granted += len(blocks)
@@ -210,7 +211,7 @@ class NaiveCache:
         self.foreign, self.cleared = [], []
 
     def evict(self, what: str, extra: Iterable[int] = ()) -> None:
-        """Leaves before parents, least recently used first, equals in any order; what hangs below goes with its parent.
+        """Leaves before parents, by LRU the oldest first, equals in any order; what hangs below goes with its parent.
 
         Judges what was evicted since the last call; `extra` blocks may have come free as descendants of one. A parent that
         could be evicted before its descendants (they were fenced for longer) may go first.
@@ -226,8 +227,11 @@ class NaiveCache:
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
             # A parent that went first took along what hung below it, so it is looked for first.
-            oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
-            candidates = oldest + self._oldest(leaves)
+            if self.config.eviction_policy == "lru":
+                oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
+                candidates = oldest + self._oldest(leaves)
+            else:
+                candidates = [block for block in cached if self._waits_longer_than_below(block, by_block)] + leaves
             chosen = next((b for b in candidates if b in left), None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
@@ -240,6 +244,13 @@ class NaiveCache:
         gone = [block for block in extra if block in self.index.values()]
         require(not gone, f"{what}: {gone} left the index for nothing")
         self.victims = []
+
+    def _waits_longer_than_below(self, block: int, by_block: dict[int, Key]) -> bool:
+        tenant, tokens = by_block[block]
+        return any(
+            key[0] == tenant and key[1][: len(tokens)] == tokens and self.ages.get(below, 0) > self.ages[block]
+            for below, key in by_block.items()
+        )
 
     def _oldest(self, blocks: list[int]) -> list[int]:
         ages = [self.ages[block] for block in blocks]

@@ -19,6 +19,7 @@ class NaiveSteps(NaiveCache):
         self.sessions[session] = NaiveSession(executor)
 
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
+        self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
         limit = args.max_tokens or self.config.limit_tokens
         key = (tuple(tokens), limit, args.tenant, args.priority)
@@ -33,6 +34,8 @@ class NaiveSteps(NaiveCache):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
+        if self.sessions[session].executor is Executor.ENGINE:  # clears that it was ordered may not have run (R8)
+            self.tenants.update(dict.fromkeys(writable))
         writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:

@@ -1,0 +1,179 @@
+"""Replays requests in order against the core, against a policy alone, and against what the best policy could have done.
+
+A request is a list of numbers, one per block, equal numbers for equal prefixes (`hash_ids` of a Mooncake trace). It hits its
+leading cached blocks, computes the others, and ends before the next begins. The hit rate is hit blocks over all blocks. All
+ways count the same; where the core keeps a block more for a request that is cached whole (it computes one token always), the
+pool is one block larger.
+"""
+
+import heapq
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_service.eviction import Use, make_policy
+from cache_service.manager import Manager
+from cache_service.types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+
+Requests = list[list[int]]
+
+_SESSION = SessionId("replay")
+_COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request before it can hit
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Sums of one replay. A request takes three steps of the core: start, commit, release."""
+
+    num_requests: int
+    num_blocks: int
+    num_hits: int
+    num_evicted: int
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / max(self.num_blocks, 1)
+
+
+def read_trace(path: Path) -> Requests:
+    """The hash ids of a Mooncake-format trace, one JSON object a line."""
+    with path.open() as lines:
+        return [json.loads(line)["hash_ids"] for line in lines]
+
+
+def replay_core(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
+    """Against a Manager, with blocks of one token. Needs num_blocks for the longest request."""
+    replay = CoreReplay(num_blocks, policy)
+    begin = time.perf_counter()
+    for request in requests:
+        replay.run(request)
+    return replay.sums(time.perf_counter() - begin)
+
+
+class CoreReplay:
+    """One pool, one session, one sequence at a time; the executor is the cache, so each step is complete at once."""
+
+    def __init__(self, num_blocks: int, policy: str) -> None:
+        config = PoolConfig(num_blocks + 2, 1, 1, num_blocks + 1, watermark=0, eviction_policy=policy)
+        self.manager = Manager(config)
+        self.manager.open_session(_SESSION, Executor.CACHE)
+        self._step_id = self._num_requests = self._num_blocks = self._num_hits = 0
+
+    def run(self, request: list[int]) -> int:
+        """Answers the hit blocks."""
+        count = len(request)
+        self._num_requests += 1
+        self._num_blocks += count
+        ids = np.array([self._num_requests])
+        tokens = np.array([*request, _COMPUTED_TOKEN], np.int32)
+        self.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens))
+        whole, none = np.array([count], np.int32), np.zeros(1, np.int32)
+        hits = int(self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole).start_hits[0])
+        self._step(commit_ids=ids, commit_lens=whole, commit_num_new=none)
+        self._step(release_ids=ids)
+        self._num_hits += hits
+        return hits
+
+    def sums(self, seconds: float) -> Replayed:
+        evicted = self.manager.stats().num_evicted_blocks
+        return Replayed(self._num_requests, self._num_blocks, self._num_hits, evicted, seconds)
+
+    def _step(self, **columns: np.ndarray):  # type: ignore[no-untyped-def]
+        self._step_id += 1
+        return self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+
+
+def replay_policy(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
+    """Against a policy and a dictionary for an index: several times faster, and the same hits."""
+    replay = _PolicyReplay(num_blocks, policy)
+    begin = time.perf_counter()
+    num_requests = num_asked = num_hits = 0
+    for request in requests:
+        num_requests += 1
+        num_asked += len(request)
+        num_hits += replay.run(request)
+    return Replayed(num_requests, num_asked, num_hits, replay.num_evicted, time.perf_counter() - begin)
+
+
+class _PolicyReplay:
+    def __init__(self, num_blocks: int, policy: str) -> None:
+        self._evictable: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
+        self._policy = make_policy(policy, num_blocks + 1, lambda blocks: self._evictable[blocks])
+        self._block_of: dict[int, int] = {}
+        self._contents = [0] * (num_blocks + 1)
+        self._free = list(range(1, num_blocks + 1))
+        self.num_evicted = 0
+
+    def run(self, request: list[int]) -> int:
+        blocks: list[int] = []
+        for content in request:
+            block = self._block_of.get(content)
+            if block is None:
+                break
+            blocks.append(block)
+        num_hits, num_new = len(blocks), len(request) - len(blocks)
+        held = _int32(blocks)
+        self._policy.hit(held)
+        self._evictable[held] = False
+        if num_new > len(self._free):
+            self._evict(num_new - len(self._free))
+        for content in request[num_hits:]:
+            block = self._free.pop()
+            self._block_of[content], self._contents[block] = block, content
+            blocks.append(block)
+        held = _int32(blocks)
+        self._policy.use(Use(held, _int32(request), root=-1, priority=0, num_blocks=len(held)))
+        self._evictable[held] = True
+        self._policy.add(held[::-1])
+        return num_hits
+
+    def _evict(self, count: int) -> None:
+        victims = self._policy.take(count)
+        self._evictable[victims] = False
+        self.num_evicted += count
+        for block in victims.tolist():
+            del self._block_of[self._contents[block]]
+            self._free.append(block)
+
+
+def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
+    """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966)."""
+    begin = time.perf_counter()
+    never = len(requests)
+    coming: dict[int, list[int]] = {}
+    for at in range(len(requests) - 1, -1, -1):
+        for content in requests[at]:
+            coming.setdefault(content, []).append(at)
+    next_use: dict[int, int] = {}
+    farthest: list[tuple[int, int]] = []
+    num_asked = num_hits = num_evicted = 0
+    for request in requests:
+        hits = 0
+        while hits < len(request) and request[hits] in next_use:
+            hits += 1
+        num_asked += len(request)
+        num_hits += hits
+        for content in request:
+            coming[content].pop()
+        held = set(request[:hits])
+        for _ in range(len(next_use) + len(request) - hits - num_blocks):
+            while True:
+                at, content = heapq.heappop(farthest)
+                if next_use.get(content) == -at and content not in held:
+                    break
+            del next_use[content]
+            num_evicted += 1
+        for content in request:
+            next_use[content] = coming[content][-1] if coming[content] else never
+            heapq.heappush(farthest, (-next_use[content], content))
+    return Replayed(len(requests), num_asked, num_hits, num_evicted, time.perf_counter() - begin)
+
+
+def _int32(values: list[int]) -> Int32Array:
+    return np.array(values, np.int32)

@@ -1,0 +1,124 @@
+"""What the adaptive policy learns from: ghosts, the shadow of LRU, and the worth of cells."""
+
+import numpy as np
+
+from cache_service.eviction.ghosts import Ghosts, Traces, prefix_hashes, root_hash
+from cache_service.eviction.shadow import LruShadow
+from cache_service.eviction.worth import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
+
+
+def traces(uses: int, stamps: list[int]) -> Traces:
+    return Traces(np.full(len(stamps), uses, np.uint8), np.array(stamps, np.int64))
+
+
+def hashes(*tokens: int, root: int = -1) -> np.ndarray:
+    return prefix_hashes(np.array(tokens, np.int32), 2, 0, root_hash(root))
+
+
+def test_a_prefix_has_the_same_hash_whole_and_in_parts() -> None:
+    whole = hashes(1, 2, 3, 4, 5, 6)
+    rest = prefix_hashes(np.array([3, 4, 5, 6], np.int32), 2, 1, int(whole[0]))
+    assert rest.tolist() == whole[1:].tolist()
+
+
+def test_a_hash_tells_order_place_and_tenant_apart() -> None:
+    different = [hashes(1, 2), hashes(2, 1), hashes(1, 2, root=-2), hashes(3, 4, 1, 2), hashes(1, 2, 3, 4), hashes(1, 2, 1, 2)]
+    assert len({int(prefix[-1]) for prefix in different}) == len(different)
+
+
+def test_a_ghost_is_recognised_once() -> None:
+    ghosts, known = Ghosts(64), hashes(1, 2, 3, 4)
+    ghosts.put(known, np.array([2, 1], np.uint8), np.array([7, 8]), now=9)
+    found = ghosts.pop(known, now=12)
+    assert (found.uses.tolist(), found.stamps.tolist()) == ([2, 1], [7, 8])
+    assert ghosts.pop(known, now=12).uses.tolist() == [0, 0]
+    assert ghosts.pop(hashes(5, 6), now=12).uses.tolist() == [0]
+
+
+def test_stamps_of_ghosts_survive_32_bits() -> None:
+    ghosts, known, now = Ghosts(64), hashes(1, 2), 2**33 + 5
+    ghosts.put(known, np.array([1], np.uint8), np.array([2**33 - 3]), now=now)
+    assert ghosts.pop(known, now=now).stamps.tolist() == [2**33 - 3]
+
+
+def test_a_place_taken_over_answers_who_was_there() -> None:
+    ghosts = Ghosts(1024)
+    rng = np.random.default_rng(0)
+    lost = 0
+    for now in range(1, 9):
+        gone = ghosts.put(rng.integers(0, 2**63, 1024).astype(np.uint64), np.ones(1024, np.uint8), np.full(1024, now), now)
+        lost += np.count_nonzero(gone.uses)
+    assert lost > 3 * 1024
+
+
+def test_the_shadow_keeps_the_blocks_used_last() -> None:
+    shadow = LruShadow(64)  # slices of one stamp
+    shadow.enter(1, 1)
+    shadow.enter(1, 2)
+    shadow.enter(1, 3)
+    shadow.shrink(2)
+    assert shadow.leave(np.array([1, 2, 3])).tolist() == [False, True, True]
+    shadow.enter(2, 5)
+    shadow.shrink(2)
+    assert shadow.leave(np.array([5])).tolist() == [True]
+
+
+def test_the_shadow_forgets_what_waited_longer_than_it_counts() -> None:
+    shadow = LruShadow(64)
+    shadow.enter(1, 1)
+    shadow.enter(1, 10_000)
+    assert shadow.leave(np.array([1, 10_000])).tolist() == [False, True]
+
+
+def test_ages_are_half_octaves() -> None:
+    assert [age_idx(age) for age in (0, 1, 2, 3, 4, 1024, 2**40)] == [0, 0, 2, 3, 4, 20, NUM_AGES - 1]
+    assert all(age_idx(first_age(idx)) in (idx, idx + 1) for idx in range(2, NUM_AGES - 1))
+
+
+def test_before_a_lesson_only_age_counts() -> None:
+    table = Worth().table
+    assert all(row == table[0] for row in table)
+    assert table[0] == sorted(table[0], reverse=True)
+
+
+def test_worth_never_falls_with_uses_nor_grows_with_age() -> None:
+    rng, worth, now = np.random.default_rng(1), Worth(), 10**6
+    for _ in range(50):
+        stamps = now - rng.integers(1, 10**5, 40)
+        uses = rng.integers(1, NUM_CLASSES + 1, 40).astype(np.uint8)
+        (worth.saw_reuse if rng.random() < 0.4 else worth.lost_sight)(Traces(uses, stamps), now)
+        worth.learn([], now, 3.0)
+        table = np.array(worth.table)
+        assert np.isfinite(table).all()
+        assert (np.diff(table, axis=0) >= 0).all()
+        assert (np.diff(table, axis=1) <= 0).all()
+
+
+def test_what_returns_is_worth_more_than_what_does_not() -> None:
+    worth, now = Worth(), 10**5
+    worth.saw_reuse(traces(2, [now - 500] * 300), now)
+    worth.lost_sight(traces(1, [now - 5000] * 1000), now)
+    worth.learn([], now, 10.0)
+    assert worth.table[1][age_idx(100)] > 4 * worth.table[0][age_idx(100)]
+
+
+def test_a_few_requests_are_no_evidence() -> None:
+    worth, now = Worth(), 10**5
+    worth.saw_reuse(traces(1, [now - 500] * 300), now)
+    worth.lost_sight(traces(1, [now - 5000] * 300), now)
+    worth.lost_sight(traces(2, [now - 5000] * 5), now)
+    worth.saw_reuse(traces(3, [now - 500] * 5), now)
+    worth.learn([], now, 10.0)
+    assert worth.table[2][age_idx(100)] < 1.5 * worth.table[1][age_idx(100)]
+
+
+def test_waiting_in_vain_counts() -> None:
+    """Old blocks that are still cached have seen no reuse for so long; without them only the lucky would be counted."""
+    now = 10**5
+    tables = []
+    for waiting in ([], [(traces(2, [now - 20_000] * 1000), 1)]):
+        worth = Worth()
+        worth.saw_reuse(traces(2, [now - 500] * 100), now)
+        worth.learn(waiting, now, 1.0)
+        tables.append(worth.table[1][age_idx(100)])
+    assert tables[1] < 0.5 * tables[0]

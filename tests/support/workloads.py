@@ -1,0 +1,114 @@
+"""Generated prefix-sharing workloads, by seed: what policies are measured on besides recorded traces.
+
+A request is a list of block contents as numbers; equal numbers are equal prefixes, as in a Mooncake trace. The kinds differ
+in what decides whether a prefix returns: nothing (scan), the place in a cycle (loop), popularity (zipf), recency (recency),
+being a conversation's last turn (multi_turn), or something that changes (drift, shift, phases).
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+Requests = list[list[int]]
+
+_MOST_TURN_BLOCKS = 36
+
+
+def scan(
+    seed: int, *, num_documents: int = 50, length: int = 8, between: int = 200, burst: int = 60, skew: float = 1.0
+) -> Requests:
+    """Popular documents, and every so many requests a burst of documents that are read once."""
+    rng, fresh = random.Random(seed), itertools.count(10**6)
+    requests: Requests = []
+    for _ in range(10):
+        requests.extend([*_document(d, length), next(fresh)] for d in _draw(rng, num_documents, skew, between))
+        requests.extend(list(itertools.islice(fresh, length)) for _ in range(burst))
+    return requests
+
+
+def loop(seed: int, *, num_documents: int = 100, length: int = 8, num_requests: int = 2000) -> Requests:
+    """The same documents in the same order, again and again; the seed moves the start."""
+    return [_document((i + seed) % num_documents, length) for i in range(num_requests)]
+
+
+def zipf(
+    seed: int, *, num_documents: int = 600, length: int = 8, tail: int = 2, skew: float = 0.9, num_requests: int = 2500
+) -> Requests:
+    """One system prompt, documents by popularity, and a question of its own for each request."""
+    rng, fresh = random.Random(seed), itertools.count(10**6)
+    drawn = _draw(rng, num_documents, skew, num_requests)
+    return [[0, *(1 + block for block in _document(d, length)), *itertools.islice(fresh, tail)] for d in drawn]
+
+
+def multi_turn(
+    seed: int, *, num_users: int = 40, first: int = 6, growth: int = 4, goes_on: float = 0.75, num_requests: int = 2500
+) -> Requests:
+    """Users who repeat all of their conversation with each turn, and begin another now and then."""
+    rng, fresh = random.Random(seed), itertools.count(1)
+    talks: Requests = [[] for _ in range(num_users)]
+    requests: Requests = []
+    for _ in range(num_requests):
+        user = rng.randrange(num_users)
+        if not talks[user] or rng.random() > goes_on or len(talks[user]) > _MOST_TURN_BLOCKS:
+            talks[user] = [0, *itertools.islice(fresh, first)]
+        else:
+            talks[user] = [*talks[user], *itertools.islice(fresh, rng.randint(1, 2 * growth - 1))]
+        requests.append(talks[user])
+    return requests
+
+
+def shift(
+    seed: int, *, num_documents: int = 400, length: int = 6, skew: float = 1.0, phase: int = 700, num_phases: int = 5
+) -> Requests:
+    """Documents by popularity, all of them replaced by others at once, several times."""
+    rng, fresh = random.Random(seed), itertools.count(10**7)
+    requests: Requests = []
+    for number in range(num_phases):
+        drawn = _draw(rng, num_documents, skew, phase)
+        requests.extend([*_document(number * num_documents + d, length), next(fresh)] for d in drawn)
+    return requests
+
+
+def drift(seed: int, *, window: int = 60, length: int = 6, speed: float = 0.1, num_requests: int = 3500) -> Requests:
+    """Documents in a window that moves on all the time: the more uses one had, the nearer its end."""
+    rng = random.Random(seed)
+    return [_document(int(i * speed + rng.expovariate(1 / window)), length) for i in range(num_requests)]
+
+
+def recency(seed: int, *, length: int = 6, decay: float = 0.03, new: float = 0.2, num_requests: int = 2500) -> Requests:
+    """Reuse depends on how recently a document was used, and on nothing else: nothing beats LRU here but luck."""
+    rng, stack, fresh = random.Random(seed), [0], itertools.count(1)
+    requests: Requests = []
+    for _ in range(num_requests):
+        if rng.random() < new:
+            stack.insert(0, next(fresh))
+        else:
+            stack.insert(0, stack.pop(min(int(rng.expovariate(decay)), len(stack) - 1)))
+        requests.append(_document(stack[0], length))
+    return requests
+
+
+def phases(seed: int) -> Requests:
+    """A different kind of workload after another, on other contents: what was learned in one is wrong in the next."""
+    kinds: tuple[Requests, ...] = (zipf(seed), loop(seed), recency(seed), scan(seed), multi_turn(seed))
+    return [[block + number * 10**8 for block in request] for number, kind in enumerate(kinds) for request in kind[:1000]]
+
+
+WORKLOADS: dict[str, Callable[[int], Requests]] = {
+    "scan": scan,
+    "loop": loop,
+    "zipf": zipf,
+    "multi_turn": multi_turn,
+    "shift": shift,
+    "drift": drift,
+    "recency": recency,
+    "phases": phases,
+}
+
+
+def _document(number: int, length: int) -> list[int]:
+    return list(range(number * length, (number + 1) * length))
+
+
+def _draw(rng: random.Random, count: int, skew: float, num_draws: int) -> Iterator[int]:
+    return iter(rng.choices(range(count), [1 / (rank + 1) ** skew for rank in range(count)], k=num_draws))
