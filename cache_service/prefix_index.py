@@ -16,6 +16,7 @@ import numpy as np
 from cache_service.types import Int32Array
 
 NO_NODE = 0
+MAX_TENANTS = 65_536
 _PACK_PARENT = struct.Struct("<i").pack
 
 
@@ -45,6 +46,10 @@ class PrefixIndex:
     def root(self, tenant: str) -> int:
         """The root of a tenant's tree, made when it is first asked for."""
         return self._roots.setdefault(tenant, -len(self._roots) - 1)
+
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether the tenant has a root or may get one. Roots are kept for good, so their number is bounded."""
+        return tenant in self._roots or len(self._roots) < MAX_TENANTS
 
     def find_root(self, tenant: str) -> int:
         """The root of a tenant's tree, or NO_NODE (below which nothing is found) for one never seen."""

@@ -100,7 +100,9 @@ class PoolRegistry:
                     self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
             except OutOfMemory as error:
                 self.close()
-                raise OutOfMemory(f"--num-pools {num_pools} of --pool-memory {num_bytes} bytes: {error}") from None
+                raise OutOfMemory(
+                    f"--num-pools {num_pools} of --pool-memory {num_bytes:,} bytes each, lower one: {error}"
+                ) from None
         self._is_ready = True
 
     async def obtain(self, spec: pb.KvSpec) -> Pool:

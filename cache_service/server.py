@@ -92,7 +92,9 @@ async def start_server(
             await attach.close()
         if endpoint is not None:
             endpoint.release()
-        if isinstance(error, AddressInUse | OutOfMemory):
+        if isinstance(error, AddressInUse):
+            raise StartError(f"--listen {config.listen}: {error}") from None
+        if isinstance(error, OutOfMemory):
             raise StartError(str(error)) from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)

@@ -70,8 +70,9 @@ class Session:
         raise StepGap(f"step {step_id} is not the next one", expected_step_id=expected)
 
     def check_completed(self, step_id: int, completed_step_id: int) -> None:
-        """Raises InvalidField for a completed step that cannot be: it shrank, or too many steps are in flight."""
-        least = max(self.completed_step_id, step_id - MOST_STEPS_IN_FLIGHT, 0)
+        """Raises InvalidField for a completed step that cannot be: it is no past one, or too many steps are in flight."""
+        # Not bounded by what RenewSession told meanwhile: a step that was lost comes again with the same bytes.
+        least = max(step_id - MOST_STEPS_IN_FLIGHT, 0)
         if self.executor is Executor.CACHE:
             least = step_id - 1
         if not least <= completed_step_id <= step_id - 1:
@@ -81,7 +82,7 @@ class Session:
 
     def record(self, step_id: int, completed_step_id: int, request: bytes, reply: bytes) -> None:
         """The step was applied. Called before anything is awaited, so that state and reply never part."""
-        self.step_id, self.completed_step_id = step_id, completed_step_id
+        self.step_id, self.completed_step_id = step_id, max(self.completed_step_id, completed_step_id)
         self.last_request, self.last_reply = request, reply
 
     def complete(self, completed_step_id: int) -> None:
@@ -124,7 +125,7 @@ class SessionTable:
         """The live session of this id and epoch. Does not renew. Raises UnknownSession or StaleEpoch."""
         session = self._sessions.get(SessionId(session_id))
         if session is None and epoch <= self._first_epoch:
-            raise StaleEpoch("the session is of an earlier run of the service", current_epoch=self.epoch)
+            raise StaleEpoch("no session of this run of the service has this epoch", current_epoch=self.epoch)
         if session is None or self._has_expired(session, now):
             raise UnknownSession("no live session of this id; open another")
         if epoch != session.epoch:

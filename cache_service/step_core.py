@@ -13,6 +13,7 @@ import numpy as np
 from cache_service.block_tables import BlockTables, Grants, StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
+from cache_service.prefix_index import MAX_TENANTS
 from cache_service.step import StepPlan, check_id, check_step
 from cache_service.types import (
     NO_INT32,
@@ -120,6 +121,8 @@ class StepCore:
             if not seqs.num_free_slots:
                 limit = self.config.max_sequences
                 raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+            if not self.tables.index.has_room_for(args.tenant):
+                raise InvalidField("too many tenants on this pool", field="tenant", limit=MAX_TENANTS)
             self.revision += 1
             slot = seqs.take_slot()
             seqs.ids[slot], seqs.owners[slot] = sequence_id, owner.number

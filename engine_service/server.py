@@ -1,6 +1,6 @@
 """Puts the engine service together and takes it apart again.
 
-Owns the order: load the model, listen, open a session, say SERVING; and backwards: refuse new requests, let running
+Owns the order: take the address, load the model, open a session, say SERVING; and backwards: refuse new requests, let running
 ones end, unmap and close the session, end streams, remove the socket. A start that fails is a StartError of one line,
 with everything undone.
 """
@@ -92,8 +92,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         torch.set_num_threads(config.threads)
     endpoint: Endpoint | None = None
     try:
+        endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
-        endpoint = await Endpoint.open(config.listen)
         engine = Engine(config.max_waiting)
         await endpoint.start(Door(CONTRACT, EngineService(config, served, engine)), has_reflection=config.reflection)
     except BaseException as error:

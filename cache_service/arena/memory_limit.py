@@ -18,7 +18,7 @@ def require(num_bytes: int) -> None:
     """Raises OutOfMemory where so many bytes cannot be had now."""
     available = available_bytes()
     if num_bytes > available:
-        raise OutOfMemory(f"{num_bytes} bytes are wanted, {available} are available")
+        raise OutOfMemory(f"{num_bytes:,} bytes are wanted, {available:,} are available")
 
 
 def available_bytes() -> int:

@@ -54,7 +54,7 @@ def test_an_arena_that_nobody_took_gives_its_descriptor_back() -> None:
 def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limit, "available_bytes", lambda: 4096)
     SharedMemoryArena(4096).close()
-    with pytest.raises(OutOfMemory, match="4097 bytes are wanted, 4096 are available"):
+    with pytest.raises(OutOfMemory, match="4,097 bytes are wanted, 4,096 are available"):
         SharedMemoryArena(4097)
 
 

@@ -5,10 +5,14 @@ retention and tiers will change that.
 """
 
 import numpy as np
+import pytest
 
+from cache_service import prefix_index
 from cache_service.block_pool import BlockPool
+from cache_service.errors import InvalidField
+from cache_service.manager import Manager
 from cache_service.prefix_index import PrefixIndex
-from cache_service.types import BlockState, Int32Array, PoolConfig
+from cache_service.types import BlockState, Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId
 from tests.support.core_pool import CorePool, int32
 
 
@@ -107,3 +111,15 @@ def test_a_stack_of_free_blocks_gives_each_once() -> None:
         pool.drop(held[:cut], fenced=False)
         held = held[cut:]
     assert pool.num_referenced == len(held)
+
+
+def test_tenants_are_bounded_because_their_roots_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_TENANTS", 2)
+    pool = Manager(PoolConfig(num_blocks=9, block_size=2))
+    session = SessionId("a")
+    pool.open_session(session, Executor.ENGINE)
+    for idx, tenant in enumerate(("", "x", "x", "")):
+        pool.create_sequence(session, SequenceArgs(SequenceId(idx + 1), np.array([1], np.int32), tenant=tenant))
+    with pytest.raises(InvalidField, match="too many tenants"):
+        pool.create_sequence(session, SequenceArgs(SequenceId(9), np.array([1], np.int32), tenant="y"))
+    assert pool.check_invariants() == []

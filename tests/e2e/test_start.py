@@ -59,7 +59,7 @@ def run_main(capsys: pytest.CaptureFixture[str]) -> Iterator[RunMain]:
     """main in this process: its exit code and what it said."""
 
     def run(flags: list[str]) -> tuple[int, str]:
-        code = main(flags)
+        code = main(["--listen", "127.0.0.1:0", *flags])
         return code, capsys.readouterr().err
 
     yield run
