@@ -1,7 +1,6 @@
-"""From rows of running sequences to the model's Batch: the same value that batch.build_batch makes, by array work.
+"""From rows of running sequences to the model's Batch, by array work.
 
-build_batch takes one object per row, which for hundreds of decoding sequences would cost more than all the rest of a
-step's bookkeeping. Pure.
+One object per row would, for hundreds of decoding sequences, cost more than all the rest of a step's bookkeeping. Pure.
 """
 
 import numpy as np

@@ -1,41 +1,15 @@
 """Batch: one step's rows as flat arrays, the form in which the model reads them.
 
-Pure values: numpy in, numpy out. A row is one sequence's part of the step, a decode being a row of one token; there
-is no other difference between prefill and decode here. Rows keep the order they are given in.
+A pure value. A row is one sequence's part of the step, a decode being a row of one token; there is no other difference
+between prefill and decode here.
 """
 
-import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.integer]
-
-
-class WantLogits(enum.Enum):
-    """Of which of a row's tokens the logits are wanted."""
-
-    NONE = "none"  # a chunk that does not end its prompt
-    LAST = "last"  # to sample the next token
-    ALL = "all"  # prompt logprobs, verification of drafts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScheduledRow:
-    """One sequence's part of a step.
-
-    Attributes:
-        token_ids: [Q] token ids to compute, at least one.
-        context_len: tokens before them whose K and V are in the cache; the first one's position.
-        block_table: [>= ceil((context_len + Q) / block_size)] block ids, the whole sequence's.
-    """
-
-    token_ids: Sequence[int] | IntArray
-    context_len: int
-    block_table: IntArray
-    want_logits: WantLogits = WantLogits.LAST
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,53 +33,3 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]
     logit_start_loc: npt.NDArray[np.int32]
-
-
-def build_batch(rows: Sequence[ScheduledRow], block_size: int) -> Batch:
-    """Flatten a step's rows. At least one row; what the rows promise is asserted."""
-    num_rows = len(rows)
-    assert num_rows > 0, "a step without rows has no batch"
-    query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, num_rows)
-    context_lens = np.fromiter((row.context_len for row in rows), np.int64, num_rows)
-    assert query_lens.min() > 0
-    assert context_lens.min() >= 0
-    if int(query_lens.max()) == 1:  # all decode: one pass over the rows instead of one small array per row
-        token_ids = np.fromiter((row.token_ids[0] for row in rows), np.int64, num_rows)
-    else:
-        token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
-    seq_lens = context_lens + query_lens
-    num_used = -(-seq_lens // block_size)
-    block_tables = np.zeros((num_rows, int(num_used.max())), dtype=np.int32)
-    for padded, row, used in zip(block_tables, rows, num_used.tolist(), strict=True):
-        assert len(row.block_table) >= used, "the block table must cover the row's tokens"
-        padded[:used] = row.block_table[:used]
-
-    query_start_loc = _starts(query_lens)
-    row_of_token = np.repeat(np.arange(num_rows), query_lens)
-    positions = np.arange(len(token_ids)) + (context_lens - query_start_loc[:-1])[row_of_token]
-    slot_mapping = block_tables[row_of_token, positions // block_size].astype(np.int64) * block_size
-    slot_mapping += positions % block_size
-    num_logits = np.fromiter((_num_logits(row) for row in rows), np.int64, num_rows)
-    logit_start_loc = _starts(num_logits)
-    ends = np.repeat(query_start_loc[1:] - logit_start_loc[1:], num_logits)
-    return Batch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        query_start_loc=query_start_loc.astype(np.int32),
-        seq_lens=seq_lens.astype(np.int32),
-        block_tables=block_tables,
-        logit_rows=np.arange(len(ends)) + ends,
-        logit_start_loc=logit_start_loc.astype(np.int32),
-    )
-
-
-def _num_logits(row: ScheduledRow) -> int:
-    if row.want_logits is WantLogits.LAST:
-        return 1
-    return len(row.token_ids) if row.want_logits is WantLogits.ALL else 0
-
-
-def _starts(lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[0, lens[0], lens[0] + lens[1], ...]"""
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lens)))

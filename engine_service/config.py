@@ -7,9 +7,9 @@ be had is found out at start.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from engine_service.demo_model import DEMO_MODEL_DIR
 from kvkeeper.service.config import (
     LOG_LEVELS,
     ConfigError,
@@ -21,7 +21,7 @@ from kvkeeper.service.config import (
 )
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -29,7 +29,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 class EngineConfig:
     """Everything that is decided before the service starts. Raises ConfigError for a value out of its range."""
 
-    model: str = str(DEMO_MODEL)
+    model: str = str(DEMO_MODEL_DIR)
     cache: str = "127.0.0.1:7410"
     listen: str = "127.0.0.1:7411"
     token_budget: int = 2048

@@ -87,7 +87,6 @@ def _check_implemented(request: pb.GenerateRequest) -> None:
     sampling = request.sampling
     asked = {
         "retention": request.HasField("retention"),
-        "sampling.typical_p": sampling.HasField("typical_p") and sampling.typical_p != 1,
         "sampling.num_logprobs": sampling.HasField("num_logprobs") and sampling.num_logprobs != 0,
     }
     for field, feature in UNIMPLEMENTED_FIELDS.items():
@@ -99,7 +98,7 @@ def _params_of(sampling: pb.SamplingParams) -> SamplingParams:
     """Absent fields are SamplingParams' defaults, which are the protocol's."""
     given: dict[str, Any] = {
         name: getattr(sampling, name)
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
         if sampling.HasField(name)
     }
     for name in ("frequency_penalty", "presence_penalty"):

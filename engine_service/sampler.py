@@ -27,7 +27,6 @@ class SamplingParams:
         repetition_penalty: > 0, 1: off; divides positive and multiplies negative logits of every token of prompt and
             output (arXiv 1909.05858).
         frequency_penalty, presence_penalty: -2 to 2, 0: off; subtracted per occurrence, and once, in the output.
-        seed: 0 <= seed < 2^64, or None: the engine chooses one per request.
 
     Raises:
         SamplingParamsError: out of range.
@@ -41,7 +40,6 @@ class SamplingParams:
     repetition_penalty: float = 1.1
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         self._check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 100, "0, or 0.001 to 100")
@@ -52,7 +50,6 @@ class SamplingParams:
         self._check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
         self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
         self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
-        self._check("seed", self.seed is None or 0 <= self.seed < 2**64, "0 to 2^64 - 1")
 
     def _check(self, field: str, allowed: bool, text: str) -> None:  # comparisons with NaN are false, so it is refused
         if not allowed:
@@ -88,15 +85,6 @@ class SampledTokens:
     bad_rows: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenLogprobs:
-    """Natural logarithms: of the chosen tokens [S], and of the num_top likeliest, ids and values, each [S, num_top]."""
-
-    chosen: npt.NDArray[np.float32]
-    top_ids: npt.NDArray[np.int64]
-    top: npt.NDArray[np.float32]
-
-
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Draw one token per row.
@@ -117,15 +105,6 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         drawn = sample_rows(_rows_of(logits, picked), _tensors(chosen), torch.from_numpy(_uniforms(chosen)))
         token_ids[picked] = drawn.numpy()
     return SampledTokens(token_ids, tuple(np.flatnonzero(~finite).tolist()))
-
-
-@torch.inference_mode()
-def logprobs(logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: int = 0) -> TokenLogprobs:
-    """Log-probabilities under the unpenalised, unfiltered distribution at temperature 1, for logits [S, V]."""
-    normalised = torch.log_softmax(logits, dim=1)
-    chosen = normalised.gather(1, torch.from_numpy(token_ids)[:, None]).flatten()
-    top, top_ids = normalised.topk(min(num_top, logits.shape[1]), dim=1)
-    return TokenLogprobs(chosen.numpy(), top_ids.numpy(), top.numpy())
 
 
 def _rows_of(logits: torch.Tensor, picked: npt.NDArray[np.intp]) -> torch.Tensor:

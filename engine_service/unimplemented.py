@@ -11,5 +11,4 @@ UNIMPLEMENTED_METHODS = {
 UNIMPLEMENTED_FIELDS = {
     "retention": "sink and window retention",
     "sampling.num_logprobs": "log probabilities",
-    "sampling.typical_p": "locally typical sampling",
 }

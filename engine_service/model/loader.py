@@ -45,7 +45,7 @@ def load_model(
     files = list_weight_files(folder)
     weights, destinations = allocate_weights(config, _compute_dtype(config, device, dtype), device)
     num_bytes = sum(file.stat().st_size for file in files)
-    bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=None if progress else True)
+    bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
         for file_name, name, tensor in iterate_tensors(files):
             bar.update(tensor.nbytes)

@@ -163,12 +163,11 @@ async def test_exactly_these_are_not_implemented(world: Services) -> None:
                     found[method.name] = UNIMPLEMENTED_METHODS.get(method.name)
     assert found == UNIMPLEMENTED_METHODS
     assert set(found) == {"GetIterationPlan", "GetRequest", "SubmitRequest"}
-    assert set(UNIMPLEMENTED_FIELDS) == {"retention", "sampling.num_logprobs", "sampling.typical_p"}
+    assert set(UNIMPLEMENTED_FIELDS) == {"retention", "sampling.num_logprobs"}
     tokens = pb.TokenIds(ids=[1])
     for request in (
         pb.GenerateRequest(token_ids=tokens, retention=pb.Retention(num_sink_tokens=4)),
         pb.GenerateRequest(token_ids=tokens, sampling=pb.SamplingParams(num_logprobs=2)),
-        pb.GenerateRequest(token_ids=tokens, sampling=pb.SamplingParams(typical_p=0.5)),
     ):
         with pytest.raises(KvkeeperError) as refused:
             await anext(client._door.stream(client._door.stub.Generate, request))

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from engine_service.config import DEMO_MODEL, EngineConfig
+from engine_service.config import EngineConfig
+from engine_service.demo_model import DEMO_MODEL_DIR
 from engine_service.model.digest import weights_digest
 from engine_service.served_model import ServedModel, load_served_model
 from engine_service.text import ModelText
@@ -19,7 +20,7 @@ PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
 
 @pytest.fixture(scope="module")
 def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL), progress=False))
+    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ async def test_the_model_is_described(client: AsyncEngineClient) -> None:
     assert model.model_id == "demo_model"
     assert model.architecture == "LlamaForCausalLM"
     assert 0 < model.num_parameters <= 4_000_000
-    assert model.revision == weights_digest(DEMO_MODEL)
+    assert model.revision == weights_digest(DEMO_MODEL_DIR)
     assert (model.block_size, model.num_blocks, model.compute_dtype) == (16, 64, "float32")
 
 

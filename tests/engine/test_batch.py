@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.batch import ScheduledRow, WantLogits, build_batch
+from tests.support.batches import ScheduledRow, WantLogits, build_batch
 
 
 def spelled(rows, block_size):

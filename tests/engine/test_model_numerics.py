@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.batch import ScheduledRow, WantLogits, build_batch
 from engine_service.model.decoder import Decoder
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
+from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import (
     TINY_MODELS,
     NumericsCase,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.batch import ScheduledRow, WantLogits, build_batch
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
+from tests.support.batches import ScheduledRow, WantLogits, build_batch
 
 CONFIG = HashToyConfig()
 BLOCK_SIZE = 2

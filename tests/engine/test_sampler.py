@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_service.errors import SamplingParamsError
-from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, logprobs, sample
+from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
 from kernels.philox import philox4x32, uniforms
 from kernels.sampling import SamplingTensors, sample_rows
 
@@ -216,21 +216,12 @@ def test_uniforms_fill_the_unit_interval():
     assert_distribution(np.bincount((found * 16).astype(int), minlength=16), np.full(16, 1 / 16))
 
 
-def test_logprobs():
-    found = logprobs(torch.tensor([LOGITS]), np.array([0]), num_top=2)
-    expected = torch.log_softmax(torch.tensor(LOGITS), 0)
-    assert found.chosen[0] == pytest.approx(float(expected[0]))
-    assert found.top_ids.tolist() == [[3, 6]]
-    assert found.top[0].tolist() == pytest.approx(expected[[3, 6]].tolist())
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("temperature", -0.1), ("temperature", 1e-5), ("temperature", math.nan), ("temperature", math.inf),
         ("top_p", 0), ("top_p", 1.01), ("top_k", -1), ("top_k", 1.5), ("min_p", -0.1), ("typical_p", 0),
-        ("repetition_penalty", 0), ("frequency_penalty", 2.1), ("presence_penalty", math.nan), ("seed", -1),
-        ("seed", 2**64),
+        ("repetition_penalty", 0), ("frequency_penalty", 2.1), ("presence_penalty", math.nan),
     ],
 )  # fmt: skip
 def test_params_out_of_range_are_refused(field, value):
