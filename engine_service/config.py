@@ -53,7 +53,7 @@ class EngineConfig:
         check_address("cache", self.cache)
         check_address("listen", self.listen)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
-        check_range("max_sequences", self.max_sequences, 1, 1 << 14)
+        check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
         check_range("block_size", self.block_size, 1, 1024)
         if self.max_tokens_per_sequence is not None:

@@ -6,6 +6,7 @@ tail of a running one, has the lowest key of all. Costs 8 bytes a block for the 
 """
 
 import heapq
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from cache_service.types import Int32Array, Int64Array
 UNUSED = int(np.iinfo(np.int64).min)
 
 
-class KeyedPolicy:
+class KeyedPolicy(ABC):
     """See policy.EvictionPolicy. A subclass says what a use does to the keys."""
 
     wants_uses = True
@@ -35,7 +36,7 @@ class KeyedPolicy:
     def add(self, blocks: Int32Array) -> None:
         self._push(blocks, self._keys[blocks])
 
-    def hit(self, blocks: Int32Array) -> None:
+    def hit(self, blocks: Int32Array) -> None:  # noqa: B027  nothing is to be done in any of them
         """Nothing: the sequence that wants them tells of its use when it ends."""
 
     def forget(self, blocks: Int32Array) -> None:
@@ -57,9 +58,9 @@ class KeyedPolicy:
         rows = [self._queues[key].live() for key in sorted(self._queues)]
         return np.concatenate([np.empty(0, np.int32), *rows])
 
+    @abstractmethod
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:
         """[n] keys of a sequence's blocks after its use, from the root down; UNUSED stands for a block's first use."""
-        raise NotImplementedError
 
     def _push(self, blocks: Int32Array, keys: Int64Array) -> None:
         stamps = self._stamps.give(blocks)
