@@ -93,6 +93,48 @@ class OutOfSessions(CacheError):
     reason = "OUT_OF_SESSIONS"
 
 
+class OutOfHostBlocks(CacheError):
+    """Not enough room in the host tier. Metadata: requested, available."""
+
+    reason = "OUT_OF_HOST_BLOCKS"
+
+
+class UnknownPin(CacheError):
+    """The session has no pin of this id."""
+
+    reason = "UNKNOWN_PIN"
+
+
+class OutOfPins(CacheError):
+    """No room for another pin. Metadata: limit."""
+
+    reason = "OUT_OF_PINS"
+
+
+class WatchLagged(CacheError):
+    """The reader of a watch fell behind."""
+
+    reason = "WATCH_LAGGED"
+
+
+class OutOfWatches(CacheError):
+    """Too many watches. Metadata: limit."""
+
+    reason = "OUT_OF_WATCHES"
+
+
+class UnknownLogits(CacheError):
+    """No logits are held for this sequence. Metadata: sequence_id."""
+
+    reason = "UNKNOWN_LOGITS"
+
+
+class UnknownBlock(CacheError):
+    """The pool has no such block. Metadata: limit."""
+
+    reason = "UNKNOWN_BLOCK"
+
+
 class OutOfPools(CacheError):
     """No memory for another pool. Metadata: flag."""
 

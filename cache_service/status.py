@@ -28,6 +28,13 @@ _CODES = {
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
     "OUT_OF_SESSIONS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "OUT_OF_HOST_BLOCKS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "UNKNOWN_PIN": grpc.StatusCode.NOT_FOUND,
+    "OUT_OF_PINS": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "WATCH_LAGGED": grpc.StatusCode.ABORTED,
+    "OUT_OF_WATCHES": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "UNKNOWN_LOGITS": grpc.StatusCode.NOT_FOUND,
+    "UNKNOWN_BLOCK": grpc.StatusCode.NOT_FOUND,
 }
 
 REFUSALS = Refusals(

@@ -35,6 +35,8 @@ class SequenceState(IntEnum):
     FREE_SLOT = 0
     WAITING = 1
     RUNNING = 2
+    LOADING = 3
+    SWAPPED = 4
 
 
 class StartResult(IntEnum):
@@ -47,10 +49,17 @@ class StartResult(IntEnum):
 
 
 class ItemResult(IntEnum):
-    """Answer to one fork. The numbers are the protocol's."""
+    """Answer to one fork, swap-out or swap-in. The numbers are the protocol's."""
 
     OK = 1
     NO_ROOM = 2
+
+
+class TransferKind(IntEnum):
+    """Direction of a transfer order. The numbers are the protocol's."""
+
+    SWAP_OUT = 1  # device block to host block
+    SWAP_IN = 2  # host block to device block
 
 
 class PressureLevel(IntEnum):
@@ -70,12 +79,13 @@ class BlockState(Enum):
     CACHED = "cached"  # indexed, in no table, evictable now
     REFERENCED = "referenced"
     FENCED = "fenced"  # in no table, but a step in flight may touch it
+    IN_TRANSFER = "in_transfer"  # in no table, an end of a transfer order in flight
     QUARANTINED = "quarantined"  # a session that ended may still write to it
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Sizes of one pool. num_blocks counts the null block."""
+    """Sizes and rules of one pool. num_blocks and num_host_blocks count the null block of their tier."""
 
     num_blocks: int
     block_size: int
@@ -84,6 +94,14 @@ class PoolConfig:
     watermark: float = 0.01  # share of the blocks kept free when admitting while something runs
     eviction_policy: str = "lru"
     prefix_caching: bool = True
+    num_host_blocks: int = 0  # 0: no host tier
+    evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
+    pressure_levels: tuple[float, float, float] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
+    prefix_ttl: float | None = None  # seconds that a cached block lives without being used
+    min_prefix_tokens: int = 0  # a shorter match is no hit
+    max_cached_blocks: int | None = None  # most blocks that the index names
+    tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
+    logits_memory: int = 0  # bytes of stored logits; 0 stores none
 
     @property
     def num_usable_blocks(self) -> int:
@@ -96,6 +114,14 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (StreamingLLM, arXiv 2309.17453)."""
+
+    num_sink_tokens: int
+    num_window_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceArgs:
     """What CreateSequence fixes for the life of a sequence."""
 
@@ -104,6 +130,8 @@ class SequenceArgs:
     max_tokens: int = 0  # 0: the pool's limit
     tenant: str = ""
     priority: int = 0
+    retention: Retention | None = None
+    start_number: int = 0  # 0: the next one
 
 
 NO_INT32: Int32Array = np.empty(0, np.int32)
@@ -112,7 +140,7 @@ NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
 
 
 class StepBatch(NamedTuple):
-    """The items of one Step as columns; fields and order are those of the protocol's StepRequest.
+    """The items of one Step as columns; fields are those of the protocol's StepRequest.
 
     A named tuple, as is the reply: a frozen dataclass of so many fields takes four times as long to make.
     """
@@ -135,6 +163,11 @@ class StepBatch(NamedTuple):
     reserve_ids: Int64Array = NO_INT64
     reserve_min: Int32Array = NO_INT32
     reserve_max: Int32Array = NO_INT32
+    completed_transfers: Int64Array = NO_INT64
+    failed_transfers: Int64Array = NO_INT64
+    swap_out_ids: Int64Array = NO_INT64
+    swap_in_ids: Int64Array = NO_INT64
+    start_may_wait: Int32Array = NO_INT32  # empty: nobody may
 
 
 class StepReply(NamedTuple):
@@ -159,6 +192,19 @@ class StepReply(NamedTuple):
     num_fenced: int
     pressure: PressureLevel
     revision: int
+    num_give_back: int = 0
+    start_has_logits: Int32Array = NO_INT32  # empty: no start has
+    swap_out_results: Int32Array = NO_INT32
+    swap_in_results: Int32Array = NO_INT32
+    transfer_ids: Int64Array = NO_INT64
+    transfer_kinds: Int32Array = NO_INT32
+    transfer_sources: Int32Array = NO_INT32
+    transfer_destinations: Int32Array = NO_INT32
+    ready_ids: Int64Array = NO_INT64
+    ready_hits: Int32Array = NO_INT32
+    ready_reserved: Int32Array = NO_INT32
+    ready_num_blocks: Int32Array = NO_INT32
+    ready_block_ids: Int32Array = NO_INT32
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,11 @@
 UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
     "ExplainMatch": "match explanations",
+    "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
     "PinPrefix": "pins",
+    "ReadLogits": "stored logits",
+    "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
