@@ -11,23 +11,27 @@ import numpy as np
 
 from cache_service.block_pool import BlockPool
 from cache_service.eviction import Use
+from cache_service.mover import Mover
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
-
-_UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots are negative, 0 is a block never used
+from cache_service.swapping import Swapping
+from cache_service.transfers import Order
+from cache_service.types import NO_INT32, NULL_BLOCK, UNKNOWN_ROOT, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
 class StepLog:
-    """What a step tells its engine: copies in order and replaced table entries; both as lists, they are short."""
+    """What a step tells its engine, as lists, because they are short: orders and copies to run, replaced table entries, and
+    slots of sequences that run now without having been started."""
 
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
     update_ids: list[int] = field(default_factory=list)
     update_table_idx: list[int] = field(default_factory=list)
     update_blocks: list[int] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
         self.update_ids.append(sequence_id)
@@ -68,10 +72,14 @@ class BlockTables:
         self._offsets = np.arange(config.block_size, dtype=np.int32)
         self._prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
-        self.index = PrefixIndex(config.num_blocks, config.block_size)
+        self.swapping: Swapping | None = None  # where there is a host tier
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.num_host_blocks, self._lose_hosts)
         self.pool = BlockPool(config, self._forget)
         self.counters = Counters()
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
+        if config.num_host_blocks:
+            mover = Mover(config, self.index, self.pool, self.last_roots, self._orphan_tables)
+            self.swapping = Swapping(self, mover)
 
     def commit(
         self, owner: Owner, log: StepLog, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array
@@ -92,6 +100,7 @@ class BlockTables:
             behind = (num_full > seqs.num_published[slots]).nonzero()[0]
             if len(behind):
                 behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
+                behind = behind[seqs.states[slots[behind]] == SequenceState.RUNNING]
             if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
 
@@ -142,16 +151,29 @@ class BlockTables:
         tables = [seqs.table(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
+        if self.swapping is not None:
+            for slot in slots:
+                self.swapping.release(owner, slot)
         for slot in slots:
             owner.ids.remove(int(seqs.ids[slot]))
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
-        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4)."""
+        """[matched] nodes that a waiting sequence can start on; at least one token is left to compute (R4)."""
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
-        return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
+        return self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+
+    def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
+        """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
+        nodes = self.index.match(root, tokens, max_blocks)
+        if self.swapping is not None and len(nodes):
+            hosts = self.index.host_of_node[nodes]
+            is_away = (self.index.block_of_node[nodes] == 0) & self.swapping.host.is_filling[hosts]
+            if np.count_nonzero(is_away):
+                nodes = nodes[: int(np.argmax(is_away))]
+        return nodes
 
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
@@ -159,41 +181,67 @@ class BlockTables:
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4); leaves num_spare blocks alone.
-        Look-up, hold and first reservation are one decision, so nobody steals the match.
+        Look-up, hold and first reservation are one decision, so nobody steals the match. Where a part of the hit is in the
+        host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
-        hits = self.match(slot, max_hit)
+        nodes = self.match(slot, max_hit)
+        hits = self.index.block_of_node[nodes]
+        joined = None
+        if self.swapping is not None and np.count_nonzero(hits) < len(hits):
+            joined = self.swapping.join(owner, nodes, hits)
+        fit = self._fit(hits, known, max_new, num_spare, exactly)
+        if fit is None and joined is not None:
+            on_device = self.index.block_of_node[nodes] > 0
+            nodes, joined = nodes[: int(np.argmin(on_device))], None
+            hits = self.index.block_of_node[nodes]
+            fit = self._fit(hits, known, max_new, num_spare, exactly)
+        if fit is None:
+            self.counters.num_refusals += 1
+            return False
+        num_new, most = fit
+        hit_len = len(hits) * self._block_size
+        if joined is not None and self.swapping is not None:
+            self.swapping.start(owner, slot, nodes, hits, joined)
+        else:
+            pool.acquire(hits)
+        seqs.tables[slot, : len(hits)] = hits
+        seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
+        is_look_up = max_hit > 0 and self._prefix_caching
+        self.counters.num_look_ups += is_look_up
+        self.counters.num_look_up_tokens += known * is_look_up
+        self.counters.num_starts += 1
+        seqs.num_hit[slot] = hit_len
+        seqs.num_reserved[slot] = most
+        seqs.last_reserve_step[slot] = owner.step_id
+        seqs.num_accesses[slot] += 1
+        if joined is not None:
+            seqs.states[slot] = SequenceState.LOADING
+            return True
+        for column in (seqs.num_committed, seqs.num_reserved_before):
+            column[slot] = hit_len
+        seqs.num_published[slot] = len(hits)
+        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
+        seqs.states[slot] = SequenceState.RUNNING
+        self.counters.num_hits += is_look_up and len(hits) > 0
+        self.counters.num_hit_tokens += hit_len
+        return True
+
+    def _fit(self, hits: Int32Array, known: int, max_new: int, num_spare: int, exactly: int) -> tuple[int, int] | None:
+        """(new blocks, slots granted) of a start on these blocks, the zeros of which are to be loaded; or None: no room."""
         hit_len = len(hits) * self._block_size
         least, most = hit_len + 1, min(hit_len + max_new, known)
         if exactly:
             least = most = max(exactly, hit_len)
-        num_room = pool.num_available - pool.num_revived(hits) - num_spare
-        num_new = seqs.num_blocks(most) - len(hits)
+        num_loads = len(hits) - int(np.count_nonzero(hits))
+        num_room = self.pool.num_available - self.pool.num_revived(hits) - num_spare - num_loads
+        num_new = self.sequences.num_blocks(most) - len(hits)
         if num_new > num_room:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
-        if most < least:
-            self.counters.num_refusals += 1
-            return False
-        pool.acquire(hits)
-        seqs.tables[slot, : len(hits)] = hits
-        seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
-        for column in (seqs.num_committed, seqs.num_reserved_before, seqs.num_hit):
-            column[slot] = hit_len
-        seqs.num_reserved[slot] = most
-        seqs.last_reserve_step[slot] = owner.step_id
-        seqs.num_published[slot] = len(hits)
-        seqs.last_nodes[slot] = self.index.node_of_block[hits[-1]] if len(hits) else seqs.roots[slot]
-        seqs.states[slot] = SequenceState.RUNNING
-        seqs.num_accesses[slot] += 1
-        self.counters.num_starts += 1
-        if max_hit and self._prefix_caching:
-            self.counters.num_look_ups += 1
-            self.counters.num_look_up_tokens += known
-            self.counters.num_hits += len(hits) > 0
-            self.counters.num_hit_tokens += hit_len
-        return True
+        # What is loaded has to fit in any case; with nothing to load, num_room below 0 means that no new block is to be had.
+        return None if most < least or (num_loads and num_room < 0) else (num_new, most)
 
     def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
         """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
@@ -245,7 +293,7 @@ class BlockTables:
 
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
-        self.last_roots[blocks] = _UNKNOWN_ROOT
+        self.last_roots[blocks] = UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
         """The same, one by one: when blocks are short, or copies are due."""
@@ -378,14 +426,39 @@ class BlockTables:
             num_blocks=len(seqs.table(slot)),
         )
 
+    def shown_table(self, slot: int) -> Int32Array:
+        """The table as its owner sees it: a swapped sequence has none."""
+        table = self.sequences.table(slot)
+        return table[:0] if self.sequences.states[slot] == SequenceState.SWAPPED else table
+
+    def unpublish(self, slot: int) -> None:
+        """The index knows nothing of this table for now."""
+        self.sequences.num_published[slot] = 0
+        self.sequences.last_nodes[slot] = self.sequences.roots[slot]
+
+    def publish_again(self, owner: Owner, slot: int) -> None:
+        """The table is published from its first block, with the next commit."""
+        self.unpublish(slot)
+
     def _forget(self, blocks: Int32Array) -> Int32Array:
-        """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
+        """Evicts these, to the host tier or for good with what is below. Answers the others that lost their entry."""
+        if self.swapping is not None:
+            blocks = self.swapping.mover.demote(blocks)
         lost = self.index.forget_blocks(blocks)
         if len(lost):
-            seqs = self.sequences
-            running = seqs.running_slots()
-            gone = self.index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
-            orphans = running[gone & (seqs.last_nodes[running] > 0)]
-            seqs.num_published[orphans] = 0
-            seqs.last_nodes[orphans] = seqs.roots[orphans]
+            self._orphan_tables()
         return lost
+
+    def _orphan_tables(self) -> None:
+        """Tables that lost a node publish again from their first block."""
+        seqs = self.sequences
+        running = seqs.running_slots()
+        gone = self.index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
+        orphans = running[gone & (seqs.last_nodes[running] > 0)]
+        seqs.num_published[orphans] = 0
+        seqs.last_nodes[orphans] = seqs.roots[orphans]
+
+    def _lose_hosts(self, hosts: Int32Array) -> None:
+        """Their nodes were forgotten."""
+        assert self.swapping is not None, "host copies without a host tier"
+        self.swapping.host.pool.unindex(hosts)
