@@ -4,21 +4,20 @@ One object per row would, for hundreds of decoding sequences, cost more than all
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from engine_service.batch import Batch
 from engine_service.request import Int32Array
 from engine_service.running import IndexArray, RunningSequences, ranks
 
 
-def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, wanted: npt.NDArray[np.bool_]) -> Batch:
-    """The next num_new [S] tokens of rows [S]; of those in wanted [S] the last token's logits."""
+def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, num_logits: Int32Array) -> Batch:
+    """The next num_new [S] tokens of rows [S]; the logits of the last num_logits [S] of them."""
     computed, block_size = running.num_computed[rows], running.block_size
     seq_lens = computed + num_new
     query_start_loc = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(num_new, out=query_start_loc[1:])
     logit_start_loc = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(wanted, out=logit_start_loc[1:])
+    np.cumsum(num_logits, out=logit_start_loc[1:])
     row_of_token = np.repeat(rows, num_new)
     positions = (np.repeat(computed, num_new) + ranks(num_new)).astype(np.int64)
     block_idx, offsets = np.divmod(positions, block_size)
@@ -30,6 +29,6 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=running.tables[rows, :max_blocks],
-        logit_rows=(query_start_loc[1:][wanted] - 1).astype(np.int64),
+        logit_rows=(np.repeat(query_start_loc[1:] - num_logits, num_logits) + ranks(num_logits)).astype(np.int64),
         logit_start_loc=logit_start_loc,
     )
