@@ -160,8 +160,9 @@ class Engine:
         computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
         self._deliver()
         self._emit(work, await self._while_renewing(memory.session, computing))
-        step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
-        self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
+        if work.batch is not None or work.preempted:
+            step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
+            self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
         if work.batch is None and plan.only_asks:
             await self._pause(_PACE_S)
         return None

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.assemble import assemble_batch
-from engine_service.plan import Int64Array, Limits, Plan, PromptScore, StepAnswer, Work
+from engine_service.assemble import assemble_work
+from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
@@ -198,7 +198,7 @@ class Scheduler:
             self._preempt(victim)
             preempted = (victim,)
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
-        return self._work(rows, num_new, answer, tuple(running.at(start_rows)), preempted)
+        return assemble_work(running, rows, num_new, answer, tuple(running.at(start_rows)), preempted)
 
     def advance(self, work: Work, token_ids: Int32Array) -> None:
         """The work is done; token_ids [len(work.sampled)] were chosen."""
@@ -296,69 +296,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put(sequence)
         self._leave_children(sequence)
-
-    def _work(
-        self,
-        rows: IndexArray,
-        num_new: Int32Array,
-        answer: StepAnswer,
-        started: tuple[Sequence, ...],
-        preempted: tuple[Sequence, ...],
-    ) -> Work:
-        running = self.running
-        copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
-        computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
-        wanted = computed + num_new == running.num_tokens[rows]
-        num_logits = wanted.astype(np.int32)
-        scored = self._scored(rows, computed, num_new, num_logits)
-        num_prompt_tokens = int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum())
-        batch = assemble_batch(running, rows, num_new, num_logits) if len(rows) else None
-        sample_rows = rows[wanted]
-        sampled = running.at(sample_rows)
-        ends = np.cumsum(num_logits)
-        logit_idx = (ends[wanted] - 1).tolist()
-        for idx, sequence in enumerate(sampled[:]):
-            if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
-                children = sequence.request.unforked
-                sampled += children
-                logit_idx += [logit_idx[idx]] * len(children)
-        logits = np.array(logit_idx, np.int64)
-        scores = tuple(self._score(rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored)
-        return Work(
-            rows=rows,
-            num_new=num_new,
-            num_prompt_tokens=num_prompt_tokens,
-            copies=copies,
-            batch=batch,
-            sample_rows=sample_rows,
-            sampled=sampled,
-            logit_idx=logits,
-            scores=scores,
-            sequences=running.at(rows),
-            num_context=computed,
-            started=started,
-            preempted=preempted,
-        )
-
-    def _scored(self, rows: IndexArray, computed: Int32Array, num_new: Int32Array, num_logits: Int32Array) -> list[int]:
-        """Indices of rows that compute prompt tokens to be scored; all their new tokens' logits are wanted then."""
-        running = self.running
-        scored = []
-        for at in (computed + 1 < running.num_prompt[rows]).nonzero()[0].tolist():
-            sequence = running.sequences[rows[at]]
-            if sequence is not None and sequence.request.num_prompt_logprobs is not None and not sequence.index:
-                num_logits[at] = num_new[at]
-                scored.append(at)
-        return scored
-
-    def _score(self, row: int, computed: int, end: int, num_logits: int) -> PromptScore:
-        """Each computed token predicts the next; of the prompt's own tokens the first is predicted by none."""
-        sequence = self.running.sequences[row]
-        assert sequence is not None
-        num_top = sequence.request.num_prompt_logprobs
-        assert num_top is not None
-        targets = sequence.request.prompt[computed + 1 : computed + 1 + num_logits].tolist()
-        return PromptScore(sequence, computed + 1, targets, end - num_logits, num_top)
 
 
 def _rows(limits: Limits) -> RunningSequences:
