@@ -97,7 +97,7 @@ class Publisher:
 
     def check(self) -> list[str]:
         """What is wrong, for audits: whatever is pending belongs to a living sequence of its owner."""
-        seqs, wrong = self._sequences, []
+        seqs, wrong = self._sequences, list[str]()
         for owner, slots in (*self._pending, *self._waiting):
             strange = (seqs.owners[slots] != owner.number) | (seqs.states[slots] == SequenceState.FREE_SLOT)
             wrong.extend(f"slot {slot} is to be published and has no such sequence" for slot in slots[strange].tolist())
