@@ -24,6 +24,7 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
         return ["a block table names a block that is not there"]
     wrong.extend(_check_blocks(tables, owners, quarantines, named))
     wrong.extend(tables.index.check())
+    wrong.extend(tables.publisher.check())
     for slot in running:
         wrong.extend(_check_sequence(tables, slot, tables.sequences.table(slot)))
     return wrong
