@@ -356,10 +356,7 @@ class BlockTables:
         """Evicts these, to the host tier or for good with what is below. Answers the others that lost their entry."""
         if self.swapping is not None:
             blocks = self.swapping.mover.demote(blocks)
-        lost = self.index.forget_blocks(blocks)
-        if len(lost):
-            self.publisher.disown()
-        return lost
+        return self.publisher.forget(blocks)
 
     def _lose_hosts(self, hosts: Int32Array) -> None:
         """Their nodes were forgotten."""

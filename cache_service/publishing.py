@@ -71,6 +71,13 @@ class Publisher:
         self._sequences.last_nodes[running] = self._sequences.roots[running]
         return self._pool.unindex(blocks), len(blocks)
 
+    def forget(self, blocks: Int32Array) -> Int32Array:
+        """Un-indexes blocks and what is below. Answers the others that lost their entry."""
+        lost = self._index.forget_blocks(blocks)
+        if len(lost):
+            self.disown()
+        return lost
+
     def disown(self) -> None:
         """Nodes were forgotten: tables that lose one publish again from their first block."""
         seqs = self._sequences
