@@ -285,7 +285,6 @@ class Swapping:
     def _run(self, move: Move) -> None:
         seqs = self._tables.sequences
         seqs.states[move.slot] = SequenceState.RUNNING
-        seqs.may_copy[move.slot] = True  # others may hold what it is about to write
         self._tables.publish_again(move.owner, move.slot)
 
     def _end_move(self, move: Move) -> None:
