@@ -12,6 +12,7 @@ import numpy as np
 from cache_service.block_pool import BlockPool
 from cache_service.eviction import Use
 from cache_service.owner import Owner
+from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
@@ -70,6 +71,7 @@ class BlockTables:
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
         self.pool = BlockPool(config, self._forget)
+        self.pins = Pins(self.pool)
         self.counters = Counters()
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
@@ -174,6 +176,8 @@ class BlockTables:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
         if most < least:
+            if self.pins_give_way(slot, seqs.num_blocks(least) - len(hits) - num_room, hits):
+                return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
             self.counters.num_refusals += 1
             return False
         pool.acquire(hits)
@@ -235,8 +239,26 @@ class BlockTables:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
+    def could_pins_give_way(self, slot: int | None, num_short: int, hits: Int32Array) -> bool:
+        """Whether so many blocks, beside these hits, would come free of pins for a sequence that could not go on otherwise.
+
+        Only for one that runs alone: whatever else holds blocks ends some day, and fences are lifted soon.
+        """
+        if not self.pins or num_short <= self.pool.num_fenced:
+            return False
+        is_alone = all(other == slot for other in self.sequences.running_slots().tolist())
+        return is_alone and self.pins.could_give_way(num_short, hits)
+
+    def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:
+        """The same, done where it can be."""
+        gives_way = self.could_pins_give_way(slot, num_short, hits)
+        if gives_way:
+            self.pins.give_way(num_short, hits)
+        return gives_way
+
     def clear_index(self) -> tuple[int, int]:
-        """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
+        """Forgets the whole index, and with it the pins. Answers (blocks that became free, entries forgotten)."""
+        self.pins.clear()
         blocks = self.index.clear()
         running = self.sequences.running_slots()
         self.sequences.num_published[running] = 0
@@ -258,6 +280,9 @@ class BlockTables:
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
+            if not starved and num_least > pool.num_available:
+                self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:

@@ -1,7 +1,7 @@
 """One pool: the facade of the pure core.
 
-Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
-questions that change nothing. Knows no grpc, asyncio, torch or clock.
+Adds to the steps (step_core.py) and the calls on the prefix cache (prefix_calls.py) the one-item calls, each a step of one item
+whose device work is complete at once, and the questions that change nothing. Knows no grpc, asyncio, torch or clock.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from cache_service import invariants
 from cache_service.block_tables import StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownSequence
 from cache_service.owner import Owner
+from cache_service.prefix_calls import PrefixCalls
 from cache_service.stats import pool_stats
 from cache_service.step import too_long
-from cache_service.step_core import StepCore
 from cache_service.types import (
     Admission,
     BlockId,
@@ -40,7 +40,7 @@ class ClearResult(NamedTuple):
     num_forgotten_blocks: int
 
 
-class Manager(StepCore):
+class Manager(PrefixCalls):
     """See the module."""
 
     # One-item calls
@@ -172,14 +172,15 @@ class Manager(StepCore):
             num_prompt_tokens = len(token_ids)
             hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
         num_required = -(-num_prompt_tokens // block_size) - len(hits)
-        num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
+        has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
         can_ever = num_prompt_tokens + num_new_tokens <= self.config.limit_tokens
         return Admission(
-            can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
+            can_now=can_ever and has_room and self.tables.sequences.num_free_slots > 0,
             can_ever=can_ever,
             num_hit_tokens=len(hits) * block_size,
             num_required_blocks=num_required,
-            num_available_blocks=num_room,
+            num_available_blocks=max(0, num_room),
             limit_tokens=self.config.limit_tokens,
         )
 

@@ -16,6 +16,7 @@ from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from cache_service.service_prefix import PrefixService
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
@@ -32,12 +33,12 @@ class _OfSession(Protocol):
     epoch: int
 
 
-class CacheService:
+class CacheService(PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
     def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str) -> None:
+        super().__init__(keeper)
         self._config = config
-        self._keeper = keeper
         self._attach_path = attach_path
         self._started = keeper.now()
 

@@ -6,13 +6,11 @@ UNIMPLEMENTED_METHODS = {
     "ExplainMatch": "match explanations",
     "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
     "WatchEvents": "events",
 }
