@@ -284,7 +284,8 @@ class GrpcDriver:
 
         async def pass_time(piece: float) -> None:
             self._clock.advance(piece)
-            for session in (self._observer, *self._sessions.values()):
+            live = [session for session_id, session in self._sessions.items() if session_id not in self._arenas]
+            for session in (self._observer, *live):
                 await session.renew()
 
         left = seconds

@@ -71,7 +71,7 @@ class NaiveCache:
         self.index: dict[Key, int] = {}
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
-        self.pins: dict[str, Any] = {}  # see naive_pins
+        self.pins: dict[str, Any] = {}  # see naive_keeping
         self.now = 0.0
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
         self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
 from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
-from tests.support.naive_pins import NaivePins
+from tests.support.naive_keeping import NaiveKeeping
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
-class NaiveSteps(NaivePins):
+class NaiveSteps(NaiveKeeping):
     """The reference model, with its operations."""
 
     def open_session(self, session: str, executor: Executor) -> None:
@@ -53,25 +53,6 @@ class NaiveSteps(NaivePins):
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
         self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
-        self.settle()
-
-    def clear(self) -> tuple[int, int]:
-        """Answers (blocks that came free, entries forgotten)."""
-        self.pins.clear()
-        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
-        self.index.clear()
-        self.settle()
-        return num_cached, num_entries
-
-    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
-        """The core says it evicted so many, and these entries are gone."""
-        states = self.states()
-        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
-        expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
-        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
-        self.victims, self.num_granted = oldest_first[:wanted], wanted
-        self.evict("eviction on demand", gone)
         self.settle()
 
     # Steps

@@ -1,9 +1,12 @@
-"""What the reference model makes of pins: each a list of blocks that it holds until its time is over."""
+"""What the reference model makes of what keeps cached prefixes and what forgets them: pins, time, clearing, eviction on demand.
+
+A pin is a list of blocks that it holds until its time is over.
+"""
 
 from dataclasses import dataclass
 
 from cache_service.types import BlockState
-from tests.support.naive_cache import NaiveCache, NaiveSequence, expect
+from tests.support.naive_cache import NaiveCache, NaiveSequence, expect, require
 
 
 @dataclass
@@ -15,8 +18,8 @@ class NaivePin:
     deadline: float
 
 
-class NaivePins(NaiveCache):
-    """The reference model, with pins and the time that ends them."""
+class NaiveKeeping(NaiveCache):
+    """The reference model, with pins and the time that ends them, and calls that forget."""
 
     def pin(self, session: str, tenant: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
         """The core says it pinned so many tokens under this id."""
@@ -77,3 +80,22 @@ class NaivePins(NaiveCache):
         """Blocks that could be had if these were held."""
         states = self.states()
         return self.num_available() - sum(states[block] is BlockState.CACHED for block in blocks)
+
+    def clear(self) -> tuple[int, int]:
+        """Answers (blocks that came free, entries forgotten)."""
+        self.pins.clear()
+        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
+        self.index.clear()
+        self.settle()
+        return num_cached, num_entries
+
+    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
+        """The core says it evicted so many, and these entries are gone."""
+        states = self.states()
+        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
+        expect(answered, wanted, "blocks evicted on demand")
+        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
+        self.victims, self.num_granted = oldest_first[:wanted], wanted
+        self.evict("eviction on demand", gone)
+        self.settle()
