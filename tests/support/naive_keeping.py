@@ -86,6 +86,9 @@ class NaiveKeeping(NaiveCache):
         self.pins.clear()
         num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
         self.index.clear()
+        self.pending.clear()
+        for q in self.sequences.values():
+            q.published = 0
         self.settle()
         return num_cached, num_entries
 
