@@ -14,7 +14,15 @@ from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import (
+    NO_INT32,
+    NULL_BLOCK,
+    Int32Array,
+    Int64Array,
+    MatchEnd,
+    PoolConfig,
+    SequenceState,
+)
 
 _UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots are negative, 0 is a block never used
 
@@ -71,6 +79,7 @@ class BlockTables:
         self.index = PrefixIndex(config.num_blocks, config.block_size)
         self.pool = BlockPool(config, self._forget)
         self.counters = Counters()
+        self.now = 0.0  # seconds of a monotone clock
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
     def commit(
@@ -237,7 +246,7 @@ class BlockTables:
 
     def clear_index(self) -> tuple[int, int]:
         """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
-        blocks = self.index.clear()
+        blocks = self.index.clear(self.now)
         running = self.sequences.running_slots()
         self.sequences.num_published[running] = 0
         self.sequences.last_nodes[running] = self.sequences.roots[running]
@@ -378,9 +387,9 @@ class BlockTables:
             num_blocks=len(seqs.table(slot)),
         )
 
-    def _forget(self, blocks: Int32Array) -> Int32Array:
+    def _forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
-        lost = self.index.forget_blocks(blocks)
+        lost = self.index.forget_blocks(blocks, cause, self.now)
         if len(lost):
             seqs = self.sequences
             running = seqs.running_slots()

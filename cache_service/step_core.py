@@ -57,6 +57,15 @@ class StepCore:
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
 
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, set by whoever calls before the call."""
+        return self.tables.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.tables.now = seconds
+
     # Sessions
 
     def open_session(self, session: SessionId, executor: Executor) -> None:

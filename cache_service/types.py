@@ -71,6 +71,20 @@ class PressureLevel(IntEnum):
     CRITICAL = 4
 
 
+class MatchEnd(IntEnum):
+    """Why a match stops where it stops. The numbers are the protocol's."""
+
+    COMPLETE = 1
+    PARTIAL_BLOCK = 2
+    NEVER_STORED = 3
+    EVICTED = 4
+    EXPIRED = 5
+    CLEARED = 6
+    COMPUTING = 7
+    BELOW_MINIMUM = 8
+    CACHING_OFF = 9
+
+
 class BlockState(Enum):
     """Every block is in exactly one of these (rule R1)."""
 
