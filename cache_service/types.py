@@ -129,7 +129,7 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (StreamingLLM, arXiv 2309.17453)."""
+    """The first num_sink_tokens and the last num_window_tokens committed stay readable (StreamingLLM, arXiv 2309.17453)."""
 
     num_sink_tokens: int
     num_window_tokens: int
