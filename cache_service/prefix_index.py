@@ -14,6 +14,7 @@ import struct
 import numpy as np
 
 from cache_service.gone import GoneBlocks
+from cache_service.journal import Journal
 from cache_service.types import Int32Array, MatchEnd
 
 NO_NODE = 0
@@ -34,6 +35,7 @@ class PrefixIndex:
         self.block_of_node: Int32Array = np.zeros(num_blocks, np.int32)
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.gone = GoneBlocks(num_blocks, MAX_TENANTS, block_size)
+        self.journal: Journal | None = None  # while somebody watches
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
         self._first_child: Int32Array = np.zeros(num_blocks + MAX_TENANTS, np.int32)
         self._next_sibling: Int32Array = np.zeros(num_blocks, np.int32)
@@ -138,6 +140,8 @@ class PrefixIndex:
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
         self.gone.remove(nodes[::-1], MatchEnd.CLEARED, now)  # parents last: those below them are asked for less
         blocks = self.block_of_node[nodes]
+        if self.journal is not None:
+            self.journal.cleared(self._nodes)
         self._unused.extend(nodes.tolist())
         for node in nodes.tolist():
             self._keys[node] = None
@@ -186,6 +190,10 @@ class PrefixIndex:
             child = int(self._next_sibling[child])
         return found
 
+    def key(self, node: int) -> bytes | None:
+        """The parent's number and the tokens, all LE32; None for a number that is not in use."""
+        return self._keys[node]
+
     def key_tokens(self, node: int) -> tuple[int, Int32Array]:
         """(parent, [block_size] tokens) of a node, for audits and explanations."""
         key = self._keys[node]
@@ -211,6 +219,8 @@ class PrefixIndex:
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
         self._link_below(nodes, parents)
+        if self.journal is not None:
+            self.journal.stored(nodes)
 
     def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
         """Puts these distinct nodes first among their parents' children."""
@@ -240,6 +250,8 @@ class PrefixIndex:
             self._first_child[parent] = after
         if after:
             self._prev_sibling[after] = before
+        if self.journal is not None:
+            self.journal.removed(node, key)
         del self._nodes[key]
         self._keys[node] = None
         self.node_of_block[self.block_of_node[node]] = NO_NODE

@@ -85,6 +85,24 @@ class MatchEnd(IntEnum):
     CACHING_OFF = 9
 
 
+class Tier(IntEnum):
+    """Where a cached block's bytes are. The numbers are the protocol's."""
+
+    DEVICE = 1
+    HOST = 2  # only there
+
+
+class EventKind(IntEnum):
+    """What an event of a watch tells. The numbers are the protocol's."""
+
+    SNAPSHOT = 1
+    SNAPSHOT_END = 2
+    STORED = 3
+    REMOVED = 4
+    TIER_CHANGED = 5
+    PRESSURE = 6
+
+
 class BlockState(Enum):
     """Every block is in exactly one of these (rule R1)."""
 
@@ -244,6 +262,17 @@ class SequenceView:
     num_hit_tokens: int
     num_accesses: int
     block_table: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block as people see it: its state, and who holds it in numbers."""
+
+    state: BlockState
+    num_references: int
+    num_fences: int
+    num_quarantines: int
+    indexed: bool
 
 
 @dataclass(frozen=True, slots=True)
