@@ -96,7 +96,7 @@ def _end(
         return MatchEnd.COMPUTING, None
     gone = tables.index.gone.last_end(last, needed[num_matched:])
     if gone is not None:
-        return gone[0], max(tables.now - gone[1], 0.0)
+        return gone[0], max(tables.index.gone.now - gone[1], 0.0)
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
         return MatchEnd.COMPUTING, None  # it is committed, and about to be published
     return MatchEnd.NEVER_STORED, None

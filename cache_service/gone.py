@@ -33,6 +33,7 @@ class GoneBlocks:
         self._times = np.zeros(CAPACITY, np.float64)
         self._causes = np.zeros(CAPACITY, np.int8)
         self._next = 0
+        self.now = 0.0  # seconds of a monotone clock, set by whoever calls the core
 
     def add_root(self, root: int) -> None:
         self._digest_of_node[root] = -root * int(self._chain) & _MASK
@@ -49,16 +50,16 @@ class GoneBlocks:
         next(digests)
         self._digest_of_node[nodes] = np.fromiter(digests, np.uint64, len(nodes))
 
-    def remove(self, nodes: Int32Array, cause: MatchEnd, now: float) -> None:
+    def remove(self, nodes: Int32Array, cause: MatchEnd) -> None:
         """These nodes left the index; where they are more than the ring holds, the last of them are remembered."""
         gone = self._digest_of_node[nodes[-CAPACITY:]]
         start, end = self._next, self._next + len(gone)
         if end > CAPACITY:
             at = np.arange(start, end) % CAPACITY
-            self._ring[at], self._times[at], self._causes[at] = gone, now, cause
+            self._ring[at], self._times[at], self._causes[at] = gone, self.now, cause
         else:
             self._ring[start:end] = gone
-            self._times[start:end] = now
+            self._times[start:end] = self.now
             self._causes[start:end] = cause
         self._next = end % CAPACITY
 

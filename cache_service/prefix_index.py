@@ -111,7 +111,7 @@ class PrefixIndex:
             self._link(result, parents, blocks)
         return result
 
-    def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED, now: float = 0.0) -> Int32Array:
+    def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Forgets the nodes of these blocks and all below. Answers the other blocks that lost their node with them."""
         nodes = self.node_of_block[blocks].tolist()
         below_them: list[int] = []
@@ -130,15 +130,15 @@ class PrefixIndex:
                 extra.append(int(self.block_of_node[below]))
                 below_them.append(below)
                 self._remove(below)
-        self.gone.remove(np.array(below_them + nodes, np.int32), cause, now)
+        self.gone.remove(np.array(below_them + nodes, np.int32), cause)
         if not extra:
             return np.empty(0, np.int32)
         return np.setdiff1d(np.array(extra, np.int32), blocks)
 
-    def clear(self, now: float = 0.0) -> Int32Array:
+    def clear(self) -> Int32Array:
         """Forgets everything but the roots. Answers the blocks that had a node."""
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
-        self.gone.remove(nodes[::-1], MatchEnd.CLEARED, now)  # parents last: those below them are asked for less
+        self.gone.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
         blocks = self.block_of_node[nodes]
         if self.journal is not None:
             self.journal.cleared(self._nodes)

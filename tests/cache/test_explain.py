@@ -161,13 +161,15 @@ def test_the_memory_of_what_went_is_bounded_and_forgets_the_eldest(monkeypatch: 
     tokens = np.arange(200, dtype=np.int32).reshape(100, 2)
     memory.add_each(np.arange(1, 100, dtype=np.int32), np.full(99, -1, np.int32), tokens[1:])
     for node in range(1, 13):
-        memory.remove(int32([node]), MatchEnd.EVICTED, float(node))
+        memory.now = float(node)
+        memory.remove(int32([node]), MatchEnd.EVICTED)
     known = [node for node in range(1, 100) if memory.last_end(-1, tokens[node]) is not None]
     assert known == list(range(5, 13))
-    memory.remove(np.arange(20, 40, dtype=np.int32), MatchEnd.CLEARED, 99.0)  # more than it holds: the last are kept
+    memory.remove(np.arange(20, 40, dtype=np.int32), MatchEnd.CLEARED)  # more than it holds: the last are kept
     known = [node for node in range(1, 100) if memory.last_end(-1, tokens[node]) is not None]
     assert known == list(range(32, 40))
-    memory.remove(int32([35]), MatchEnd.EXPIRED, 100.0)
+    memory.now = 100.0
+    memory.remove(int32([35]), MatchEnd.EXPIRED)
     assert memory.last_end(-1, tokens[35]) == (MatchEnd.EXPIRED, 100.0)  # the last time counts
 
 
@@ -178,7 +180,8 @@ def test_a_run_and_single_blocks_have_the_same_digests() -> None:
     memory.add_run(int32([1, 2, 3]), -1, tokens)
     for row, (node, parent) in enumerate([(11, -1), (12, 11), (13, 12)]):
         memory.add_each(int32([node]), int32([parent]), tokens[2 * row : 2 * row + 2].reshape(1, 2))
-    memory.remove(int32([13]), MatchEnd.EVICTED, 1.0)
+    memory.now = 1.0
+    memory.remove(int32([13]), MatchEnd.EVICTED)
     assert memory.last_end(2, tokens[4:]) == (MatchEnd.EVICTED, 1.0)
     assert memory.last_end(1, tokens[4:]) is None
 
