@@ -13,6 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
+from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
@@ -56,6 +57,7 @@ class Counters:
     num_forks: int = 0
     num_copies_on_write: int = 0
     num_adopted_blocks: int = 0
+    num_retention_dropped_blocks: int = 0
     num_steps: int = 0
     num_refusals: int = 0
 
@@ -89,11 +91,15 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             num_full = lens // self._block_size
+            if seqs.num_retaining:
+                num_full = np.minimum(num_full, seqs.share_limits[slots])
             behind = (num_full > seqs.num_published[slots]).nonzero()[0]
             if len(behind):
                 behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
             if len(behind):
                 self._publish(owner, log, slots[behind], num_full[behind])
+        if seqs.num_retaining:
+            drop_outside(self, owner, log, slots, until=owner.step_id - 1)
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
@@ -101,7 +107,7 @@ class BlockTables:
         num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
         child = seqs.take_slot()
         blocks = seqs.tables[parent, :num_blocks]
-        self.pool.acquire(blocks)
+        self.pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
         seqs.tables[child, :num_blocks] = blocks
         seqs.tokens[child, :num_tokens] = seqs.tokens[parent, :num_tokens]
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_prompt):
@@ -110,6 +116,10 @@ class BlockTables:
             column[child] = column[parent]
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
+        if seqs.num_window[parent]:
+            seqs.retain(child, int(seqs.num_sink[parent]), int(seqs.num_window[parent]))
+            if seqs.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
+                seqs.hole_ends[child], seqs.share_limits[child] = seqs.hole_ends[parent], seqs.share_limits[parent]
         self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:
             seqs.may_copy[[parent, child]] = True
@@ -122,6 +132,9 @@ class BlockTables:
         table = seqs.table(slot)
         num_kept = min(seqs.num_blocks(num_tokens), len(table))
         dropped = table[num_kept:][::-1].copy()
+        if seqs.hole_ends[slot] > num_kept:  # cut before the holes
+            dropped = dropped[dropped != NULL_BLOCK]
+            seqs.close_hole(slot)
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
@@ -139,7 +152,7 @@ class BlockTables:
             for slot in running:
                 self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in running]
+        tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         for slot in slots:
@@ -151,6 +164,7 @@ class BlockTables:
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        num_most = min(num_most, int(seqs.share_limits[slot]))
         return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
 
     def start(
@@ -354,6 +368,13 @@ class BlockTables:
         # The running step may still read the duplicate, so it is fenced like everything that is dropped.
         owner.drop(pool, own[::-1].copy(), until=owner.step_id - 1)
         self.counters.num_adopted_blocks += len(own)
+
+    def share_at_most(self, slot: int, num_blocks: int) -> None:
+        """No block from this table index on is published by the sequence any more."""
+        seqs = self.sequences
+        seqs.share_limits[slot] = min(int(seqs.share_limits[slot]), num_blocks)
+        if seqs.num_published[slot] > num_blocks:
+            self._set_published(slot, num_blocks, like=slot)
 
     def _set_published(self, slot: int, num_published: int, *, like: int) -> None:
         """The first num_published blocks of a table are indexed, as they are in the row `like`."""

@@ -9,7 +9,7 @@ its own. A Mismatch names the rule of the design that was broken.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
+from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
@@ -45,6 +45,21 @@ class NaiveSequence:
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
+    retention: Retention | None = None
+
+    def readable(self, length: int) -> set[int]:
+        """Positions that may be read when so many tokens are committed."""
+        if self.retention is None:
+            return set(range(length))
+        sink, window = self.retention.num_sink_tokens, self.retention.num_window_tokens
+        return {i for i in range(length) if i < sink or i >= length - window}
+
+    def can_be_cut(self, length: int, block_size: int) -> bool:
+        """Whether what a sequence of this length reads is still there."""
+        if self.retention is None:
+            return True
+        length = min(length, self.committed)
+        return all(self.table[position // block_size] for position in self.readable(length))
 
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
@@ -83,6 +98,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.num_retention_dropped = 0
         self.num_changes = 0  # items that changed one sequence
 
     # What the state says
@@ -92,6 +108,13 @@ class NaiveCache:
 
     def of(self, session: str) -> list[NaiveSequence]:
         return [q for q in self.sequences.values() if q.session == session]
+
+    def num_shareable(self, q: NaiveSequence) -> int:
+        """Leading blocks that may be published and hit: attention was whole for them, and no hole comes before."""
+        if q.retention is None:
+            return len(q.tokens)
+        limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
+        return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
 
     def num_holders(self, block: int) -> int:
         return sum(block in q.table for q in self.sequences.values())
@@ -154,6 +177,8 @@ class NaiveCache:
 
         What is copied away is read by the step itself.
         """
+        if block == NULL_BLOCK:
+            return
         self.ages.pop(block, None)
         s = self.sessions[session]
         ends = s.step_id if copied else s.step_id - 1

@@ -6,7 +6,16 @@ given to `step` is one that the protocol allows; refusals of the others are chec
 
 from collections.abc import Iterator
 
-from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
+from cache_service.types import (
+    NULL_BLOCK,
+    BlockState,
+    Executor,
+    ItemResult,
+    SequenceArgs,
+    StartResult,
+    StepBatch,
+    StepReply,
+)
 from tests.support.naive_cache import NaiveCache, NaiveSequence, NaiveSession, expect, require
 
 Update = tuple[int, int, int]  # sequence id, table index, block
@@ -21,9 +30,9 @@ class NaiveSteps(NaiveCache):
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
-        limit = args.max_tokens or self.config.limit_tokens
-        key = (tuple(tokens), limit, args.tenant, args.priority)
-        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
+        limit = args.max_tokens or self.config.limit_with(args.retention)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
+        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
         self.sequences[session, q.sequence_id] = q
         self.num_changes += 1
         return q
@@ -113,12 +122,12 @@ class NaiveSteps(NaiveCache):
             self.num_changes += bool(new_tokens) or length > q.committed
             q.tokens += new_tokens
             q.committed = length
-        kept = {(sequence_id, block_idx): block for sequence_id, block_idx, block in found}
+        kept = {(sequence_id, block_idx): block for sequence_id, block_idx, block in found if block != NULL_BLOCK}
         updates: list[Update] = []
         for q in sequences if self.config.prefix_caching else ():
             if q.copied_at > self.sessions[session].completed:
                 continue  # the copy of its block is still in flight: nothing of it may be shared yet
-            for block_idx in range(q.committed // self.block_size):
+            for block_idx in range(min(q.committed // self.block_size, self.num_shareable(q))):
                 key, own = self.key(q, block_idx), q.table[block_idx]
                 if key not in self.index:
                     answered = kept.get((q.sequence_id, block_idx), own)
@@ -131,12 +140,25 @@ class NaiveSteps(NaiveCache):
                     updates.append((q.sequence_id, block_idx, known))
                     q.table[block_idx] = known
                     self.let_go(session, own)
-        return updates
+        return [*updates, *(hole for q in sequences for hole in self.retain(q))]
+
+    def retain(self, q: NaiveSequence) -> list[Update]:
+        """Blocks without a readable position become holes."""
+        if q.retention is None:
+            return []
+        size = self.block_size
+        needed = {position // size for position in q.readable(q.committed)}
+        holes = [idx for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
+        for idx in holes:
+            self.let_go(q.session, q.table[idx])
+            q.table[idx] = NULL_BLOCK
+        self.num_retention_dropped += len(holes)
+        return [(q.sequence_id, idx, NULL_BLOCK) for idx in holes]
 
     def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
         """The child shares the blocks of its tokens, a partial one too."""
         child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
-        child.running = True
+        child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
         child.table = parent.table[: self.num_blocks(length)]
@@ -162,7 +184,7 @@ class NaiveSteps(NaiveCache):
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        return sum(not self.num_holders(block) for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table if block != NULL_BLOCK)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""
@@ -197,7 +219,7 @@ class NaiveSteps(NaiveCache):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])
+        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
         states = self.states()
         room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
         room -= sum(states[block] is BlockState.CACHED for block in match)
