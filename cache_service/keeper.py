@@ -30,6 +30,7 @@ DEFAULT_TTL = 10.0
 MAX_TTL = 60.0
 MAX_UNATTACHED_TTL = 3600.0
 _MAX_REMEMBERED = 4096  # ended sessions whose CloseSession may come again
+_TICK = 1.0  # seconds between two looks at what falls due by itself in the pools
 
 
 class TimerHandle(Protocol):
@@ -92,6 +93,7 @@ class Keeper:
         self._ended: OrderedDict[SessionId, _Ended] = OrderedDict()
         self._timer: TimerHandle | None = None
         self._timer_deadline = float("inf")
+        self._ticker: TimerHandle | None = None  # while there is a pool
 
     def now(self) -> float:
         return self._clock.time()
@@ -108,6 +110,7 @@ class Keeper:
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
+        pool.manager.now = self.now()
         pool.manager.open_session(session_id, executor)
         live = LiveSession(core, pool, secrets.token_hex(16))
         pool.sessions.add(session_id)
@@ -116,15 +119,19 @@ class Keeper:
         self.no_session.clear()
         self.num_opened += 1
         self._watch_deadlines()
+        if self._ticker is None:
+            self._ticker = self._clock.call_at(self.now() + _TICK, self._tick)
         log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
         return live
 
     def require(self, session_id: str, epoch: int) -> LiveSession:
-        """The session of a message, renewed by it. Raises UnknownSession, StaleEpoch."""
+        """The session of a message, renewed by it, with its pool's clock set. Raises UnknownSession, StaleEpoch."""
         now = self._clock.time()
         core = self.table.require(SessionId(session_id), epoch, now)
         self.table.renew(core, now)
-        return self._live[core.id]
+        live = self._live[core.id]
+        live.pool.manager.now = now
+        return live
 
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends what quarantine an ended one left. Idempotent with drained.
@@ -176,8 +183,10 @@ class Keeper:
         )
 
     def stop(self) -> None:
-        """Ends the streams and forgets the timer; sessions end with the process."""
+        """Ends the streams and forgets the timers; sessions end with the process."""
         self._stop_timer()
+        if self._ticker is not None:
+            self._ticker.cancel()
         for live in self.sessions:
             if live.stream is not None:
                 live.stream.end(Draining("the service is stopping"))
@@ -188,6 +197,7 @@ class Keeper:
         copying = live.pool.copying
         may_still_write = copying is not None or (live.is_mapped and not drained)
         self.table.end(live.core)
+        live.pool.manager.now = self.now()
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
@@ -258,6 +268,15 @@ class Keeper:
         for core in self.table.expired(self._clock.time()):
             self._end(self._live[core.id], "expired")
         self._watch_deadlines()
+
+    def _tick(self) -> None:
+        """Lets what fell due in the pools happen, once a second while there is a pool."""
+        now, self._ticker = self.now(), None
+        for pool in self.registry.pools:
+            pool.manager.now = now
+            pool.manager.tick()
+        if self.registry.pools:
+            self._ticker = self._clock.call_at(now + _TICK, self._tick)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -56,6 +56,10 @@ class StepCore:
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
+        self.now = 0.0  # seconds of a monotone clock, set by whoever calls before the call
+
+    def tick(self) -> None:
+        """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
 
     # Sessions
 

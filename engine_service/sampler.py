@@ -68,6 +68,7 @@ class SamplingRow:
         sample_idx: which of the request's n samples.
         token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
         num_prompt_tokens: how many of them are the prompt's.
+        num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
     """
 
     params: SamplingParams
@@ -75,6 +76,7 @@ class SamplingRow:
     sample_idx: int
     token_ids: npt.NDArray[np.integer]
     num_prompt_tokens: int
+    num_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

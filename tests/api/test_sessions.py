@@ -184,3 +184,18 @@ async def test_stats_show_sessions_and_pools(api: Api, clock: ManualClock) -> No
     (pool,) = stats.pools
     assert (pool.num_running_sequences, pool.num_referenced_blocks, pool.num_sessions) == (1, 2, 1)
     assert pool.pool == session.opened.pool
+
+
+async def test_the_core_is_told_the_time_with_each_call_and_each_second(api: Api, clock: ManualClock) -> None:
+    session = await api.open(ttl_ms=60_000)
+    (pool,) = api.server.keeper.registry.pools
+    ticks: list[float] = []
+    pool.manager.tick = lambda: ticks.append(pool.manager.now)  # type: ignore[method-assign]
+    clock.advance(0.25)
+    await session.call("RenewSession")
+    assert (pool.manager.now, ticks) == (clock.time(), [])
+    clock.advance(3.0)
+    assert ticks == [1001.0, 1002.0, 1003.0]
+    await session.call("CloseSession", drained=True)
+    clock.advance(1.0)
+    assert ticks[-1] == 1004.0  # what is cached outlives the session

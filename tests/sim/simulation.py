@@ -90,7 +90,7 @@ class Simulation:
 
     def tick(self) -> None:
         """One event of one engine, and what the clock brings."""
-        self.driver.now += self.rng.choice([0.001, 0.01, 0.05, 0.2])
+        self.driver.advance(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
         self._reap()
         engine = self.engines[self.choose(len(self.engines))]
         if self.driver.now < engine.wakes:

@@ -89,6 +89,9 @@ class Driver(Protocol):
 
     def check_invariants(self) -> list[str]: ...
 
+    def advance(self, seconds: float) -> None:
+        """Time passes, and what fell due by itself has happened."""
+
     def block_states(self) -> list[BlockState] | None:
         """None where the pool does not tell."""
 
@@ -101,9 +104,20 @@ class CoreDriver:
         self.manager = Manager(config)
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
-        self.now = 0.0
         self._num_opened = 0
         self._last_raw: dict[SessionId, bytes] = {}
+
+    @property
+    def now(self) -> float:
+        return self.manager.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.manager.now = seconds
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.manager.tick()
 
     def memory(self) -> ShadowMemory:
         return ShadowMemory(self.config.num_blocks, self.config.block_size)

@@ -36,7 +36,7 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.steps import StepItems, decode, encode
+from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from tests.support.cache_api import Api, ManualClock, serving
 from tests.support.shadow_memory import ShadowMemory
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 DEADLINE = 20.0
 _EXECUTORS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 _ITEMS = [field.name for field in fields(StepItems)]
-_REPLY = StepReply._fields
+_REPLY = [field.name for field in fields(StepResult) if field.name in StepReply._fields]  # the others have their defaults
 
 
 class Refused(CacheError):
@@ -139,13 +139,14 @@ class GrpcDriver:
         self._sessions: dict[SessionId, AsyncCacheSession] = {}
         self._arenas: dict[SessionId, Arena] = {}
         self._last_step: dict[SessionId, tuple[bytes, StepReply]] = {}
+        self._clock = ManualClock()
         self._run(self._start())
 
     async def _start(self) -> None:
         config = self.config
         self.api: Api = await self._stack.enter_async_context(
             serving(
-                clock=ManualClock(),
+                clock=self._clock,
                 num_blocks=config.num_blocks,
                 max_sequences=config.max_sequences,
                 max_tokens_per_sequence=config.max_tokens_per_sequence,
@@ -211,7 +212,7 @@ class GrpcDriver:
         assert batch.step_id == live.step_id + 1
         result = self._run(live.step(items, batch.completed_step_id))
         raw = encode(items, live.session_id, live.epoch, batch.step_id, batch.completed_step_id)
-        reply = StepReply(*(getattr(result, name) for name in _REPLY))
+        reply = StepReply(**{name: getattr(result, name) for name in _REPLY})
         self._last_step[session] = raw, reply
         return reply
 
@@ -283,6 +284,19 @@ class GrpcDriver:
 
     def check_invariants(self) -> list[str]:
         return list(self._run(self._client.check_invariants()).violations)
+
+    def advance(self, seconds: float) -> None:
+        """In short pieces with renewals between, so that no lease ends."""
+
+        async def pass_time(piece: float) -> None:
+            self._clock.advance(piece)
+            for session in (self._observer, *self._sessions.values()):
+                await session.renew()
+
+        left = seconds
+        while left > 0:
+            self._run(pass_time(min(left, 5.0)))
+            left -= 5.0
 
     def block_states(self) -> list[BlockState] | None:
         return None
