@@ -53,7 +53,7 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
 
 
 def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:
-    bad = set(sampled.bad_rows)
+    bad = {*sampled.bad_rows, *sampled.stuck_rows}
     asked = [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None and index not in bad]
     if not asked:
         return {}

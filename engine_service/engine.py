@@ -196,6 +196,8 @@ class Engine:
             generation = self._by_request[sequence.request]
             if row in sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))
+            elif row in sampled.stuck_rows:
+                generation.fail(RequestFailed("the constraint allows no token"))
             elif generation.is_open:
                 self._news[generation] = None
                 if generation.take(sequence.index, token_id, computed.logprobs.get(row)):

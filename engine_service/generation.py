@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from engine_service.logprobs import TokenLogprobs
@@ -17,6 +19,20 @@ from engine_service.request import FinishReason, Int32Array, Request, RequestSta
 from engine_service.sampler import SamplingParams, SamplingRow
 
 log = structlog.get_logger()
+
+
+class Constraint(Protocol):
+    """What a continuation has to be."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size] the tokens that may come next."""
+
+    def take(self, token_id: int) -> None:
+        """The next token."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more can follow."""
 
 
 class TextOutput(Protocol):
@@ -91,6 +107,7 @@ class Generation:
     send: Callable[[Piece | Refusal], None]
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
+    constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
     started_at: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     refusal: Refusal | None = None
@@ -120,7 +137,9 @@ class Generation:
 
     def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
         """How the next token of a continuation that holds token_ids is drawn."""
-        return SamplingRow(self.params, self.seed, index, token_ids, len(self.request.prompt), self.num_logprobs)
+        constraint = self.constraints[index] if self.constraints else None
+        num_prompt = len(self.request.prompt)
+        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, self.num_logprobs, constraint)
 
     def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
         """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
@@ -147,6 +166,10 @@ class Generation:
         text, is_stopped = output.push(token_id)
         if is_stopped:
             return self._finish(Piece(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
+        if self.constraints:
+            self.constraints[index].take(token_id)
+            if self.constraints[index].is_complete:
+                return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
         if self.request.sequences[index].num_output == self.request.max_new_tokens:
             return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
         self._put(Piece(index, text, (token_id,), logprobs=logprobs))

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from engine_service.config import EngineConfig
+from engine_service.constraint import Constraint, ConstraintCompiler
 from engine_service.convert import (
     DEFAULT_MAX_TOKENS,
     MAX_CHAT_MESSAGES,
@@ -37,6 +38,7 @@ class EngineService:
         self._model = model
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl)
+        self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
@@ -137,6 +139,7 @@ class EngineService:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
         prompt = await self._prompt(message)
+        constraints = await self._constraints(message.sampling, options.n)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
@@ -155,9 +158,27 @@ class EngineService:
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
         outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
-        generation = Generation(request, options.params, options.seed, stop, outputs, send, num_logprobs=options.num_logprobs)
+        generation = Generation(
+            request,
+            options.params,
+            options.seed,
+            stop,
+            outputs,
+            send,
+            num_logprobs=options.num_logprobs,
+            constraints=constraints,
+        )
         self._engine.submit(generation)
         return generation, options.timeout_s
+
+    async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
+        """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""
+        kind = sampling.WhichOneof("constraint")
+        if kind is None:
+            return []
+        source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
+        compiled = await asyncio.to_thread(getattr(self._compiler, kind), source)
+        return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
     async def _prompt(self, message: pb.GenerateRequest) -> Int32Array:
         """Token ids, 1 or more. Text is turned into them beside the loop."""

@@ -73,6 +73,9 @@ class Sampling:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class GenerateOptions:
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """A string is text, integers are token ids, mappings with role and content are a conversation."""
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
+    if "choices" in sampling:
+        sampling["choices"] = pb.Choices(texts=sampling["choices"])
     request = pb.GenerateRequest(
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),
