@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cache_service.errors import InvalidField
+from cache_service.owner import Owner, TableUpdates
 from cache_service.types import NULL_BLOCK, Int64Array, Retention
 
 if TYPE_CHECKING:
-    from cache_service.block_tables import BlockTables, StepLog
-    from cache_service.owner import Owner
+    from cache_service.block_tables import BlockTables
     from cache_service.sequence import SequenceTable
 
 
@@ -53,27 +53,32 @@ def span(sequences: "SequenceTable", slot: int) -> Span:
     return Span(int(sequences.num_window[slot]), first, int(sequences.hole_ends[slot]) * size)
 
 
-def drop_outside(tables: "BlockTables", owner: "Owner", log: "StepLog", slots: Int64Array, until: int) -> None:
-    """Drops the blocks wholly outside sink and window, as the committed lengths have it now. They wait for step `until`."""
+def drop_outside(tables: "BlockTables", owner: Owner, slots: Int64Array, *, told_now: bool) -> None:
+    """Drops the blocks wholly outside sink and window, as the committed lengths have it now.
+
+    told_now: the reply that tells is not written yet; else the session hears of it in its next one. The blocks wait for the
+    steps that were told of them. What may be shared of them is published first.
+    """
     seqs, size = tables.sequences, tables.sequences.block_size
     slots = slots[seqs.num_window[slots] > 0]
-    ends = (seqs.num_committed[slots] - seqs.num_window[slots]) // size
-    firsts = -(-seqs.num_sink[slots] // size)
+    firsts, ends = -(-seqs.num_sink[slots] // size), (seqs.num_committed[slots] - seqs.num_window[slots]) // size
     due = np.flatnonzero(ends > np.maximum(firsts, seqs.hole_ends[slots]))
     if not len(due):
         return
-    dropped = []
+    tables.publisher.publish(told_now=owner if told_now else None)
+    dropped, holes = [], []
     for slot, first, end in zip(slots[due].tolist(), firsts[due].tolist(), ends[due].tolist(), strict=True):
         start = max(first, int(seqs.hole_ends[slot]))
-        places = start + np.flatnonzero(seqs.tables[slot, start:end])
-        dropped.append(seqs.tables[slot, places[::-1]])
+        places = start + np.flatnonzero(seqs.tables[slot, start:end])[::-1]  # deepest first
+        dropped.append(seqs.tables[slot, places])
+        holes.append((np.full(len(places), slot), places))
         seqs.tables[slot, places] = NULL_BLOCK
         seqs.hole_ends[slot] = end
-        tables.share_at_most(slot, first)
-        for place in places.tolist():
-            log.update(int(seqs.ids[slot]), place, NULL_BLOCK)
+        tables.publisher.publish_at_most(slot, first)
     blocks = np.concatenate(dropped)
-    owner.drop(tables.pool, blocks, until=until)
+    rows, table_idx = (np.concatenate(parts) for parts in zip(*holes, strict=True))
+    owner.updates.append(TableUpdates(rows, seqs.ids[rows], table_idx, np.zeros(len(blocks), np.int32)))
+    owner.drop(tables.pool, blocks, until=owner.step_id - told_now)
     tables.counters.num_retention_dropped_blocks += len(blocks)
 
 
