@@ -103,9 +103,10 @@ def _end(
 
 
 def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarray) -> bool:
-    """Whether a sequence that computes, one of those in the mask `which`, has these tokens."""
+    """Whether a sequence that computes, one of those in the mask `which`, has these tokens and will share them."""
     computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
-    slots = np.flatnonzero(computes & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
+    slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
     start = len(needed) - seqs.block_size
     same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
     return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())

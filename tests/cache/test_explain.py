@@ -6,7 +6,7 @@ import pytest
 from cache_service import gone
 from cache_service.explain import Explanation, in_words
 from cache_service.gone import GoneBlocks
-from cache_service.types import MatchEnd
+from cache_service.types import MatchEnd, Retention
 from tests.support.core_pool import A, B, CorePool, int32
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # two blocks of four, and one token
@@ -115,6 +115,26 @@ def test_a_block_that_is_computed_again_is_computing_rather_than_evicted() -> No
     world.create(2, PROMPT)
     world.step(A, starts=[(2, 100, 100)])
     assert explain(world, PROMPT).end is MatchEnd.COMPUTING
+
+
+def test_what_is_committed_and_about_to_be_published_is_computing() -> None:
+    world = CorePool(block_size=4)
+    world.create(1, PROMPT)
+    world.step(A, starts=[(1, 100, 100)])
+    world.step(A, commits=[(1, 9, [])], publish=False)
+    assert (explain(world, PROMPT).num_matched, explain(world, PROMPT).end) == (0, MatchEnd.COMPUTING)
+    world.manager.publish_pending()
+    assert explain(world, PROMPT).num_matched == 8
+
+
+def test_what_retention_keeps_private_is_no_block_to_wait_for() -> None:
+    world = CorePool(block_size=4)
+    world.create(1, PROMPT, retention=Retention(num_sink_tokens=2, num_window_tokens=3))  # one whole block below 5 tokens
+    world.step(A, starts=[(1, 100, 100)])
+    assert explain(world, PROMPT).end is MatchEnd.COMPUTING
+    world.step(A, commits=[(1, 4, [])])
+    found = explain(world, PROMPT)
+    assert (found.num_matched, found.end) == (4, MatchEnd.NEVER_STORED)
 
 
 @pytest.mark.parametrize("tenant", ["b", "never seen"])
