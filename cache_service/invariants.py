@@ -23,6 +23,7 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
         return ["a block table names a block that is not there"]
     wrong.extend(_check_blocks(tables, owners, quarantines, named))
     wrong.extend(tables.index.check())
+    wrong.extend(tables.publisher.check())
     for slot, row in zip(running, rows, strict=True):
         wrong.extend(_check_sequence(tables, slot, row))
     return wrong

@@ -1,7 +1,8 @@
 """One pool: the facade of the pure core.
 
 Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
-questions that change nothing. Knows no grpc, asyncio, torch or clock.
+questions that change nothing. Who asks or calls publishes what is pending first, where the answer is to see it. Knows no grpc,
+asyncio, torch or clock.
 """
 
 from collections.abc import Iterator
@@ -186,7 +187,7 @@ class Manager(StepCore):
     def clear_prefix_cache(self) -> ClearResult:
         """Forgets every cached block that nothing holds; blocks in use lose their index entry."""
         self.revision += 1
-        return ClearResult(*self.tables.clear_index())
+        return ClearResult(*self.tables.publisher.clear_index())
 
     def evict_blocks(self, num_free_blocks: int) -> int:
         """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
@@ -227,6 +228,8 @@ class Manager(StepCore):
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
         reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        self.publish_pending()
+        owner.updates.clear()  # whoever asks is shown the table itself
         owner.complete(self.tables.pool, step_id)
         return reply
 

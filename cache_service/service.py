@@ -94,10 +94,11 @@ class CacheService:
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:
         convert.check_no_transfers(request)
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._keeper.require(request.session_id, request.epoch, published=False)
         if request.completed_step_id:
             live.core.complete(request.completed_step_id)
             live.pool.manager.complete(live.core.id, request.completed_step_id)
+            live.pool.publish_soon()  # what waited for a copy
         return pb.RenewSessionResponse(ttl_ms=_ms(live.core.ttl), expected_step_id=live.core.step_id + 1)
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
@@ -187,6 +188,8 @@ class CacheService:
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
+        for pool in pools:
+            pool.manager.publish_pending()
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
             uptime_seconds=now - self._started,

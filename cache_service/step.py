@@ -22,11 +22,15 @@ _ZERO, _ONE = np.int32(0), np.int32(1)
 
 
 class StepPlan(NamedTuple):
-    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes."""
+    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes.
+
+    needs_published: it does more than commit and reserve, so what was committed before has to be in the index first.
+    """
 
     commit_slots: Int64Array
     start_slots: Int64Array
     reserve_slots: Int64Array | None
+    needs_published: bool
 
 
 @dataclass(slots=True)
@@ -44,8 +48,9 @@ def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Step
     commit_slots = _check_commits(sequences, owner, batch)
     start_slots = _check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids):
-        return StepPlan(commit_slots, start_slots, _check_in_order(sequences, owner, batch, commit_slots, start_slots))
-    return StepPlan(commit_slots, start_slots, _check_reservations(sequences, owner, batch))
+        reserve_slots = _check_in_order(sequences, owner, batch, commit_slots, start_slots)
+        return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
+    return StepPlan(commit_slots, start_slots, _check_reservations(sequences, owner, batch), len(start_slots) > 0)
 
 
 def wrong_state(sequence_id: int, state: int) -> WrongState:

@@ -61,6 +61,15 @@ class StepCore:
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
 
+    def publish_pending(self, max_blocks: int | None = None) -> bool:
+        """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
+
+        A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
+        sessions hear of in their next reply.
+        """
+        publisher = self.tables.publisher
+        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+
     # Sessions
 
     def open_session(self, session: SessionId, executor: Executor) -> None:
@@ -72,6 +81,7 @@ class StepCore:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
         owner = self._owner(session)
         self.revision += 1
+        self.publish_pending()
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
@@ -161,7 +171,9 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, log, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+        if plan.needs_published:
+            tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
             forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -175,6 +187,8 @@ class StepCore:
             items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
             starts = [self._start(owner, log, *item) for item in items]
         grants = self._reserve_all(owner, log, batch, plan, refused)
+        if owner.updates:
+            self._tell_updates(owner, log)
         return self._reply(log, forks, starts, plan, grants)
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
@@ -192,6 +206,18 @@ class StepCore:
             self.tables.fork(parent, child_id, owner, num_tokens)
             results.append(ItemResult.OK)
         return results, refused
+
+    def _tell_updates(self, owner: Owner, log: StepLog) -> None:
+        """Table entries replaced by publishing since the last reply, but for those that have changed again."""
+        seqs = self.tables.sequences
+        for slots, ids, table_idx, blocks in owner.updates:
+            holds = (seqs.ids[slots] == ids) & (seqs.owners[slots] == owner.number)
+            holds &= (seqs.states[slots] == SequenceState.RUNNING) & (table_idx * seqs.block_size < seqs.num_reserved[slots])
+            holds &= seqs.tables[slots, table_idx] == blocks
+            log.update_ids.extend(ids[holds].tolist())
+            log.update_table_idx.extend(table_idx[holds].tolist())
+            log.update_blocks.extend(blocks[holds].tolist())
+        owner.updates.clear()
 
     def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
         started = self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())

@@ -131,6 +131,8 @@ class Simulation:
             self._stale_call(engine, session)
             return
         self._renew(session)
+        if self.choose(2):
+            self.world.publish(self.choose)
         event = self.choose(200)
         if event < 30:
             self.world.create(session, self.choose)

@@ -35,7 +35,8 @@ class CallsWorld(World):
         super().close(session, may_still_write=may_still_write)
 
     def call(self, session: SessionId, choose: Choose) -> None:
-        """One call on one sequence of the session."""
+        """One call on one sequence of the session; the service publishes before it."""
+        self.publish_blocks(None)
         engine = self.engines[session]
         if not engine.sequences or choose(6) == 5:
             self.create(session, choose)

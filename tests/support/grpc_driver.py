@@ -119,6 +119,8 @@ class _Slots(list[int]):
 class GrpcDriver:
     """See drivers.Driver. The service's watermark and eviction policy are the default ones."""
 
+    publishes_itself = True
+
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
         self.config = replace(config, watermark=default.watermark, eviction_policy=default.eviction_policy)
@@ -268,6 +270,9 @@ class GrpcDriver:
         (pool,) = self._run(self._client.stats()).pools
         values = {field.name: getattr(pool, field.name) for field in fields(PoolStats)}
         return PoolStats(**values | {"pressure": PressureLevel(pool.pressure)})
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        return False
 
     def check_invariants(self) -> list[str]:
         return list(self._run(self._client.check_invariants()).violations)

@@ -45,6 +45,7 @@ class NaiveSequence:
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
+    published: int = 0  # leading blocks that the index names
 
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
@@ -57,6 +58,7 @@ class NaiveSession:
     executor: Executor
     step_id: int = 0
     completed: int = 0
+    updates: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, table index, block; not told yet
 
 
 class NaiveCache:
@@ -68,6 +70,7 @@ class NaiveCache:
         self.sessions: dict[str, NaiveSession] = {}
         self.sequences: dict[tuple[str, int], NaiveSequence] = {}
         self.index: dict[Key, int] = {}
+        self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
@@ -149,14 +152,14 @@ class NaiveCache:
 
     # Changes that several operations share
 
-    def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
+    def let_go(self, session: str, block: int, *, still_used: bool = False) -> None:
         """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
 
-        What is copied away is read by the step itself.
+        Still used: by the last step itself, which copies it away or was told of it.
         """
         self.ages.pop(block, None)
         s = self.sessions[session]
-        ends = s.step_id if copied else s.step_id - 1
+        ends = s.step_id if still_used else s.step_id - 1
         if s.completed < ends:
             fences = self.fences.setdefault(block, {})
             fences[session] = max(ends, fences.get(session, 0))
@@ -179,6 +182,43 @@ class NaiveCache:
         tenant, tokens = key
         for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
             del self.index[other]
+        for q in self.sequences.values():
+            if q.published and self.key(q, q.published - 1) not in self.index:
+                q.published = 0
+
+    def publish(self, max_blocks: int = 10**9, told_now: str = "") -> bool:
+        """Full committed blocks become shareable; of a block whose content is known already the known one is taken.
+
+        Whether more is left but for what waits for a copy. told_now: the session whose reply is yet to be written.
+        """
+        for q in list(self.pending):
+            session, num_full = self.sessions[q.session], q.committed // self.block_size
+            if max_blocks <= 0:
+                break
+            if q.published >= num_full:
+                self.pending.remove(q)
+            elif q.copied_at <= session.completed:  # else the copy of its block is still in flight
+                last = min(num_full, q.published + max_blocks)
+                max_blocks -= last - q.published
+                for block_idx in range(q.published, last):
+                    self._publish_block(q, block_idx, still_used=told_now != q.session)
+                q.published = last
+                if last == num_full:
+                    self.pending.remove(q)
+        self.settle()
+        return any(
+            q.published < q.committed // self.block_size and q.copied_at <= self.sessions[q.session].completed
+            for q in self.pending
+        )
+
+    def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
+        own = q.table[block_idx]
+        known = self.index.setdefault(self.key(q, block_idx), own)
+        if known != own:
+            self.num_adopted += 1
+            self.sessions[q.session].updates.append((q.sequence_id, block_idx, known))
+            q.table[block_idx] = known
+            self.let_go(q.session, own, still_used=still_used)
 
     def grant(self, blocks: list[int], tenant: str, what: str) -> None:
         """The core took these blocks, evicting what it had to, and no more."""

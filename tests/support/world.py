@@ -33,6 +33,7 @@ class World:
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
+        self._told: dict[SessionId, dict[int, list[int]]] = {}  # tables as the session's last reply left them
 
     # Sessions
 
@@ -84,8 +85,24 @@ class World:
         plan = self.plan(session, choose)
         reply = self.driver.step(session, plan.batch)
         self.executed(session, plan, reply)
+        self.published_by_itself()
         self.delivered(session, plan, reply, choose)
         return reply
+
+    def publish(self, choose: Choose) -> None:
+        """What steps committed is published, all of it or a few blocks."""
+        if not self.driver.publishes_itself:
+            self.publish_blocks(None if choose(2) == 0 else 1 + choose(3))
+
+    def publish_blocks(self, max_blocks: int | None) -> None:
+        self.naive.clock += 1
+        is_left = self.driver.publish_pending(max_blocks)
+        require(self.naive.publish(max_blocks or 10**9) <= is_left, "there is more to publish than the core says")
+
+    def published_by_itself(self) -> None:
+        """A pool that publishes by itself has done so by now."""
+        if self.driver.publishes_itself:
+            self.naive.publish()
 
     def plan(self, session: SessionId, choose: Choose) -> StepPlan:
         """Draws a step. What it says is completed has run when this returns."""
@@ -108,6 +125,7 @@ class World:
             self.memory.copy(copies)
             copies = []
         self.memory.issue(session, DeviceStep(plan.batch.step_id, copies))
+        self._told[session] = {q.sequence_id: list(q.table) for q in self.naive.of(session)}
 
     def delivered(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
         """The reply has reached the engine, which issues its device work."""
@@ -145,6 +163,7 @@ class World:
         self.naive.clock += 1
         self.naive.complete(session, engine.completed)
         self.naive.settle()
+        self.published_by_itself()
 
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
@@ -221,7 +240,7 @@ class World:
         """One sequence's part of the forward pass: attend to what is computed, write the rest."""
         q.reserved = max(q.reserved, granted)
         first, last = self.engines[session].compute(choose, q, granted)
-        table = list(self.naive.sequences[session, q.sequence_id].table)
+        table = self._told[session][q.sequence_id]
         contents = self.contents.spell(q.tenant, q.tokens[:last])
         device.reads.append(Read(f"R6 step {device.step_id} of sequence {q.sequence_id}", table, contents[:first]))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]
