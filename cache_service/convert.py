@@ -14,6 +14,7 @@ from cache_service.types import (
     Int32Array,
     Int64Array,
     PoolStats,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceView,
@@ -135,9 +136,7 @@ def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None
 
 
 def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
-    """Raises InvalidField, NotImplementedYet."""
-    if request.HasField("retention"):
-        raise NotImplementedYet("retention is not part of this build", feature="retention")
+    """Raises InvalidField."""
     if bool(request.token_ids) == bool(request.packed_token_ids):
         raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
     check_range("priority", request.priority, -1000, 1000)
@@ -148,7 +147,26 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
             raise InvalidField("token ids are below 2^31", field="packed_token_ids", limit=_MAX_INT32)
     else:
         tokens = token_ids(request.token_ids)
-    return SequenceArgs(sequence_id(request.sequence_id), tokens, request.max_tokens, tenant(request.tenant), request.priority)
+    return SequenceArgs(
+        sequence_id(request.sequence_id),
+        tokens,
+        request.max_tokens,
+        tenant(request.tenant),
+        request.priority,
+        retention(request),
+    )
+
+
+def retention(
+    request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest | pb.CheckAdmissionRequest,
+) -> Retention | None:
+    """None where the field is absent. Raises InvalidField."""
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    check_range("retention.num_sink_tokens", sink, 0, _MAX_INT32)
+    check_range("retention.num_window_tokens", window, 1, _MAX_INT32)
+    return Retention(sink, window)
 
 
 def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
@@ -187,6 +205,10 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
 
 def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = _EMPTY32) -> pb.SequenceInfo:
     """A sequence as people see it."""
+    retention = None
+    if view.retention is not None:
+        sink, window = view.retention.num_sink_tokens, view.retention.num_window_tokens
+        retention = pb.Retention(num_sink_tokens=sink, num_window_tokens=window)
     return pb.SequenceInfo(
         sequence_id=view.sequence_id,
         session_id=view.session_id,
@@ -200,6 +222,7 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         block_table=view.block_table.tolist() if with_table else (),
         token_ids=tokens.tolist(),
         num_accesses=view.num_accesses,
+        retention=retention,
     )
 
 

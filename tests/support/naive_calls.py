@@ -90,7 +90,7 @@ class NaiveCalls(NaiveSteps):
 
     def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:
         limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
-        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])
+        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
         states = self.states()
         revived = sum(states[block] is BlockState.CACHED for block in match)
         return match, self.num_available() - revived - self.watermark()

@@ -110,10 +110,16 @@ class CacheSession:
         return self._do(self._calls.close(drained))
 
     def create_sequence(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int = 0, tenant: str = "", priority: int = 0
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int = 0,
+        tenant: str = "",
+        priority: int = 0,
+        retention: pb.Retention | None = None,
     ) -> int:
-        """Store a prompt; the leading tokens that are cached now, for information."""
-        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority))
+        """Store a prompt; the leading tokens that are cached now, for information. No retention keeps everything."""
+        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention))
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
@@ -144,10 +150,15 @@ class CacheSession:
         return self._do(self._calls.match_prefix(token_ids, tenant))
 
     def check_admission(
-        self, token_ids: TokenIds = (), num_prompt_tokens: int = 0, num_new_tokens: int = 0, tenant: str = ""
+        self,
+        token_ids: TokenIds = (),
+        num_prompt_tokens: int = 0,
+        num_new_tokens: int = 0,
+        tenant: str = "",
+        retention: pb.Retention | None = None,
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
-        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant))
+        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""
