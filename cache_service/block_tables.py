@@ -16,6 +16,7 @@ from cache_service.owner import Owner
 from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
+from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
@@ -75,6 +76,8 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             self.publisher.note(owner, slots)
+        if seqs.num_retaining:
+            drop_outside(self, owner, slots, told_now=True)
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
@@ -82,7 +85,7 @@ class BlockTables:
         num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
         child = seqs.take_slot()
         blocks = seqs.tables[parent, :num_blocks]
-        self.pool.acquire(blocks)
+        self.pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
         seqs.tables[child, :num_blocks] = blocks
         seqs.tokens[child, :num_tokens] = seqs.tokens[parent, :num_tokens]
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_prompt):
@@ -91,6 +94,10 @@ class BlockTables:
             column[child] = column[parent]
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
+        if seqs.num_window[parent]:
+            seqs.retain(child, int(seqs.num_sink[parent]), int(seqs.num_window[parent]))
+            if seqs.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
+                seqs.hole_ends[child], seqs.share_limits[child] = seqs.hole_ends[parent], seqs.share_limits[parent]
         self.publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:
             seqs.may_copy[[parent, child]] = True
@@ -103,6 +110,9 @@ class BlockTables:
         table = seqs.table(slot)
         num_kept = min(seqs.num_blocks(num_tokens), len(table))
         dropped = table[num_kept:][::-1].copy()
+        if seqs.hole_ends[slot] > num_kept:  # cut before the holes
+            dropped = dropped[dropped != NULL_BLOCK]
+            seqs.close_hole(slot)
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
@@ -120,7 +130,7 @@ class BlockTables:
             for slot in running:
                 self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in running]
+        tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         self.publisher.forget_slots(slots)
@@ -133,6 +143,7 @@ class BlockTables:
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        num_most = min(num_most, int(seqs.share_limits[slot]))
         return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
 
     def start(

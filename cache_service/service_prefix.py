@@ -14,8 +14,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 class PrefixService:
     """See the module."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    _keeper: Keeper
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)

@@ -56,7 +56,15 @@ class StepCore:
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
-        self.now = 0.0  # seconds of a monotone clock, set by whoever calls before the call
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, set by whoever calls before the call."""
+        return self.tables.index.gone.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.tables.index.gone.now = seconds
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
@@ -120,7 +128,7 @@ class StepCore:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         owner, seqs = self._owner(session), self.tables.sequences
         sequence_id = check_id(args.sequence_id, "sequence_id")
-        num_tokens, limit = len(args.token_ids), self.config.limit_tokens
+        num_tokens, limit = len(args.token_ids), self.config.limit_with(args.retention)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit
@@ -147,6 +155,8 @@ class StepCore:
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            if args.retention is not None:
+                seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
@@ -283,6 +293,7 @@ class StepCore:
             and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
+            and seqs.retention(slot) == args.retention
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
         )

@@ -47,6 +47,7 @@ class Counts:
     evicted: int = 0
     forks: int = 0
     pins: int = 0
+    retention_dropped: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -110,11 +111,13 @@ class Simulation:
         stats = self.driver.stats()
         expect(stats.num_copies_on_write, naive.num_copies, "copies on write")
         expect(stats.num_adopted_blocks, naive.num_adopted, "adopted blocks")
-        expect(stats.num_evicted_blocks, naive.num_evicted, "evicted blocks")
+        expect(stats.num_retention_dropped_blocks, naive.num_retention_dropped, "blocks dropped by retention")
+        expect(stats.num_evicted_blocks, naive.num_evicted + naive.num_retention_dropped, "evicted blocks")
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
         counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
+        counts.retention_dropped = naive.num_retention_dropped
         return counts
 
     def _open(self, engine: Engine) -> None:

@@ -22,6 +22,7 @@ from cache_service.types import (
     PoolConfig,
     PoolStats,
     PressureLevel,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceState,
@@ -116,6 +117,17 @@ class _Slots(list[int]):
         return (self[slot] for slot in range(len(self)))
 
 
+def _retention_message(retention: Retention | None) -> pb.Retention | None:
+    if retention is None:
+        return None
+    return pb.Retention(num_sink_tokens=retention.num_sink_tokens, num_window_tokens=retention.num_window_tokens)
+
+
+def _retention_of(info: pb.SequenceInfo) -> Retention | None:
+    kept = info.retention
+    return Retention(kept.num_sink_tokens, kept.num_window_tokens) if info.HasField("retention") else None
+
+
 class GrpcDriver:
     """See drivers.Driver. The service's watermark and eviction policy are the default ones."""
 
@@ -192,7 +204,7 @@ class GrpcDriver:
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         call = self._sessions[session].create_sequence(
-            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority
+            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority, _retention_message(args.retention)
         )
         return self._run(call)
 
@@ -252,6 +264,7 @@ class GrpcDriver:
             num_hit_tokens=info.num_hit_tokens,
             num_accesses=info.num_accesses,
             block_table=np.array(info.block_table, np.int32),
+            retention=_retention_of(info),
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:

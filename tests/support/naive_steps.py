@@ -6,7 +6,16 @@ given to `step` is one that the protocol allows; refusals of the others are chec
 
 from collections.abc import Iterator
 
-from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
+from cache_service.types import (
+    NULL_BLOCK,
+    BlockState,
+    Executor,
+    ItemResult,
+    SequenceArgs,
+    StartResult,
+    StepBatch,
+    StepReply,
+)
 from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
 from tests.support.naive_keeping import NaiveKeeping
 
@@ -22,9 +31,9 @@ class NaiveSteps(NaiveKeeping):
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
-        limit = args.max_tokens or self.config.limit_tokens
-        key = (tuple(tokens), limit, args.tenant, args.priority)
-        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
+        limit = args.max_tokens or self.config.limit_with(args.retention)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
+        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
         self.sequences[session, q.sequence_id] = q
         self.num_changes += 1
         return q
@@ -99,6 +108,24 @@ class NaiveSteps(NaiveKeeping):
             q.committed = length
             if self.config.prefix_caching and q not in self.pending:
                 self.pending.append(q)
+        self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
+
+    def retain(self, session: str, sequences: list[NaiveSequence]) -> None:
+        """Blocks without a readable position become holes; what may be shared of them is published before."""
+        size = self.block_size
+        due: list[tuple[NaiveSequence, int]] = []
+        for q in sequences:
+            if q.retention is not None:
+                needed = {position // size for position in q.readable(q.committed)}
+                due += [(q, idx) for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
+        if due:
+            self.publish(told_now=session)
+        for q, idx in due:
+            self.let_go(session, q.table[idx])
+            q.table[idx] = NULL_BLOCK
+            q.published = min(q.published, idx)
+            self.sessions[session].updates.append((q.sequence_id, idx, NULL_BLOCK))
+        self.num_retention_dropped += len(due)
 
     def told(self, session: str) -> list[Update]:
         """The replaced table entries that the session hears of now: those that still hold."""
@@ -114,7 +141,7 @@ class NaiveSteps(NaiveKeeping):
     def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
         """The child shares the blocks of its tokens, a partial one too."""
         child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
-        child.running = True
+        child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
         child.table = parent.table[: self.num_blocks(length)]
@@ -143,7 +170,7 @@ class NaiveSteps(NaiveKeeping):
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        return sum(not self.num_holders(block) for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table if block != NULL_BLOCK)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""
@@ -178,7 +205,7 @@ class NaiveSteps(NaiveKeeping):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])
+        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
         self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
         room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))
