@@ -56,10 +56,28 @@ class StepCore:
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
-        self.now = 0.0  # seconds of a monotone clock, set by whoever calls before the call
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, set by whoever calls before the call."""
+        return self.tables.index.gone.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.tables.index.gone.now = seconds
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+        self.revision += self.tables.pins.expire(self.now) > 0
+
+    def publish_pending(self, max_blocks: int | None = None) -> bool:
+        """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
+
+        A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
+        sessions hear of in their next reply.
+        """
+        publisher = self.tables.publisher
+        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
 
     # Sessions
 
@@ -72,6 +90,7 @@ class StepCore:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
         owner = self._owner(session)
         self.revision += 1
+        self.publish_pending()
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
@@ -87,6 +106,7 @@ class StepCore:
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
+        self.tables.pins.end_of(session)
         del self._owners[session]
         return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
 
@@ -108,7 +128,7 @@ class StepCore:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         owner, seqs = self._owner(session), self.tables.sequences
         sequence_id = check_id(args.sequence_id, "sequence_id")
-        num_tokens, limit = len(args.token_ids), self.config.limit_tokens
+        num_tokens, limit = len(args.token_ids), self.config.limit_with(args.retention)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit
@@ -135,6 +155,8 @@ class StepCore:
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            if args.retention is not None:
+                seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
@@ -161,7 +183,9 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, log, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+        if plan.needs_published:
+            tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
             forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -175,6 +199,8 @@ class StepCore:
             items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
             starts = [self._start(owner, log, *item) for item in items]
         grants = self._reserve_all(owner, log, batch, plan, refused)
+        if owner.updates:
+            self._tell_updates(owner, log)
         return self._reply(log, forks, starts, plan, grants)
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
@@ -192,6 +218,18 @@ class StepCore:
             self.tables.fork(parent, child_id, owner, num_tokens)
             results.append(ItemResult.OK)
         return results, refused
+
+    def _tell_updates(self, owner: Owner, log: StepLog) -> None:
+        """Table entries replaced by publishing since the last reply, but for those that have changed again."""
+        seqs = self.tables.sequences
+        for slots, ids, table_idx, blocks in owner.updates:
+            holds = (seqs.ids[slots] == ids) & (seqs.owners[slots] == owner.number)
+            holds &= (seqs.states[slots] == SequenceState.RUNNING) & (table_idx * seqs.block_size < seqs.num_reserved[slots])
+            holds &= seqs.tables[slots, table_idx] == blocks
+            log.update_ids.extend(ids[holds].tolist())
+            log.update_table_idx.extend(table_idx[holds].tolist())
+            log.update_blocks.extend(blocks[holds].tolist())
+        owner.updates.clear()
 
     def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
         started = self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())
@@ -239,6 +277,8 @@ class StepCore:
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
+        if self.tables.pins and not len(self.tables.sequences.running_slots()):
+            return 0  # what is held is held by pins
         return self._num_spare_blocks if self.tables.pool.num_referenced else 0
 
     def _owner(self, session: SessionId) -> Owner:
@@ -253,6 +293,7 @@ class StepCore:
             and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
+            and seqs.retention(slot) == args.retention
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
         )

@@ -16,6 +16,7 @@ from kvkeeper.service.config import (
     ConfigSource,
     check_address,
     check_choice,
+    check_metrics_address,
     check_range,
     parse_switch,
 )
@@ -38,11 +39,14 @@ class EngineConfig:
     block_size: int = 16
     max_tokens_per_sequence: int | None = None
     max_waiting: int = 1000
+    max_results: int = 1000
+    result_ttl: float = 600.0
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
     reconnect_timeout: float = 20.0
     drain_timeout: float = 5.0
+    metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     progress: bool = True
     log_level: str = "info"
@@ -52,6 +56,7 @@ class EngineConfig:
             raise ConfigError("--model: a folder with config.json, weights and tokenizer.json")
         check_address("cache", self.cache)
         check_address("listen", self.listen)
+        check_metrics_address(self.metrics_listen)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
         check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
@@ -59,6 +64,8 @@ class EngineConfig:
         if self.max_tokens_per_sequence is not None:
             check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 2, 1 << 22)
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)
+        check_range("max_results", self.max_results, 1, 1 << 20)
+        check_range("result_ttl", self.result_ttl, 0, 86_400)
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)
         check_range("lease_ms", self.lease_ms, 500, 60_000)
@@ -78,11 +85,14 @@ _PARSERS: dict[str, Any] = {
     "block_size": int,
     "max_tokens_per_sequence": int,
     "max_waiting": int,
+    "max_results": int,
+    "result_ttl": float,
     "dtype": str,
     "threads": int,
     "lease_ms": int,
     "reconnect_timeout": float,
     "drain_timeout": float,
+    "metrics_listen": str,
     "reflection": parse_switch,
     "progress": parse_switch,
     "log_level": str,
@@ -98,11 +108,14 @@ _HELP = {
     "block_size": "tokens per block; engines share KV only where it is equal",
     "max_tokens_per_sequence": "most tokens of a sequence (default: what the model and the pool allow)",
     "max_waiting": "most waiting sequences; a request beyond them is refused",
+    "max_results": "most ended requests of SubmitRequest whose results are kept",
+    "result_ttl": "seconds that they are kept",
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
     "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
+    "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "progress": "show a progress bar while weights are loaded",
     "log_level": ", ".join(LOG_LEVELS),

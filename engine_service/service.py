@@ -6,23 +6,30 @@ comes, ends the request. Text and token limits are convert.py's, statuses the do
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from prometheus_client import Metric
 
 from engine_service.config import EngineConfig
+from engine_service.constraint import Constraint, ConstraintCompiler
 from engine_service.convert import (
     DEFAULT_MAX_TOKENS,
     MAX_CHAT_MESSAGES,
     check_text,
     options_of,
     page_of,
-    response_of,
+    submission_of,
     token_array,
+    wait_of,
 )
 from engine_service.engine import Engine
 from engine_service.generation import Generation, Piece, StopRules, coalesce
+from engine_service.metrics import engine_metrics
 from engine_service.refusals import InvalidField, Refusal, TimedOut
-from engine_service.request import Int32Array, Request, RequestState
+from engine_service.request import Int32Array, Request
+from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
+from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 
@@ -33,6 +40,12 @@ class EngineService:
         self._config = config
         self._model = model
         self._engine = engine
+        self._submissions = Submissions(config.max_results, config.result_ttl)
+        self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+
+    def metrics(self) -> Iterator[Metric]:
+        """For a scrape."""
+        return engine_metrics(self._engine, self._submissions.num_kept)
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
@@ -53,6 +66,19 @@ class EngineService:
             timer.cancel()
             generation.cancel()
 
+    async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
+        request_id, digest = submission_of(request)
+        await self._submissions.submit(request_id, digest, lambda send: self._admit(request.request, send))
+        return pb.SubmitRequestResponse(request_id=request_id)
+
+    async def get_request(self, request: pb.GetRequestRequest) -> pb.GetRequestResponse:
+        generation, submission = await self._submissions.wait(request.request_id, wait_of(request))
+        return results_of(generation, submission, time.monotonic())
+
+    async def get_iteration_plan(self, request: pb.GetIterationPlanRequest) -> pb.GetIterationPlanResponse:
+        last = self._engine.last_iteration
+        return pb.GetIterationPlanResponse() if last is None else iteration_plan(last)
+
     async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
         self._engine.cancel(request.request_id)
         return pb.CancelRequestResponse()
@@ -61,18 +87,7 @@ class EngineService:
         page_size, after = page_of(request)
         now = time.monotonic()
         later = [other for other in self._engine.generations.values() if other.request.arrival > after]
-        rows = [
-            pb.RequestInfo(
-                request_id=generation.request.request_id,
-                state=f"REQUEST_STATE_{generation.state.name}",
-                prompt_tokens=len(generation.request.prompt),
-                new_tokens=generation.request.num_new_tokens,
-                n=generation.request.n,
-                priority=generation.request.priority,
-                age_ms=int((now - generation.started_at) * 1000),
-            )
-            for generation in later[:page_size]
-        ]
+        rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
 
@@ -102,24 +117,15 @@ class EngineService:
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
         engine, stats = self._engine, self._engine.stats
-        states = [generation.state for generation in engine.generations.values()]
-        num_running = states.count(RequestState.RUNNING)
+        counts = {**engine.counts(), "num_kept_results": self._submissions.num_kept}
         return pb.GetStatsResponse(
             uptime_seconds=time.monotonic() - stats.started_at,
-            num_waiting_requests=len(states) - num_running,
-            num_running_requests=num_running,
-            num_completed_requests=stats.num_completed_requests,
-            num_failed_requests=stats.num_failed_requests,
-            num_cancelled_requests=stats.num_cancelled_requests,
-            num_preemptions=engine.scheduler.num_preemptions,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_prefill_tokens=stats.num_prefill_tokens,
-            num_new_tokens=stats.num_new_tokens,
-            num_steps=stats.num_steps,
-            time_to_first_token_p50_ms=stats.first_token_ms(50),
-            time_to_first_token_p99_ms=stats.first_token_ms(99),
-            num_copied_blocks=stats.num_copied_blocks,
+            time_to_first_token_p50_ms=stats.first_token.percentile_ms(50),
+            time_to_first_token_p99_ms=stats.first_token.percentile_ms(99),
+            time_between_tokens_p50_ms=stats.between_tokens.percentile_ms(50),
+            time_between_tokens_p99_ms=stats.between_tokens.percentile_ms(99),
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
+            **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )
 
     @property
@@ -131,6 +137,7 @@ class EngineService:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
         prompt = await self._prompt(message)
+        constraints = await self._constraints(message.sampling, options.n)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
@@ -142,15 +149,34 @@ class EngineService:
             n=options.n,
             priority=options.priority,
             tenant=options.tenant,
-            look_up=options.look_up,
+            look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
+            num_prompt_logprobs=options.num_prompt_logprobs,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
         outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
-        generation = Generation(request, options.params, options.seed, stop, outputs, send)
+        generation = Generation(
+            request,
+            options.params,
+            options.seed,
+            stop,
+            outputs,
+            send,
+            num_logprobs=options.num_logprobs,
+            constraints=constraints,
+        )
         self._engine.submit(generation)
         return generation, options.timeout_s
+
+    async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
+        """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""
+        kind = sampling.WhichOneof("constraint")
+        if kind is None:
+            return []
+        source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
+        compiled = await asyncio.to_thread(getattr(self._compiler, kind), source)
+        return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
     async def _prompt(self, message: pb.GenerateRequest) -> Int32Array:
         """Token ids, 1 or more. Text is turned into them beside the loop."""

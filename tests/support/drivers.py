@@ -42,6 +42,7 @@ class Driver(Protocol):
     """A pool with sessions. Every method raises the CacheError that the call was refused with."""
 
     config: PoolConfig
+    publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
 
     def memory(self) -> ShadowMemory:
         """What the pool's blocks hold."""
@@ -81,6 +82,10 @@ class Driver(Protocol):
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
 
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
+
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]: ...
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
@@ -88,6 +93,9 @@ class Driver(Protocol):
     def stats(self) -> PoolStats: ...
 
     def check_invariants(self) -> list[str]: ...
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        """Whether more is left."""
 
     def advance(self, seconds: float) -> None:
         """Time passes, and what fell due by itself has happened."""
@@ -99,12 +107,14 @@ class Driver(Protocol):
 class CoreDriver:
     """The pure core behind its own exactly-once gate; `now` is the virtual clock of whoever drives it."""
 
+    publishes_itself = False
+
     def __init__(self, config: PoolConfig, *, max_sessions: int = 64) -> None:
         self.config = config
         self.manager = Manager(config)
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
-        self._num_opened = 0
+        self._num_opened = self._num_pins = 0
         self._last_raw: dict[SessionId, bytes] = {}
 
     @property
@@ -184,6 +194,13 @@ class CoreDriver:
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
         return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]
 
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        self._num_pins += 1
+        return tuple(self.manager.pin_prefix(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self.manager.unpin_prefix(session, pin_id)
+
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         result = self.manager.clear_prefix_cache()
         return result.num_freed_blocks, result.num_forgotten_blocks
@@ -193,6 +210,9 @@ class CoreDriver:
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        return self.manager.publish_pending(max_blocks)
 
     def check_invariants(self) -> list[str]:
         return self.manager.check_invariants()

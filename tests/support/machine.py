@@ -61,6 +61,13 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step(session, choose)
             self.holds()
+            if choose(2):
+                self.world.publish(choose)
+                self.holds()
+
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        self.world.publish(chooser(data))
 
     @precondition(lambda self: self.world.one_item)
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -124,6 +131,16 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.clear(session)
         else:
             self.world.evict(session, num_free)
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data(), unpin=st.booleans())
+    def pin(self, data: st.DataObject, unpin: bool) -> None:
+        choose = chooser(data)
+        (self.world.unpin if unpin else self.world.pin)(self.any_session(choose), choose)
+
+    @rule(seconds=st.sampled_from([1.0, 2.0, 10.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
 
     @invariant()
     def holds(self) -> None:

@@ -110,10 +110,16 @@ class CacheSession:
         return self._do(self._calls.close(drained))
 
     def create_sequence(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int = 0, tenant: str = "", priority: int = 0
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int = 0,
+        tenant: str = "",
+        priority: int = 0,
+        retention: pb.Retention | None = None,
     ) -> int:
-        """Store a prompt; the leading tokens that are cached now, for information."""
-        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority))
+        """Store a prompt; the leading tokens that are cached now, for information. No retention keeps everything."""
+        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention))
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
@@ -139,15 +145,36 @@ class CacheSession:
         """One sequence with its block table."""
         return self._do(self._calls.get(sequence_id, include_tokens))
 
+    def get_block(self, block_id: int) -> pb.GetBlockResponse:
+        """The state of one block of the pool, and who holds it in numbers."""
+        return self._do(self._calls.get_block(block_id))
+
     def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now."""
         return self._do(self._calls.match_prefix(token_ids, tenant))
 
+    def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
+        """Why the longest cached prefix of these tokens ends where it does."""
+        return self._do(self._calls.explain_match(token_ids, tenant))
+
     def check_admission(
-        self, token_ids: TokenIds = (), num_prompt_tokens: int = 0, num_new_tokens: int = 0, tenant: str = ""
+        self,
+        token_ids: TokenIds = (),
+        num_prompt_tokens: int = 0,
+        num_new_tokens: int = 0,
+        tenant: str = "",
+        retention: pb.Retention | None = None,
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
-        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant))
+        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
+
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        self._do(self._calls.unpin_prefix(pin_id))
 
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""
