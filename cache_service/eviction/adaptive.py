@@ -31,10 +31,11 @@ Nothing is fitted to a workload: classes are counts, ages are octaves, and weigh
 turnovers' worth.
 
 What it costs. A step pays for little more than the stamps of its blocks: victims are chosen some hundreds ahead, and what
-happened is noted and taken in by the batch, when victims run out or enough has been noted, because array operations cost the
-same for one block as for hundreds. So what is known is up to a thirty-second of the cache behind, which no curve over octaves
-of turnovers can tell. No call does work in proportion to the pool; worth is worked out anew every half turnover, in about a
-millisecond. About 55 bytes a block: up to 24 in queues, 16 for 4 ghosts, 8 each for stamp and prefix hash, 1 for the uses.
+happened is noted and taken in by the batch, after a step was answered (`prepare`) or when victims run out, because array
+operations cost the same for one block as for hundreds. So what is known is up to a thirty-second of the cache behind, which
+no curve over octaves of turnovers can tell. No call does work in proportion to the pool; worth is worked out anew every half
+turnover, in about a millisecond. About 55 bytes a block: up to 24 in queues, 16 for 4 ghosts, 8 each for stamp and prefix
+hash, 1 for the uses.
 """
 
 from typing import NamedTuple
@@ -137,6 +138,12 @@ class AdaptivePolicy:
         self._end_wait(victims)
         return victims
 
+    def prepare(self) -> None:
+        if self._evicted and 2 * len(self._chosen) < self._num_ahead:
+            self._choose(0)
+        elif 2 * self._num_pending > _MOST_PENDING:
+            self._catch_up()
+
     def waiting(self) -> Int32Array:
         rows = [self._chosen[self._stamps.are_live(self._chosen, self._chosen_stamps)]]
         rows += [queue.live() for queue in self._queues]
@@ -222,13 +229,11 @@ class AdaptivePolicy:
     # Who goes next
 
     def _choose(self, count: int) -> None:
-        """Makes the chosen ones count or more, if there are so many: those still live of before, and the next victims."""
+        """Chooses count and as many ahead as there are to be: those still live of before, and the next victims."""
         self._catch_up()
         live = self._stamps.are_live(self._chosen, self._chosen_stamps)
         chosen = [self._chosen[live]]
-        count -= len(chosen[0])
-        if count > 0:
-            count += self._num_ahead
+        count += self._num_ahead - len(chosen[0])
         heads = [queue.oldest() for queue in self._queues]
         while count > 0 and (choice := self._lowest(heads)) is not None:
             row, until = choice

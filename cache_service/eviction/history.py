@@ -83,9 +83,9 @@ class PrefixHasher:
     ) -> Uint64Array:
         """[n] hashes of the prefixes that end with each block, for several sequences one after the other.
 
-        tokens [n * block_size]; places [n] of the blocks in their sequences; before [m], the hashes of the prefixes in front of
-        each sequence's blocks, or of its root; lens [m], the blocks of each. A hash is the sum of a hash for each block with its
-        place, because sums over many blocks are one operation.
+        tokens [n * block_size]; places [n] of the blocks in their sequences; before [m], the hashes of the prefixes in front
+        of each sequence's blocks, or of its root; lens [m], the blocks of each. A hash is the sum of a hash for each block
+        with its place, because sums over many blocks are one operation.
         """
         if block_size not in self._factors:
             self._factors[block_size] = np.arange(1, block_size + 1).astype(np.uint64) * _GOLDEN | np.uint64(1)

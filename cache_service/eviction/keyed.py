@@ -55,6 +55,9 @@ class KeyedPolicy(ABC):
         self.forget(taken)
         return taken
 
+    def prepare(self) -> None:  # noqa: B027  a base that is complete
+        """Nothing was put off."""
+
     def waiting(self) -> Int32Array:
         rows = [self._queues[key].live() for key in sorted(self._queues)]
         return np.concatenate([np.empty(0, np.int32), *rows])

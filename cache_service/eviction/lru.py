@@ -37,5 +37,8 @@ class LruPolicy:
         self._stamps.end(victims)
         return victims
 
+    def prepare(self) -> None:
+        """Nothing was put off."""
+
     def waiting(self) -> Int32Array:
         return self._queue.live()

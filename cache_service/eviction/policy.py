@@ -45,5 +45,8 @@ class EvictionPolicy(Protocol):
     def take(self, count: int) -> Int32Array:
         """The first count victims (the pool has at least so many), which are evictable no more."""
 
+    def prepare(self) -> None:
+        """Nobody waits for an answer now: what was put off may be done, as much as a step may be late."""
+
     def waiting(self) -> Int32Array:
         """All evictable blocks, in the order of eviction as far as that is fixed; for audits."""

@@ -2,8 +2,8 @@
 
 `grow`: 256 sequences grow by a token a step, staggered, so that 16 blocks are evicted each step. `turnover`: the same, and one
 of them ends each step while another begins, half of whose prompt the last one that ended left cached. Both policies take the
-same steps in turn, a few dozen at a time. `ratio` compares CPU time, all of it: what a policy puts off and does now and then
-counts, what other processes do does not. Medians and percentiles are of single steps, by the clock.
+same steps in turn, a few dozen at a time. `ratio` compares CPU time, all of it: what is put off until a step is answered
+counts, what other processes do does not. Medians and percentiles are of single steps, by the clock, until they are answered.
 """
 
 import time
@@ -30,9 +30,7 @@ def figures() -> Iterator[dict[str, object]]:
     for num_blocks in _POOLS:
         pools = [_FullPool(num_blocks, policy) for policy in _POLICIES]
         for name, next_job, num_rounds in (("turnover", _FullPool.turn_over, 48), ("grow", _FullPool.grow, 4)):
-            rounds = [
-                [pool.run([next_job(pool) for _ in range(_ROUND)]) for pool in pools] for _ in range(num_rounds)
-            ]
+            rounds = [[pool.run([next_job(pool) for _ in range(_ROUND)]) for pool in pools] for _ in range(num_rounds)]
             yield {"blocks": num_blocks, "step": name, **_figure(rounds)}
 
 
@@ -69,12 +67,14 @@ class _FullPool:
 
     def run(self, jobs: list[Job]) -> tuple[float, list[float]]:
         """CPU seconds for all, and seconds for each."""
-        marks = [time.perf_counter()]
+        took = []
         begin = time.process_time()
         for job in jobs:
+            step_begins = time.perf_counter()
             self._do(*job)
-            marks.append(time.perf_counter())
-        return time.process_time() - begin, np.diff(marks).tolist()
+            took.append(time.perf_counter() - step_begins)
+            self._manager.publish_pending()
+        return time.process_time() - begin, took
 
     def grow(self) -> Job:
         """A step in which all sequences grow."""

@@ -1,6 +1,5 @@
 """The order of each eviction policy, by hand: chains of a few blocks, made and used again through the core."""
 
-import numpy as np
 import pytest
 
 from cache_service.errors import InvalidField
