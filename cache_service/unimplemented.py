@@ -12,5 +12,4 @@ UNIMPLEMENTED_METHODS = {
     "SwapOutSequence": "swap",
     "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }

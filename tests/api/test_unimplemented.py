@@ -17,7 +17,6 @@ LEFT_OUT = {
     "SwapOutSequence": "swap",
     "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }
 
 
