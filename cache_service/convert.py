@@ -271,9 +271,15 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
 
 
 def pool_stats(stats: PoolStats, info: pb.PoolInfo) -> pb.PoolStats:
-    """Field names are the same on both sides."""
+    """Field names are the same on both sides; only bytes are not the core's to know."""
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
-    return pb.PoolStats(pool=info, **values)
+    num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
+    return pb.PoolStats(
+        pool=info,
+        used_bytes=num_used * info.block_bytes,
+        peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
+        **values,
+    )
 
 
 def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:

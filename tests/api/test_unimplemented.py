@@ -9,13 +9,11 @@ from tests.support.cache_api import DEADLINE, Api
 LEFT_OUT = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
 }
 

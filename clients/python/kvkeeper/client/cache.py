@@ -200,6 +200,14 @@ class AsyncCacheSession:
         """Whether a prompt could start now, later or never."""
         return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
+    async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return await self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    async def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        await self._do(self._calls.unpin_prefix(pin_id))
+
     async def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""
         return await self._do(self._calls.clear_prefix_cache())

@@ -155,6 +155,13 @@ class SessionCalls:
         )
         return Call("CheckAdmission", request, _whole)
 
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str) -> Call[pb.PinPrefixResponse]:
+        request = pb.PinPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), ttl_ms=ttl_ms, tenant=tenant)
+        return Call("PinPrefix", request, _whole)
+
+    def unpin_prefix(self, pin_id: str) -> Call[None]:
+        return Call("UnpinPrefix", pb.UnpinPrefixRequest(**self.head, pin_id=pin_id), lambda _: None)
+
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)
 

@@ -177,6 +177,14 @@ class CacheSession:
         """Whether a prompt could start now, later or never."""
         return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        self._do(self._calls.unpin_prefix(pin_id))
+
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""
         return self._do(self._calls.clear_prefix_cache())
