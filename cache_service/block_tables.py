@@ -13,6 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.counters import Counters
 from cache_service.eviction import Use
 from cache_service.owner import Owner
+from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
 from cache_service.retention import drop_outside
@@ -57,6 +58,7 @@ class BlockTables:
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
         self.pool = BlockPool(config, lambda blocks: self.publisher.forget(blocks))
+        self.pins = Pins(self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
@@ -178,6 +180,8 @@ class BlockTables:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
         if most < least:
+            if self.pins_give_way(slot, seqs.num_blocks(least) - len(hits) - num_room, hits):
+                return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
             self.counters.num_refusals += 1
             return False
         pool.acquire(hits)
@@ -238,6 +242,23 @@ class BlockTables:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
+    def could_pins_give_way(self, slot: int | None, num_short: int, hits: Int32Array) -> bool:
+        """Whether so many blocks, beside these hits, would come free of pins for a sequence that could not go on otherwise.
+
+        Only for one that runs alone: whatever else holds blocks ends some day, and fences are lifted soon.
+        """
+        if not self.pins or num_short <= self.pool.num_fenced:
+            return False
+        is_alone = all(other == slot for other in self.sequences.running_slots().tolist())
+        return is_alone and self.pins.could_give_way(num_short, hits)
+
+    def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:
+        """The same, done where it can be."""
+        gives_way = self.could_pins_give_way(slot, num_short, hits)
+        if gives_way:
+            self.pins.give_way(num_short, hits)
+        return gives_way
+
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
         self.last_roots[blocks] = _UNKNOWN_ROOT
@@ -253,6 +274,9 @@ class BlockTables:
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
+            if not starved and num_least > pool.num_available:
+                self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:

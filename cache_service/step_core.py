@@ -68,6 +68,7 @@ class StepCore:
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+        self.revision += self.tables.pins.expire(self.now) > 0
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
         """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
@@ -106,6 +107,7 @@ class StepCore:
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
+        self.tables.pins.end_of(session)
         del self._owners[session]
         return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
 
@@ -276,6 +278,8 @@ class StepCore:
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
+        if self.tables.pins and not len(self.tables.sequences.running_slots()):
+            return 0  # what is held is held by pins
         return self._num_spare_blocks if self.tables.pool.num_referenced else 0
 
     def _owner(self, session: SessionId) -> Owner:

@@ -327,3 +327,8 @@ class PoolStats:
     revision: int
     pressure: PressureLevel
     num_sessions: int
+    num_misses: int
+    hit_rate: float
+    block_utilization: float
+    num_pins: int
+    num_pinned_blocks: int

@@ -16,12 +16,13 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
-from tests.support.naive_cache import NaiveCache, NaiveSequence, NaiveSession, expect, require
+from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
+from tests.support.naive_keeping import NaiveKeeping
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
-class NaiveSteps(NaiveCache):
+class NaiveSteps(NaiveKeeping):
     """The reference model, with its operations."""
 
     def open_session(self, session: str, executor: Executor) -> None:
@@ -53,6 +54,8 @@ class NaiveSteps(NaiveCache):
                 self.quarantine.setdefault(block, set()).add(session)
         for q in sequences:
             self.release(q)
+        for pin_id in [pin_id for pin_id, pin in self.pins.items() if pin.session == session]:
+            self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
         return len(sequences), len(writable) if may_still_write else 0
@@ -60,27 +63,6 @@ class NaiveSteps(NaiveCache):
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
         self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
-        self.settle()
-
-    def clear(self) -> tuple[int, int]:
-        """Answers (blocks that came free, entries forgotten)."""
-        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
-        self.index.clear()
-        self.pending.clear()
-        for q in self.sequences.values():
-            q.published = 0
-        self.settle()
-        return num_cached, num_entries
-
-    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
-        """The core says it evicted so many, and these entries are gone."""
-        states = self.states()
-        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
-        expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
-        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
-        self.victims, self.num_granted = oldest_first[:wanted], wanted
-        self.evict("eviction on demand", gone)
         self.settle()
 
     # Steps
@@ -224,9 +206,8 @@ class NaiveSteps(NaiveCache):
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
         match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
-        states = self.states()
-        room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
-        room -= sum(states[block] is BlockState.CACHED for block in match)
+        self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
+        room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
         if room <= 0:
@@ -280,8 +261,11 @@ class NaiveSteps(NaiveCache):
     ) -> tuple[bool, list[Update]]:
         """The largest count that fits. Answers whether later items get nothing, and the table updates."""
         target = max(q.reserved, most)
-        room = 0 if blocked else self.num_available()
         copied_idx = self.must_copy(q, target)
+        if not blocked:
+            num_least = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
+            self.give_way(q, num_least - self.num_available(), [])
+        room = 0 if blocked else self.num_available()
         room -= copied_idx is not None
         granted = min(target, (len(q.table) + max(room, 0)) * self.block_size)
         name = f"reservation of {q.sequence_id}"
