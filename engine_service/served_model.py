@@ -101,7 +101,7 @@ def _from_folder(folder: Path, decoder: Decoder, config: ModelConfig) -> ServedM
         layout=lambda block_size: kv_layout_of(config, decoder.dtype, block_size),
         make_runner=lambda kv_view, layout: ModelRunner(decoder, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
-        rope_parameters=json.dumps(dataclasses.asdict(config.rope), sort_keys=True),
+        rope_parameters=json.dumps([rope and dataclasses.asdict(rope) for rope in (config.rope, config.local_rope)]),
     )
 
 

@@ -15,7 +15,7 @@ from engine_service.errors import ModelFileMissingError, UnsupportedModelError, 
 from engine_service.model.config import ModelConfig, read_model_config
 from engine_service.model.decoder import Decoder
 from engine_service.model.safetensors_files import iterate_tensors, list_weight_files
-from engine_service.model.weight_map import allocate_weights
+from engine_service.model.weight_map import allocate_weights, norms_of
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -62,6 +62,9 @@ def load_model(
             destination.part.copy_(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
+    if config.norm_offset:
+        for norm in norms_of(weights):
+            norm.add_(1)
     return Decoder(config, weights), config
 
 
