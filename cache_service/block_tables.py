@@ -6,6 +6,7 @@ Committed blocks come to be shared by publishing.py. Does not know how items arr
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from cache_service.counters import Counters
 from cache_service.eviction import Use
 from cache_service.mover import Mover
 from cache_service.owner import Owner
+from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
+from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
 from cache_service.swapping import Swapping
 from cache_service.transfers import Order
@@ -50,16 +53,26 @@ class Grants:
     blocks: Int32Array
 
 
+class Fit(NamedTuple):
+    """A start: new blocks and slots that it would get, and how many blocks it lacks, 0 where it fits."""
+
+    num_new: int
+    num_slots: int
+    num_short: int
+
+
 class BlockTables:
     """The operations on block tables."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
+        self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
         self._prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.swapping: Swapping | None = None  # where there is a host tier
         self.index = PrefixIndex(config.num_blocks, config.block_size, config.num_host_blocks, self._lose_hosts)
         self.pool = BlockPool(config, self._forget)
+        self.pins = Pins(self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
@@ -67,13 +80,25 @@ class BlockTables:
             mover = Mover(config, self.index, self.pool, self.last_roots, self.publisher.disown)
             self.swapping = Swapping(self, mover)
 
-    def commit(self, owner: Owner, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array) -> None:
-        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet."""
+    def commit(
+        self,
+        owner: Owner,
+        slots: Int64Array,
+        lens: Int32Array,
+        num_new: Int32Array,
+        tokens: Int32Array,
+        *,
+        one_each: bool,
+    ) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet.
+
+        one_each: every num_new is 1.
+        """
         seqs = self.sequences
         if len(tokens):
             known = seqs.num_tokens[slots]
-            if len(tokens) == len(slots) and int(num_new.min()) == 1:
-                seqs.tokens[slots, known] = tokens
+            if one_each:
+                seqs.note_tokens(slots, known, tokens)
             else:
                 within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
                 seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
@@ -81,6 +106,8 @@ class BlockTables:
         seqs.num_committed[slots] = lens
         if self._prefix_caching:
             self.publisher.note(owner, slots)
+        if seqs.num_retaining:
+            drop_outside(self, owner, slots, told_now=True)
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
@@ -88,7 +115,7 @@ class BlockTables:
         num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
         child = seqs.take_slot()
         blocks = seqs.tables[parent, :num_blocks]
-        self.pool.acquire(blocks)
+        self.pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
         seqs.tables[child, :num_blocks] = blocks
         seqs.tokens[child, :num_tokens] = seqs.tokens[parent, :num_tokens]
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_prompt):
@@ -97,6 +124,10 @@ class BlockTables:
             column[child] = column[parent]
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
+        if seqs.num_window[parent]:
+            seqs.retain(child, int(seqs.num_sink[parent]), int(seqs.num_window[parent]))
+            if seqs.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
+                seqs.hole_ends[child], seqs.share_limits[child] = seqs.hole_ends[parent], seqs.share_limits[parent]
         self.publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:
             seqs.may_copy[[parent, child]] = True
@@ -109,6 +140,9 @@ class BlockTables:
         table = seqs.table(slot)
         num_kept = min(seqs.num_blocks(num_tokens), len(table))
         dropped = table[num_kept:][::-1].copy()
+        if seqs.hole_ends[slot] > num_kept:  # cut before the holes
+            dropped = dropped[dropped != NULL_BLOCK]
+            seqs.close_hole(slot)
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
@@ -126,7 +160,7 @@ class BlockTables:
             for slot in running:
                 self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in running]
+        tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         if self.swapping is not None:
@@ -142,6 +176,7 @@ class BlockTables:
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        num_most = min(num_most, int(seqs.share_limits[slot]))
         return self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
@@ -171,15 +206,17 @@ class BlockTables:
         if self.swapping is not None and np.count_nonzero(hits) < len(hits):
             joined = self.swapping.join(owner, nodes, hits)
         fit = self._fit(hits, known, max_new, num_spare, exactly)
-        if fit is None and joined is not None:
+        if fit.num_short and joined is not None:
             on_device = self.index.block_of_node[nodes] > 0
             nodes, joined = nodes[: int(np.argmin(on_device))], None
             hits = self.index.block_of_node[nodes]
             fit = self._fit(hits, known, max_new, num_spare, exactly)
-        if fit is None:
+        if fit.num_short:
+            if self.pins_give_way(slot, fit.num_short, hits):
+                return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
             self.counters.num_refusals += 1
             return False
-        num_new, most = fit
+        num_new, most = fit.num_new, fit.num_slots
         hit_len = len(hits) * self._block_size
         if joined is not None and self.swapping is not None:
             self.swapping.start(owner, slot, nodes, hits, joined)
@@ -207,8 +244,8 @@ class BlockTables:
         self.counters.num_hit_tokens += hit_len
         return True
 
-    def _fit(self, hits: Int32Array, known: int, max_new: int, num_spare: int, exactly: int) -> tuple[int, int] | None:
-        """(new blocks, slots granted) of a start on these blocks, the zeros of which are to be loaded; or None: no room."""
+    def _fit(self, hits: Int32Array, known: int, max_new: int, num_spare: int, exactly: int) -> Fit:
+        """How a start on these blocks fits; the zeros are to be loaded, and take a block each."""
         hit_len = len(hits) * self._block_size
         least, most = hit_len + 1, min(hit_len + max_new, known)
         if exactly:
@@ -216,23 +253,24 @@ class BlockTables:
         num_loads = len(hits) - int(np.count_nonzero(hits))
         num_room = self.pool.num_available - self.pool.num_revived(hits) - num_spare - num_loads
         num_new = self.sequences.num_blocks(most) - len(hits)
+        num_short = 0
         if num_new > num_room:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
-        # What is loaded has to fit in any case; with nothing to load, num_room below 0 means that no new block is to be had.
-        return None if most < least or (num_loads and num_room < 0) else (num_new, most)
+        if most < least or (num_loads and num_room < 0):
+            num_short = self.sequences.num_blocks(least) - len(hits) - num_room
+        return Fit(num_new, most, num_short)
 
     def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
         """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
         seqs = self.sequences
         held = seqs.num_reserved[slots]
         wanted = np.maximum(held, most)
-        round_up = self._block_size - 1
-        table_lens = (held + round_up) // self._block_size
-        num_new = (wanted + round_up) // self._block_size - table_lens
+        table_lens = (held + self._round_up) // self._divisor
+        num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
-        seqs.num_accesses[slots] += 1
+        seqs.note_access(slots)
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         seqs.num_reserved_before[slots] = held
@@ -262,6 +300,23 @@ class BlockTables:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
+    def could_pins_give_way(self, slot: int | None, num_short: int, hits: Int32Array) -> bool:
+        """Whether so many blocks, beside these hits, would come free of pins for a sequence that could not go on otherwise.
+
+        Only for one that runs alone: whatever else holds blocks ends some day, and fences are lifted soon.
+        """
+        if not self.pins or num_short <= self.pool.num_fenced:
+            return False
+        is_alone = all(other == slot for other in self.sequences.running_slots().tolist())
+        return is_alone and self.pins.could_give_way(num_short, hits)
+
+    def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:
+        """The same, done where it can be."""
+        gives_way = self.could_pins_give_way(slot, num_short, hits)
+        if gives_way:
+            self.pins.give_way(num_short, hits)
+        return gives_way
+
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
         self.last_roots[blocks] = UNKNOWN_ROOT
@@ -277,6 +332,9 @@ class BlockTables:
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
+            if not starved and num_least > pool.num_available:
+                self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (0 if starved else pool.num_available) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:

@@ -21,6 +21,7 @@ from kvkeeper.service.config import (
     ConfigSource,
     check_address,
     check_choice,
+    check_metrics_address,
     check_range,
     parse_switch,
 )
@@ -52,12 +53,14 @@ class CacheConfig:
     max_sessions: int = 64
     eviction_policy: str = "lru"
     prefix_caching: bool = True
+    metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         check_address("listen", self.listen)
+        check_metrics_address(self.metrics_listen)
         if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
@@ -72,7 +75,7 @@ class CacheConfig:
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
         try:
-            make_policy(self.eviction_policy, 2, lambda blocks: blocks > 0)
+            make_policy(self.eviction_policy, 2)
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
 
@@ -96,6 +99,7 @@ _PARSERS: dict[str, Any] = {
     "max_sessions": int,
     "eviction_policy": str,
     "prefix_caching": parse_switch,
+    "metrics_listen": str,
     "reflection": parse_switch,
     "drain_timeout": float,
     "log_level": str,
@@ -112,6 +116,7 @@ _HELP = {
     "max_sessions": "most live sessions",
     "eviction_policy": "which cached block is forgotten first",
     "prefix_caching": "share committed prefixes between sequences",
+    "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "drain_timeout": "seconds that live sessions have to close once the service is asked to stop",
     "log_level": ", ".join(LOG_LEVELS),

@@ -4,16 +4,23 @@ Checks what the core cannot see any more once it has values: sizes of columns, r
 core checks what the values mean. Columns are not copied on the way in and once on the way out.
 """
 
+from typing import Any
+
 import numpy as np
 
 from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.events import Event
+from cache_service.explain import Explanation, in_words
 from cache_service.session import Session
 from cache_service.types import (
     MAX_ID,
+    BlockState,
+    BlockView,
     Executor,
     Int32Array,
     Int64Array,
     PoolStats,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceView,
@@ -34,6 +41,8 @@ EXECUTORS = {
     pb.EXECUTOR_ENGINE: Executor.ENGINE,
 }
 _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
+
+_BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
 
 
 def step_batch(request: pb.StepRequest) -> StepBatch:
@@ -135,9 +144,7 @@ def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None
 
 
 def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
-    """Raises InvalidField, NotImplementedYet."""
-    if request.HasField("retention"):
-        raise NotImplementedYet("retention is not part of this build", feature="retention")
+    """Raises InvalidField."""
     if bool(request.token_ids) == bool(request.packed_token_ids):
         raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
     check_range("priority", request.priority, -1000, 1000)
@@ -148,7 +155,26 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
             raise InvalidField("token ids are below 2^31", field="packed_token_ids", limit=_MAX_INT32)
     else:
         tokens = token_ids(request.token_ids)
-    return SequenceArgs(sequence_id(request.sequence_id), tokens, request.max_tokens, tenant(request.tenant), request.priority)
+    return SequenceArgs(
+        sequence_id(request.sequence_id),
+        tokens,
+        request.max_tokens,
+        tenant(request.tenant),
+        request.priority,
+        retention(request),
+    )
+
+
+def retention(
+    request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest | pb.CheckAdmissionRequest,
+) -> Retention | None:
+    """None where the field is absent. Raises InvalidField."""
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    check_range("retention.num_sink_tokens", sink, 0, _MAX_INT32)
+    check_range("retention.num_window_tokens", window, 1, _MAX_INT32)
+    return Retention(sink, window)
 
 
 def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
@@ -187,6 +213,10 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
 
 def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = _EMPTY32) -> pb.SequenceInfo:
     """A sequence as people see it."""
+    retention = None
+    if view.retention is not None:
+        sink, window = view.retention.num_sink_tokens, view.retention.num_window_tokens
+        retention = pb.Retention(num_sink_tokens=sink, num_window_tokens=window)
     return pb.SequenceInfo(
         sequence_id=view.sequence_id,
         session_id=view.session_id,
@@ -200,13 +230,56 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         block_table=view.block_table.tolist() if with_table else (),
         token_ids=tokens.tolist(),
         num_accesses=view.num_accesses,
+        retention=retention,
+    )
+
+
+def explanation(found: Explanation) -> pb.ExplainMatchResponse:
+    """In numbers and in words."""
+    return pb.ExplainMatchResponse(
+        num_matched_tokens=found.num_matched,
+        explanation=in_words(found),
+        end=int(found.end),  # type: ignore[arg-type]  # the numbers are the protocol's
+        num_host_tokens=found.num_host,
+        num_hit_tokens=found.num_hit,
+        num_common_tokens=found.num_common,
+        ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
+    )
+
+
+def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
+    """One message of a watch."""
+    return pb.WatchEventsResponse(
+        revision=revision,
+        kind=int(event.kind),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
+        block_names=event.names,
+        parent_names=event.parents,
+        tier=int(event.tier or 0),  # type: ignore[arg-type]
+        pressure=int(event.pressure or 0),  # type: ignore[arg-type]
+    )
+
+
+def block_info(view: BlockView) -> pb.GetBlockResponse:
+    """A block as people see it."""
+    return pb.GetBlockResponse(
+        state=_BLOCK_STATES[view.state],
+        num_references=view.num_references,
+        num_fences=view.num_fences,
+        num_quarantines=view.num_quarantines,
+        indexed=view.indexed,
     )
 
 
 def pool_stats(stats: PoolStats, info: pb.PoolInfo) -> pb.PoolStats:
-    """Field names are the same on both sides."""
+    """Field names are the same on both sides; only bytes are not the core's to know."""
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
-    return pb.PoolStats(pool=info, **values)
+    num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
+    return pb.PoolStats(
+        pool=info,
+        used_bytes=num_used * info.block_bytes,
+        peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
+        **values,
+    )
 
 
 def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:

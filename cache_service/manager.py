@@ -1,8 +1,8 @@
 """One pool: the facade of the pure core.
 
-Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
-questions that change nothing. Who asks or calls publishes what is pending first, where the answer is to see it. Knows no grpc,
-asyncio, torch or clock.
+Adds to the steps (step_core.py) and the calls on the prefix cache (prefix_calls.py) the one-item calls, each a step of one item
+whose device work is complete at once, and the questions that change nothing. Who asks or calls publishes what is pending first,
+where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,27 @@ from cache_service.errors import (
     OutOfBlocks,
     OutOfHostBlocks,
     OutOfSequences,
+    UnknownBlock,
     UnknownSequence,
 )
+from cache_service.explain import Explanation, explain_match
 from cache_service.owner import Owner
+from cache_service.prefix_calls import PrefixCalls
 from cache_service.stats import pool_stats
 from cache_service.step import too_long, wrong_state
-from cache_service.step_core import StepCore
 from cache_service.transfers import Order
 from cache_service.types import (
     NO_INT32,
     Admission,
     BlockId,
     BlockState,
+    BlockView,
     Copies,
     Executor,
     Int32Array,
     ItemResult,
     PoolStats,
+    Retention,
     SequenceId,
     SequenceState,
     SequenceView,
@@ -61,7 +65,7 @@ class Demotion:
     copies: Copies = field(default_factory=lambda: Copies(NO_INT32, NO_INT32))
 
 
-class Manager(StepCore):
+class Manager(PrefixCalls):
     """See the module."""
 
     # One-item calls
@@ -151,7 +155,8 @@ class Manager(StepCore):
     def release(self, session: SessionId, sequence_id: int) -> int:
         """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
         owner, slot = self._find(session, sequence_id)
-        alone = int(np.count_nonzero(self.tables.pool.ref_counts[self.tables.shown_table(slot)] == 1))
+        table = self.tables.shown_table(slot)
+        alone = int(np.count_nonzero(self.tables.pool.ref_counts[table[table > 0]] == 1))
         self._step_once(owner, release_ids=np.array([sequence_id]))
         return alone
 
@@ -210,30 +215,62 @@ class Manager(StepCore):
         nodes = self.tables.match_tokens(root, token_ids, len(token_ids) // self.config.block_size)
         return self.tables.index.block_of_node[nodes]
 
+    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
+        """Why the longest cached prefix ends where it does. May take a millisecond."""
+        return explain_match(self.tables, self.config, tenant, token_ids)
+
+    def block_view(self, block: int) -> BlockView:
+        """Raises UnknownBlock."""
+        pool = self.tables.pool
+        if not 0 < block < pool.num_blocks:
+            raise UnknownBlock(f"the pool has no block {block}", limit=pool.num_blocks - 1)
+        return BlockView(
+            state=pool.state(block),
+            num_references=int(pool.ref_counts[block]),
+            num_fences=int(pool.fence_counts[block]),
+            num_quarantines=int(pool.quarantine_counts[block]),
+            indexed=bool(pool.indexed[block]),
+        )
+
     def check_admission(
-        self, tenant: str, token_ids: Int32Array | None, num_prompt_tokens: int, num_new_tokens: int
+        self,
+        tenant: str,
+        token_ids: Int32Array | None,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        retention: Retention | None = None,
     ) -> Admission:
-        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given."""
+        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given.
+
+        With retention it need not start whole: what it holds at once is enough.
+        """
         pool, block_size = self.tables.pool, self.config.block_size
         hits = np.empty(0, np.int32)
         if token_ids is not None:
             num_prompt_tokens = len(token_ids)
             hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
-        num_required = -(-num_prompt_tokens // block_size) - int(np.count_nonzero(hits))  # what is loaded takes a block too
-        num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
-        can_ever = num_prompt_tokens + num_new_tokens <= self.config.limit_tokens
+        num_required = -(-num_prompt_tokens // block_size)
+        if retention is not None:
+            hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
+            num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
+        num_required -= int(np.count_nonzero(hits))  # what is to be loaded takes a block too
+        num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
+        has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
+        limit = self.config.limit_with(retention)
+        can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
-            can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
+            can_now=can_ever and has_room and self.tables.sequences.num_free_slots > 0,
             can_ever=can_ever,
             num_hit_tokens=len(hits) * block_size,
             num_required_blocks=num_required,
-            num_available_blocks=num_room,
-            limit_tokens=self.config.limit_tokens,
+            num_available_blocks=max(0, num_room),
+            limit_tokens=limit,
         )
 
     def clear_prefix_cache(self) -> ClearResult:
-        """Forgets every cached block that nothing holds; blocks in use lose their index entry."""
+        """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end."""
         self.revision += 1
+        self.tables.pins.clear()
         return ClearResult(*self.tables.publisher.clear_index())
 
     def evict_blocks(self, num_free_blocks: int) -> int:
@@ -328,6 +365,7 @@ class Manager(StepCore):
             num_accesses=int(seqs.num_accesses[slot]),
             block_table=table,
             num_host_blocks=self.tables.swapping.host.num_blocks_of(slot) if self.tables.swapping is not None else 0,
+            retention=seqs.retention(slot),
         )
 
 

@@ -15,7 +15,7 @@ from cache_service.counters import Counters
 from cache_service.owner import Owner, TableUpdates
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 _ALL = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
@@ -71,9 +71,9 @@ class Publisher:
         self._sequences.last_nodes[running] = self._sequences.roots[running]
         return self._pool.unindex(blocks), len(blocks)
 
-    def forget(self, blocks: Int32Array) -> Int32Array:
+    def forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Un-indexes blocks and what is below. Answers the others that lost their entry."""
-        lost = self._index.forget_blocks(blocks)
+        lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
             self.disown()
         return lost
@@ -99,6 +99,13 @@ class Publisher:
         seqs.num_published[slot] = num_published
         seqs.last_nodes[slot] = node
 
+    def publish_at_most(self, slot: int, num_blocks: int) -> None:
+        """From now on nothing of the sequence from this table index on is published."""
+        seqs = self._sequences
+        seqs.share_limits[slot] = min(int(seqs.share_limits[slot]), num_blocks)
+        if seqs.num_published[slot] > num_blocks:
+            self.set_published(slot, num_blocks, like=slot)
+
     def check(self) -> list[str]:
         """What is wrong, for audits: whatever is pending belongs to a living sequence of its owner."""
         seqs, wrong = self._sequences, list[str]()
@@ -110,13 +117,13 @@ class Publisher:
     def _publish_some(self, owner: Owner, slots: Int64Array, max_blocks: int, told_now: Owner | None) -> int:
         """Of one commit; what is too much goes back to the front. Answers the number of blocks."""
         seqs = self._sequences
-        behind = (seqs.num_committed[slots] // self._block_size > seqs.num_published[slots]).nonzero()[0]
+        behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
         if not len(behind):
             return 0
         slots = slots[behind]
         slots = slots[seqs.states[slots] == SequenceState.RUNNING]
         first = seqs.num_published[slots]
-        last = seqs.num_committed[slots] // self._block_size
+        last = self._num_to_publish(slots)
         # What a copy in flight fills must not be read by others yet.
         copying = seqs.last_copy_step[slots] > owner.completed_step_id
         last[copying] = first[copying]
@@ -132,6 +139,12 @@ class Publisher:
         until = owner.step_id - (owner is told_now)
         self._publish(owner, until, slots, first, last)
         return int((last - first).sum())
+
+    def _num_to_publish(self, slots: Int64Array) -> Int32Array:
+        """[n] leading blocks that are full, committed, and not kept private by retention."""
+        seqs = self._sequences
+        num_full = seqs.num_committed[slots] // self._block_size
+        return np.minimum(num_full, seqs.share_limits[slots]) if seqs.num_retaining else num_full
 
     def _publish(self, owner: Owner, until: int, slots: Int64Array, first: Int32Array, last: Int32Array) -> None:
         """Puts blocks [first, last) of each table into the index, in list order."""

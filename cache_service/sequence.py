@@ -8,7 +8,10 @@ objects, because a step over a thousand sequences must be array work. Does not k
 import numpy as np
 
 from cache_service.errors import InvalidField, UnknownSequence
-from cache_service.types import Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
+
+_ALL = 2**31 - 1
+_MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
 class SequenceTable:
@@ -17,7 +20,7 @@ class SequenceTable:
     def __init__(self, config: PoolConfig) -> None:
         slots = config.max_sequences
         self.block_size = config.block_size
-        self.max_blocks = -(-config.limit_tokens // config.block_size)
+        self.max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
         self.ids: Int64Array = np.zeros(slots, np.int64)
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
         self.states = np.zeros(slots, np.int8)  # SequenceState
@@ -34,20 +37,68 @@ class SequenceTable:
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
-        self.num_accesses: Int64Array = np.zeros(slots, np.int64)
+        self._num_accesses: Int64Array = np.zeros(slots, np.int64)
+        # What steps leave for later: slots of accesses not counted, tokens (slots, positions, tokens) not written yet.
+        self._accessed: list[Int64Array] = []
+        self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
         # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
         self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
+        # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be
+        # shared, because attention was whole up to there and no hole is among them.
+        self.num_sink: Int64Array = np.zeros(slots, np.int64)
+        self.num_window: Int64Array = np.zeros(slots, np.int64)
+        self.hole_ends: Int32Array = np.zeros(slots, np.int32)
+        self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
+        self.num_retaining = 0  # sequences with a window
         self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
-        self.tokens: Int32Array = np.zeros((slots, config.limit_tokens), np.int32)
+        self._tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_sink, self.num_window, self.hole_ends),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def num_accesses(self) -> Int64Array:
+        """[slots] how many steps named each sequence."""
+        self.settle()
+        return self._num_accesses
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[slots, most tokens] token ids; a row holds num_tokens of them."""
+        if self._told:
+            self.settle()
+        return self._tokens
+
+    def note_access(self, slots: Int64Array) -> None:
+        """A step names these distinct sequences."""
+        self._accessed.append(slots)
+        if len(self._accessed) == _MOST_NOTED:
+            self.settle()
+
+    def note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Each of these distinct sequences gets one token at its position.
+
+        Written when somebody looks: a thousand rows are a thousand cache misses, and the engine need not wait for them.
+        """
+        self._told.append((slots, positions, tokens))
+        if len(self._told) == _MOST_NOTED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Does what steps have left for later."""
+        for slots in self._accessed:
+            self._num_accesses[slots] += 1
+        self._accessed.clear()
+        for slots, positions, tokens in self._told:
+            self._tokens[slots, positions] = tokens
+        self._told.clear()
 
     @property
     def num_free_slots(self) -> int:
@@ -59,19 +110,45 @@ class SequenceTable:
 
     def take_slot(self) -> int:
         """A slot whose counters are all 0."""
+        self.settle()
         slot = self._free_slots.pop()
         for column in self._counters:
             column[slot] = 0
         self.may_copy[slot] = False
+        self.share_limits[slot] = _ALL
         return slot
 
     def free_slot(self, slot: int) -> None:
         self.states[slot] = SequenceState.FREE_SLOT
+        self.num_retaining -= int(self.num_window[slot] > 0)
         self._free_slots.append(slot)
 
+    def retain(self, slot: int, num_sink: int, num_window: int) -> None:
+        """From now on only so many leading and last tokens are kept. Not for a sequence with holes."""
+        self.num_retaining += int(not self.num_window[slot])
+        self.num_sink[slot], self.num_window[slot] = num_sink, num_window
+        self.close_hole(slot)
+
+    def close_hole(self, slot: int) -> None:
+        """No table entry is a hole any more."""
+        self.hole_ends[slot] = 0
+        if self.num_window[slot]:
+            limit = int(self.num_sink[slot] + self.num_window[slot]) // self.block_size
+            self.share_limits[slot] = min(limit, _ALL)
+
     def table(self, slot: int) -> Int32Array:
-        """[ceil(reserved / block size)] block ids; a view."""
+        """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole of retention; a view."""
         return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
+
+    def held(self, slot: int) -> Int32Array:
+        """The blocks that a table names, in order, without its holes."""
+        table = self.table(slot)
+        return table[table != NULL_BLOCK] if self.hole_ends[slot] else table
+
+    def retention(self, slot: int) -> Retention | None:
+        if not self.num_window[slot]:
+            return None
+        return Retention(int(self.num_sink[slot]), int(self.num_window[slot]))
 
     def live_slots(self) -> Int64Array:
         return np.flatnonzero(self.states)

@@ -1,4 +1,4 @@
-"""CacheService but for its hot path: sessions, one-item calls and questions, as thin wrappers over the core.
+"""CacheService but for its hot path and what questions.py has: sessions and one-item calls, as thin wrappers over the core.
 
 One method per RPC, in the proto's order; each takes a parsed request and gives the response, and raises CacheError. A
 one-item call counts as a step whose device work is complete at once: its copies are run here before the answer, so it
@@ -16,6 +16,9 @@ from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from cache_service.questions import Questions
+from cache_service.retention import check_readable
+from cache_service.service_prefix import PrefixService
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
@@ -32,12 +35,12 @@ class _OfSession(Protocol):
     epoch: int
 
 
-class CacheService:
+class CacheService(Questions, PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
     def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str) -> None:
+        super().__init__(keeper)
         self._config = config
-        self._keeper = keeper
         self._attach_path = attach_path
         self._started = keeper.now()
 
@@ -64,7 +67,11 @@ class CacheService:
             convert.check_range("num_prompt_tokens", request.num_prompt_tokens, 1, 2**31 - 1)
         convert.check_range("num_new_tokens", request.num_new_tokens, 0, 2**31 - 1)
         answer = live.pool.manager.check_admission(
-            convert.tenant(request.tenant), tokens, request.num_prompt_tokens, request.num_new_tokens
+            convert.tenant(request.tenant),
+            tokens,
+            request.num_prompt_tokens,
+            request.num_new_tokens,
+            convert.retention(request),
         )
         verdict = pb.ADMISSION_VERDICT_NOW if answer.can_now else pb.ADMISSION_VERDICT_LATER
         return pb.CheckAdmissionResponse(
@@ -188,12 +195,10 @@ class CacheService:
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
-        for pool in pools:
-            pool.manager.publish_pending()
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
             uptime_seconds=now - self._started,
-            pools=[convert.pool_stats(pool.manager.stats(), pool.info) for pool in pools],
+            pools=[pool.stats() for pool in pools],
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
             num_opened_sessions=self._keeper.num_opened,
             num_reaped_sessions=self._keeper.num_reaped,
@@ -205,10 +210,11 @@ class CacheService:
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
-        committed = live.pool.manager.view(live.core.id, sequence_id).num_committed_tokens
-        first = request.first_token_idx
+        view = live.pool.manager.view(live.core.id, sequence_id)
+        committed, first = view.num_committed_tokens, request.first_token_idx
         convert.check_range("first_token_idx", first, 0, committed)
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
+        check_readable(view.retention, committed, first, request.num_tokens or committed - first)
         for layer_idx in request.layer_idx or range(num_layers):
             for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
                 await self._copies_done(request)  # one of them may fill the block that is read

@@ -11,10 +11,11 @@ from cache_service.types import PoolStats, SequenceState
 
 def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
-    pool, seqs = tables.pool, tables.sequences
+    pool, seqs, counters = tables.pool, tables.sequences, tables.counters
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
-    num_slots = int((-(-num_reserved // seqs.block_size)).sum()) * seqs.block_size
+    num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
+    num_slots = (int((-(-num_reserved // seqs.block_size)).sum()) - num_holes) * seqs.block_size
     return PoolStats(
         num_free_blocks=len(pool.free),
         num_cached_blocks=pool.num_evictable,
@@ -23,18 +24,23 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         num_quarantined_blocks=pool.num_quarantined,
         num_indexed_blocks=int(np.count_nonzero(pool.indexed)),
         peak_used_blocks=pool.peak_used,
-        num_shared_blocks=int(np.count_nonzero(pool.ref_counts > 1)),
+        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - tables.pins.counts > 1)),
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
         num_running_sequences=len(running),
-        slot_utilization=float(num_reserved.sum() / num_slots) if num_slots else 1.0,
-        num_evicted_blocks=pool.num_evicted,
+        slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
+        num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
         revision=revision,
         pressure=pool.pressure(),
         num_sessions=num_sessions,
+        num_misses=counters.num_look_ups - counters.num_hits,
+        hit_rate=counters.num_hit_tokens / counters.num_look_up_tokens if counters.num_look_up_tokens else 0.0,
+        block_utilization=pool.num_used / (pool.num_blocks - 1),
+        num_pins=len(tables.pins),
+        num_pinned_blocks=tables.pins.num_blocks,
         num_transfer_blocks=pool.num_in_transfer,
         num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
-        **asdict(tables.counters),
+        **asdict(counters),
         **_host_stats(tables.swapping),
     )
 

@@ -14,7 +14,7 @@ from cache_service.block_tables import BlockTables, Grants, StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
-from cache_service.step import StepPlan, check_id, check_step, has_swaps
+from cache_service.step import StepPlan, check_id, check_step, has_one_each, has_swaps
 from cache_service.swapping import Swapping
 from cache_service.types import (
     NO_INT32,
@@ -60,19 +60,32 @@ class StepCore:
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
-        self.now = 0.0  # seconds of a monotone clock, set by whoever calls before the call
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, set by whoever calls before the call."""
+        return self.tables.index.gone.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.tables.index.gone.now = seconds
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+        self.revision += self.tables.pins.expire(self.now) > 0
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
         """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
 
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
-        sessions hear of in their next reply.
+        sessions hear of in their next reply. When nothing is left, the eviction policy does what it put off.
         """
+        self.tables.sequences.settle()
         publisher = self.tables.publisher
-        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        is_left = publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        if not is_left:
+            self.tables.pool.policy.prepare()
+        return is_left
 
     # Sessions
 
@@ -101,6 +114,7 @@ class StepCore:
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
+        self.tables.pins.end_of(session)
         if self.tables.swapping is not None:
             self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
@@ -126,7 +140,7 @@ class StepCore:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         owner, seqs = self._owner(session), self.tables.sequences
         sequence_id = check_id(args.sequence_id, "sequence_id")
-        num_tokens, limit = len(args.token_ids), self.config.limit_tokens
+        num_tokens, limit = len(args.token_ids), self.config.limit_with(args.retention)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit
@@ -153,6 +167,8 @@ class StepCore:
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            if args.retention is not None:
+                seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
@@ -208,7 +224,7 @@ class StepCore:
                 log.ready.extend(swapping.wake(owner))
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
@@ -368,6 +384,8 @@ class StepCore:
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
+        if self.tables.pins and not len(self.tables.sequences.running_slots()):
+            return 0  # what is held is held by pins
         return self._num_spare_blocks if self.tables.pool.num_referenced else 0
 
     def _owner(self, session: SessionId) -> Owner:
@@ -382,6 +400,7 @@ class StepCore:
             and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
+            and seqs.retention(slot) == args.retention
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
         )

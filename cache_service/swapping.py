@@ -13,6 +13,7 @@ import numpy as np
 
 from cache_service.mover import Mover
 from cache_service.owner import Owner
+from cache_service.retention import drop_outside
 from cache_service.transfers import Move, Order
 from cache_service.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
 
@@ -286,6 +287,8 @@ class Swapping:
         seqs = self._tables.sequences
         seqs.states[move.slot] = SequenceState.RUNNING
         self._tables.publish_again(move.owner, move.slot)
+        if seqs.num_retaining:  # what was committed meanwhile may have moved its window
+            drop_outside(self._tables, move.owner, np.array([move.slot]), told_now=True)
 
     def _end_move(self, move: Move) -> None:
         """From now on somebody may write the device blocks of a swap-out, so that its copies are shared no more."""

@@ -72,6 +72,38 @@ class PressureLevel(IntEnum):
     CRITICAL = 4
 
 
+class MatchEnd(IntEnum):
+    """Why a match stops where it stops. The numbers are the protocol's."""
+
+    COMPLETE = 1
+    PARTIAL_BLOCK = 2
+    NEVER_STORED = 3
+    EVICTED = 4
+    EXPIRED = 5
+    CLEARED = 6
+    COMPUTING = 7
+    BELOW_MINIMUM = 8
+    CACHING_OFF = 9
+
+
+class Tier(IntEnum):
+    """Where a cached block's bytes are. The numbers are the protocol's."""
+
+    DEVICE = 1
+    HOST = 2  # only there
+
+
+class EventKind(IntEnum):
+    """What an event of a watch tells. The numbers are the protocol's."""
+
+    SNAPSHOT = 1
+    SNAPSHOT_END = 2
+    STORED = 3
+    REMOVED = 4
+    TIER_CHANGED = 5
+    PRESSURE = 6
+
+
 class BlockState(Enum):
     """Every block is in exactly one of these (rule R1)."""
 
@@ -113,13 +145,22 @@ class PoolConfig:
         """Most tokens that one sequence can ever have here."""
         return min(self.max_tokens_per_sequence, self.num_usable_blocks * self.block_size)
 
+    def limit_with(self, retention: "Retention | None") -> int:
+        """The same for a sequence that gives blocks back: what it holds at once has to fit, not all that it ever held."""
+        fits = retention is not None and retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return self.max_tokens_per_sequence if fits else self.limit_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The first num_sink_tokens and the last num_window_tokens committed stay readable (StreamingLLM, arXiv 2309.17453)."""
+    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (retention.py)."""
 
     num_sink_tokens: int
     num_window_tokens: int
+
+    def num_held_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence holds which grows by one token at a time."""
+        return -(-self.num_sink_tokens // block_size) + (self.num_window_tokens - 1) // block_size + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +278,20 @@ class SequenceView:
     priority: int
     num_hit_tokens: int
     num_accesses: int
-    block_table: Int32Array
+    block_table: Int32Array  # NULL_BLOCK for a hole of retention
+    retention: Retention | None = None
     num_host_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block as people see it: its state, and who holds it in numbers."""
+
+    state: BlockState
+    num_references: int
+    num_fences: int
+    num_quarantines: int
+    indexed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,11 +330,17 @@ class PoolStats:
     num_forks: int
     num_copies_on_write: int
     num_adopted_blocks: int
+    num_retention_dropped_blocks: int
     num_steps: int
     num_refusals: int
     revision: int
     pressure: PressureLevel
     num_sessions: int
+    num_misses: int
+    hit_rate: float
+    block_utilization: float
+    num_pins: int
+    num_pinned_blocks: int
     num_transfer_blocks: int = 0
     num_loading_sequences: int = 0
     num_swapped_sequences: int = 0

@@ -3,16 +3,11 @@
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
-    "ExplainMatch": "match explanations",
-    "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }

@@ -8,18 +8,13 @@ from tests.support.cache_api import DEADLINE, Api
 
 LEFT_OUT = {
     "CollectGarbage": "garbage collection",
-    "ExplainMatch": "match explanations",
-    "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }
 
 

@@ -46,6 +46,8 @@ class Counts:
     adopted: int = 0
     evicted: int = 0
     forks: int = 0
+    pins: int = 0
+    retention_dropped: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -89,7 +91,7 @@ class Simulation:
 
     def tick(self) -> None:
         """One event of one engine, and what the clock brings."""
-        self.driver.advance(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
+        self.world.pass_time(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
         self._reap()
         engine = self.engines[self.choose(len(self.engines))]
         if self.driver.now < engine.wakes:
@@ -109,10 +111,13 @@ class Simulation:
         stats = self.driver.stats()
         expect(stats.num_copies_on_write, naive.num_copies, "copies on write")
         expect(stats.num_adopted_blocks, naive.num_adopted, "adopted blocks")
-        expect(stats.num_evicted_blocks, naive.num_evicted, "evicted blocks")
+        expect(stats.num_retention_dropped_blocks, naive.num_retention_dropped, "blocks dropped by retention")
+        expect(stats.num_evicted_blocks, naive.num_evicted + naive.num_retention_dropped, "evicted blocks")
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
+        counts.retention_dropped = naive.num_retention_dropped
         return counts
 
     def _open(self, engine: Engine) -> None:
@@ -159,7 +164,11 @@ class Simulation:
             self._late_message(engine)
         elif event == 53:
             self.world.clear(session)
-        elif event < 64:
+        elif event < 60:
+            self.world.pin(session, self.choose)
+        elif event < 62:
+            self.world.unpin(session, self.choose)
+        elif event < 72:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

@@ -22,6 +22,7 @@ from cache_service.types import (
     PoolConfig,
     PoolStats,
     PressureLevel,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceState,
@@ -43,7 +44,7 @@ T = TypeVar("T")
 DEADLINE = 20.0
 _EXECUTORS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 _ITEMS = [field.name for field in fields(StepItems)]
-_REPLY = [field.name for field in fields(StepResult) if field.name in StepReply._fields]  # the others have their defaults
+_REPLY = [name for name in StepResult._fields if name in StepReply._fields]  # the others have their defaults
 
 
 class Refused(CacheError):
@@ -114,6 +115,17 @@ class _Slots(list[int]):
 
     def __iter__(self) -> Any:
         return (self[slot] for slot in range(len(self)))
+
+
+def _retention_message(retention: Retention | None) -> pb.Retention | None:
+    if retention is None:
+        return None
+    return pb.Retention(num_sink_tokens=retention.num_sink_tokens, num_window_tokens=retention.num_window_tokens)
+
+
+def _retention_of(info: pb.SequenceInfo) -> Retention | None:
+    kept = info.retention
+    return Retention(kept.num_sink_tokens, kept.num_window_tokens) if info.HasField("retention") else None
 
 
 class GrpcDriver:
@@ -192,7 +204,7 @@ class GrpcDriver:
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         call = self._sessions[session].create_sequence(
-            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority
+            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority, _retention_message(args.retention)
         )
         return self._run(call)
 
@@ -252,12 +264,20 @@ class GrpcDriver:
             num_hit_tokens=info.num_hit_tokens,
             num_accesses=info.num_accesses,
             block_table=np.array(info.block_table, np.int32),
+            retention=_retention_of(info),
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
         match = self._run(self._sessions[session].match_prefix(token_ids, tenant))
         assert match.num_matched_tokens == len(match.block_ids) * self.config.block_size
         return list(match.block_ids)
+
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        answer = self._run(self._sessions[session].pin_prefix(token_ids, round(ttl * 1000), tenant))
+        return answer.pin_id, answer.num_pinned_tokens
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self._run(self._sessions[session].unpin_prefix(pin_id))
 
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         cleared = self._run(self._sessions[session].clear_prefix_cache())
@@ -282,7 +302,8 @@ class GrpcDriver:
 
         async def pass_time(piece: float) -> None:
             self._clock.advance(piece)
-            for session in (self._observer, *self._sessions.values()):
+            live = [session for session_id, session in self._sessions.items() if session_id not in self._arenas]
+            for session in (self._observer, *live):
                 await session.renew()
 
         left = seconds

@@ -132,6 +132,16 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.world.evict(session, num_free)
 
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data(), unpin=st.booleans())
+    def pin(self, data: st.DataObject, unpin: bool) -> None:
+        choose = chooser(data)
+        (self.world.unpin if unpin else self.world.pin)(self.any_session(choose), choose)
+
+    @rule(seconds=st.sampled_from([1.0, 2.0, 10.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
     @invariant()
     def holds(self) -> None:
         self.world.audit()

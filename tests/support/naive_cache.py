@@ -8,8 +8,9 @@ its own. A Mismatch names the rule of the design that was broken.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
+from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
@@ -46,6 +47,21 @@ class NaiveSequence:
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
     published: int = 0  # leading blocks that the index names
+    retention: Retention | None = None
+
+    def readable(self, length: int) -> set[int]:
+        """Positions that may be read when so many tokens are committed."""
+        if self.retention is None:
+            return set(range(length))
+        sink, window = self.retention.num_sink_tokens, self.retention.num_window_tokens
+        return {i for i in range(length) if i < sink or i >= length - window}
+
+    def can_be_cut(self, length: int, block_size: int) -> bool:
+        """Whether what a sequence of this length reads is still there."""
+        if self.retention is None:
+            return True
+        length = min(length, self.committed)
+        return all(self.table[position // block_size] for position in self.readable(length))
 
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
@@ -73,6 +89,8 @@ class NaiveCache:
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
+        self.pins: dict[str, Any] = {}  # see naive_keeping
+        self.now = 0.0
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
         self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
         self.seen_tenants: set[str] = set()
@@ -86,6 +104,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.num_retention_dropped = 0
         self.num_changes = 0  # items that changed one sequence
 
     # What the state says
@@ -96,8 +115,15 @@ class NaiveCache:
     def of(self, session: str) -> list[NaiveSequence]:
         return [q for q in self.sequences.values() if q.session == session]
 
+    def num_shareable(self, q: NaiveSequence) -> int:
+        """Leading blocks that may be published and hit: attention was whole for them, and no hole comes before."""
+        if q.retention is None:
+            return len(q.tokens)
+        limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
+        return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
+
     def num_holders(self, block: int) -> int:
-        return sum(block in q.table for q in self.sequences.values())
+        return sum(block in q.table for q in self.sequences.values()) + sum(block in p.blocks for p in self.pins.values())
 
     def states(self) -> list[BlockState]:
         """Rule R1: the one state of every block."""
@@ -107,6 +133,7 @@ class NaiveCache:
             (self.fences, BlockState.FENCED),
             (self.quarantine, BlockState.QUARANTINED),
             *((q.table, BlockState.REFERENCED) for q in self.sequences.values()),
+            *((pin.blocks, BlockState.REFERENCED) for pin in self.pins.values()),
         ):
             for block in held:
                 states[block] = state
@@ -157,6 +184,8 @@ class NaiveCache:
 
         Still used: by the last step itself, which copies it away or was told of it.
         """
+        if block == NULL_BLOCK:
+            return
         self.ages.pop(block, None)
         s = self.sessions[session]
         ends = s.step_id if still_used else s.step_id - 1
@@ -192,7 +221,8 @@ class NaiveCache:
         Whether more is left but for what waits for a copy. told_now: the session whose reply is yet to be written.
         """
         for q in list(self.pending):
-            session, num_full = self.sessions[q.session], q.committed // self.block_size
+            session = self.sessions[q.session]
+            num_full = min(q.committed // self.block_size, self.num_shareable(q))
             if max_blocks <= 0:
                 break
             if q.published >= num_full:
@@ -207,7 +237,8 @@ class NaiveCache:
                     self.pending.remove(q)
         self.settle()
         return any(
-            q.published < q.committed // self.block_size and q.copied_at <= self.sessions[q.session].completed
+            q.published < min(q.committed // self.block_size, self.num_shareable(q))
+            and q.copied_at <= self.sessions[q.session].completed
             for q in self.pending
         )
 

@@ -6,13 +6,23 @@ given to `step` is one that the protocol allows; refusals of the others are chec
 
 from collections.abc import Iterator
 
-from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
-from tests.support.naive_cache import NaiveCache, NaiveSequence, NaiveSession, expect, require
+from cache_service.types import (
+    NULL_BLOCK,
+    BlockState,
+    Executor,
+    ItemResult,
+    SequenceArgs,
+    StartResult,
+    StepBatch,
+    StepReply,
+)
+from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
+from tests.support.naive_keeping import NaiveKeeping
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
-class NaiveSteps(NaiveCache):
+class NaiveSteps(NaiveKeeping):
     """The reference model, with its operations."""
 
     def open_session(self, session: str, executor: Executor) -> None:
@@ -21,9 +31,9 @@ class NaiveSteps(NaiveCache):
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
-        limit = args.max_tokens or self.config.limit_tokens
-        key = (tuple(tokens), limit, args.tenant, args.priority)
-        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
+        limit = args.max_tokens or self.config.limit_with(args.retention)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
+        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
         self.sequences[session, q.sequence_id] = q
         self.num_changes += 1
         return q
@@ -44,6 +54,8 @@ class NaiveSteps(NaiveCache):
                 self.quarantine.setdefault(block, set()).add(session)
         for q in sequences:
             self.release(q)
+        for pin_id in [pin_id for pin_id, pin in self.pins.items() if pin.session == session]:
+            self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
         return len(sequences), len(writable) if may_still_write else 0
@@ -51,27 +63,6 @@ class NaiveSteps(NaiveCache):
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
         self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
-        self.settle()
-
-    def clear(self) -> tuple[int, int]:
-        """Answers (blocks that came free, entries forgotten)."""
-        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
-        self.index.clear()
-        self.pending.clear()
-        for q in self.sequences.values():
-            q.published = 0
-        self.settle()
-        return num_cached, num_entries
-
-    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
-        """The core says it evicted so many, and these entries are gone."""
-        states = self.states()
-        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
-        expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
-        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
-        self.victims, self.num_granted = oldest_first[:wanted], wanted
-        self.evict("eviction on demand", gone)
         self.settle()
 
     # Steps
@@ -117,6 +108,24 @@ class NaiveSteps(NaiveCache):
             q.committed = length
             if self.config.prefix_caching and q not in self.pending:
                 self.pending.append(q)
+        self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
+
+    def retain(self, session: str, sequences: list[NaiveSequence]) -> None:
+        """Blocks without a readable position become holes; what may be shared of them is published before."""
+        size = self.block_size
+        due: list[tuple[NaiveSequence, int]] = []
+        for q in sequences:
+            if q.retention is not None:
+                needed = {position // size for position in q.readable(q.committed)}
+                due += [(q, idx) for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
+        if due:
+            self.publish(told_now=session)
+        for q, idx in due:
+            self.let_go(session, q.table[idx])
+            q.table[idx] = NULL_BLOCK
+            q.published = min(q.published, idx)
+            self.sessions[session].updates.append((q.sequence_id, idx, NULL_BLOCK))
+        self.num_retention_dropped += len(due)
 
     def told(self, session: str) -> list[Update]:
         """The replaced table entries that the session hears of now: those that still hold."""
@@ -132,7 +141,7 @@ class NaiveSteps(NaiveCache):
     def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
         """The child shares the blocks of its tokens, a partial one too."""
         child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
-        child.running = True
+        child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
         child.table = parent.table[: self.num_blocks(length)]
@@ -161,7 +170,7 @@ class NaiveSteps(NaiveCache):
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        return sum(not self.num_holders(block) for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table if block != NULL_BLOCK)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""
@@ -196,10 +205,9 @@ class NaiveSteps(NaiveCache):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])
-        states = self.states()
-        room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
-        room -= sum(states[block] is BlockState.CACHED for block in match)
+        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
+        self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
+        room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
         if room <= 0:
@@ -253,8 +261,11 @@ class NaiveSteps(NaiveCache):
     ) -> tuple[bool, list[Update]]:
         """The largest count that fits. Answers whether later items get nothing, and the table updates."""
         target = max(q.reserved, most)
-        room = 0 if blocked else self.num_available()
         copied_idx = self.must_copy(q, target)
+        if not blocked:
+            num_least = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
+            self.give_way(q, num_least - self.num_available(), [])
+        room = 0 if blocked else self.num_available()
         room -= copied_idx is not None
         granted = min(target, (len(q.table) + max(room, 0)) * self.block_size)
         name = f"reservation of {q.sequence_id}"

@@ -10,9 +10,19 @@ import dataclasses
 from collections.abc import Callable
 
 from cache_service.errors import CacheError
-from cache_service.types import Executor, ItemResult, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from cache_service.types import (
+    Executor,
+    ItemResult,
+    PoolConfig,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StartResult,
+    StepReply,
+)
 from tests.support.drivers import Driver
-from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
+from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32, unread
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
 from tests.support.shadow_memory import Contents, DeviceStep, Read
@@ -32,6 +42,7 @@ class World:
         self.memory = driver.memory()
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
+        self.pin_ids: list[str] = []  # all that were ever given
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
         self._told: dict[SessionId, dict[int, list[int]]] = {}  # tables as the session's last reply left them
 
@@ -68,18 +79,22 @@ class World:
     def create(self, session: SessionId, choose: Choose) -> None:
         """A prompt arrives; or is refused for want of a slot."""
         engine = self.engines[session]
-        limit = self.config.limit_tokens
+        size = self.config.block_size
+        retention = Retention(choose(2 * size + 2), 1 + choose(2 * size + 2)) if choose(3) == 2 else None
+        limit = self.config.limit_with(retention)
         max_tokens = 0 if choose(2) else 1 + choose(limit)
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
         tenant = self.tenants[choose(len(self.tenants))]
-        args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant)
+        args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
         if len(self.naive.sequences) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
         q = self.naive.create(session, args)
         expect(matched, len(self.naive.match(tenant, tokens)) * self.config.block_size, "matched tokens of a create")
-        engine.sequences[q.sequence_id] = EngineSequence(q.sequence_id, tenant, tokens, len(tokens), q.max_tokens)
+        engine.sequences[q.sequence_id] = EngineSequence(
+            q.sequence_id, tenant, tokens, len(tokens), q.max_tokens, retention=retention
+        )
 
     def step(self, session: SessionId, choose: Choose) -> StepReply:
         plan = self.plan(session, choose)
@@ -175,6 +190,33 @@ class World:
                 if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
         self.naive.evict_to(num_free, num_evicted, gone)
 
+    # Pins and time
+
+    def pin(self, session: SessionId, choose: Choose) -> None:
+        """Of something cached, or of anything."""
+        tenant, tokens = self.tenants[choose(len(self.tenants))], [choose(self.alphabet) for _ in range(choose(12) + 1)]
+        if self.naive.index and choose(4):
+            tenant, key = list(self.naive.index)[choose(len(self.naive.index))]
+            tokens = [*key, *tokens[: choose(3)]]
+        ttl = (0.5, 3.0, 60.0)[choose(3)]
+        found = self.driver.pin_prefix(session, tenant, int32(tokens), ttl)
+        self.naive.pin(session, tenant, tokens, ttl, found)
+        self.pin_ids += [found[0]]
+
+    def unpin(self, session: SessionId, choose: Choose) -> None:
+        """A pin of the session ends; one of another, or one that has ended, is refused."""
+        pin_id = ("", *self.pin_ids)[choose(len(self.pin_ids) + 1)]
+        pin = self.naive.pins.get(pin_id)
+        if pin is None or pin.session != session:
+            self.refused("UNKNOWN_PIN", lambda: self.driver.unpin_prefix(session, pin_id))
+        else:
+            self.driver.unpin_prefix(session, pin_id)
+            self.naive.unpin(pin_id)
+
+    def pass_time(self, seconds: float) -> None:
+        self.driver.advance(seconds)
+        self.naive.pass_time(seconds)
+
     # Checks
 
     def refused(self, reason: str, call: Callable[[], object]) -> None:
@@ -212,11 +254,16 @@ class World:
             expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
             expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
             expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
+            expect(view.retention, q.retention, f"retention of {sequence_id}")
+        stats, naive = self.driver.stats(), self.naive
+        pinned = {block for pin in naive.pins.values() for block in pin.blocks}
+        expect((stats.num_pins, stats.num_pinned_blocks), (len(naive.pins), len(pinned)), "pins and pinned blocks")
         states = self.driver.block_states()
         if states is not None:
             expect(states, self.naive.states(), "R1 block states")
         for session in self.engines:
-            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]))
+            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]),
+                          unread(q.retention, q.committed))
                      for q in self.naive.of(session)]  # fmt: skip
             self.fail_on(self.memory.check(session, reads))
         self._compare_index()
@@ -242,5 +289,6 @@ class World:
         first, last = self.engines[session].compute(choose, q, granted)
         table = self._told[session][q.sequence_id]
         contents = self.contents.spell(q.tenant, q.tokens[:last])
-        device.reads.append(Read(f"R6 step {device.step_id} of sequence {q.sequence_id}", table, contents[:first]))
+        label = f"R6 step {device.step_id} of sequence {q.sequence_id}"
+        device.reads.append(Read(label, table, contents[:first], unread(q.retention, first)))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]

@@ -7,14 +7,15 @@ KvkeeperError. cache_sync.py has the same for threads.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
-from kvkeeper.client.cache_calls import Call, SessionCalls, TokenIds
-from kvkeeper.client.door import AsyncDoor
+from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, SessionCalls, TokenIds
+from kvkeeper.client.door import AsyncDoor, AsyncStream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.step_stream import StepStream
@@ -131,10 +132,16 @@ class AsyncCacheSession:
                 self._steps.cancel()
 
     async def create_sequence(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int = 0, tenant: str = "", priority: int = 0
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int = 0,
+        tenant: str = "",
+        priority: int = 0,
+        retention: pb.Retention | None = None,
     ) -> int:
-        """Store a prompt; the leading tokens that are cached now, for information."""
-        return await self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority))
+        """Store a prompt; the leading tokens that are cached now, for information. No retention keeps everything."""
+        return await self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention))
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
@@ -162,15 +169,44 @@ class AsyncCacheSession:
         """One sequence with its block table."""
         return await self._do(self._calls.get(sequence_id, include_tokens))
 
+    async def get_block(self, block_id: int) -> pb.GetBlockResponse:
+        """The state of one block of the pool, and who holds it in numbers."""
+        return await self._do(self._calls.get_block(block_id))
+
     async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now."""
         return await self._do(self._calls.match_prefix(token_ids, tenant))
 
+    async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
+        """Why the longest cached prefix of these tokens ends where it does."""
+        return await self._do(self._calls.explain_match(token_ids, tenant))
+
+    def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S) -> AsyncStream:
+        """Iterate over what is cached for the tenant, then every change of it; cancel() ends the watch.
+
+        The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
+        """
+        options = replace(self._door.options, timeout_s=timeout_s)
+        return self._door.stream(self._door.stub.WatchEvents, self._calls.watch_events(tenant), options)
+
     async def check_admission(
-        self, token_ids: TokenIds = (), num_prompt_tokens: int = 0, num_new_tokens: int = 0, tenant: str = ""
+        self,
+        token_ids: TokenIds = (),
+        num_prompt_tokens: int = 0,
+        num_new_tokens: int = 0,
+        tenant: str = "",
+        retention: pb.Retention | None = None,
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
-        return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant))
+        return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
+
+    async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return await self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    async def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        await self._do(self._calls.unpin_prefix(pin_id))
 
     async def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""

@@ -17,6 +17,7 @@ from kvkeeper.client.kv_chunks import KvTokens
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
+WATCH_TIMEOUT_S = 86_400.0  # a watch lasts as long as its session, but every call has a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,15 @@ class SessionCalls:
     def close(self, drained: bool) -> Call[pb.CloseSessionResponse]:
         return Call("CloseSession", pb.CloseSessionRequest(**self.head, drained=drained), _whole)
 
-    def create_sequence(self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int) -> Call[int]:
+    def create_sequence(
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int,
+        tenant: str,
+        priority: int,
+        retention: pb.Retention | None,
+    ) -> Call[int]:
         request = pb.CreateSequenceRequest(
             **self.head,
             sequence_id=sequence_id,
@@ -78,6 +87,7 @@ class SessionCalls:
             max_tokens=max_tokens,
             tenant=tenant,
             priority=priority,
+            retention=retention,
         )
         return Call("CreateSequence", request, lambda answer: answer.num_matched_tokens)
 
@@ -113,12 +123,27 @@ class SessionCalls:
         request = pb.GetSequenceRequest(**self.head, sequence_id=sequence_id, include_tokens=include_tokens)
         return Call("GetSequence", request, _sequence)
 
+    def get_block(self, block_id: int) -> Call[pb.GetBlockResponse]:
+        return Call("GetBlock", pb.GetBlockRequest(**self.head, block_id=block_id), _whole)
+
     def match_prefix(self, token_ids: TokenIds, tenant: str) -> Call[pb.MatchPrefixResponse]:
         request = pb.MatchPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
         return Call("MatchPrefix", request, _whole)
 
+    def explain_match(self, token_ids: TokenIds, tenant: str) -> Call[pb.ExplainMatchResponse]:
+        request = pb.ExplainMatchRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
+        return Call("ExplainMatch", request, _whole)
+
+    def watch_events(self, tenant: str) -> pb.WatchEventsRequest:
+        return pb.WatchEventsRequest(**self.head, tenant=tenant)
+
     def check_admission(
-        self, token_ids: TokenIds, num_prompt_tokens: int, num_new_tokens: int, tenant: str
+        self,
+        token_ids: TokenIds,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        tenant: str,
+        retention: pb.Retention | None,
     ) -> Call[pb.CheckAdmissionResponse]:
         request = pb.CheckAdmissionRequest(
             **self.head,
@@ -126,8 +151,16 @@ class SessionCalls:
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
             tenant=tenant,
+            retention=retention,
         )
         return Call("CheckAdmission", request, _whole)
+
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str) -> Call[pb.PinPrefixResponse]:
+        request = pb.PinPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), ttl_ms=ttl_ms, tenant=tenant)
+        return Call("PinPrefix", request, _whole)
+
+    def unpin_prefix(self, pin_id: str) -> Call[None]:
+        return Call("UnpinPrefix", pb.UnpinPrefixRequest(**self.head, pin_id=pin_id), lambda _: None)
 
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)
