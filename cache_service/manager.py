@@ -178,7 +178,8 @@ class Manager(PrefixCalls):
         if reply.swap_in_results[0] == ItemResult.NO_ROOM:
             swapping = self.tables.swapping
             assert swapping is not None, "a swapped sequence without a host tier"
-            requested, available = swapping.shortage_in(owner, slot, self._num_spare())
+            requested, room = swapping.shortage_in(owner, slot, self._num_spare())
+            available = max(room, 0)
             raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
 

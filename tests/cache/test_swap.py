@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cache_service.errors import InvalidField, OutOfBlocks, OutOfHostBlocks, WrongState
+from cache_service.errors import InvalidField, OutOfHostBlocks, WrongState
 from cache_service.types import BlockState, ItemResult, SequenceId, SequenceState, TransferKind
 from tests.support.core_pool import ALL, A, B
 from tests.support.tier_pool import TierPool
@@ -15,7 +15,7 @@ def churn(pool: TierPool, *, session: str = B) -> None:
     """Uses every free and cached device block once, so that nothing survives by chance."""
     stats = pool.manager.stats()
     tokens = range(5000, 5000 + pool.manager.config.block_size * (stats.num_free_blocks + stats.num_cached_blocks))
-    if not len(tokens):
+    if not tokens:
         return
     pool.create(999, tokens, session=session)
     pool.step(session, starts=[(999, ALL, 0)])
@@ -274,13 +274,18 @@ def test_reports_are_checked_before_anything_changes_and_repeats_are_ignored() -
     assert pool.state_of(1) is SequenceState.SWAPPED
 
 
-def test_a_swap_in_that_does_not_fit_tells_what_it_needs() -> None:
-    pool = TierPool(num_blocks=4)
-    pool.prefill(1, range(8))
-    pool.swap_out(1)
-    pool.manager.clear_prefix_cache()
-    pool.create(2, range(50, 58), session=B)
-    pool.step(B, starts=[(2, ALL, 0)])
-    with pytest.raises(OutOfBlocks) as refusal:
-        pool.manager.swap_in(A, SequenceId(1))
-    assert refusal.value.metadata == {"requested": "2", "available": "1"}
+def test_a_copy_is_not_shared_once_its_source_may_have_been_written() -> None:
+    pool = TierPool()
+    pool.prefill(1, range(5))
+    pool.fill(1)
+    first = pool.run(pool.step(outs=[1]))  # reported late
+    pool.step(ins=[1])
+    pool.step(reserves=[(1, 8, 8)])
+    pool.step(commits=[(1, 6, [5])])
+    pool.device[pool.table(1)[1]] = 77
+    again = pool.step(outs=[1])
+    assert len(again.transfer_ids) == 1  # the partial block was written since
+    pool.step(done=[*first, *pool.run(again)])
+    churn(pool)
+    pool.step(done=pool.run(pool.step(ins=[1])))
+    assert pool.bytes(1)[1] == 77

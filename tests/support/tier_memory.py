@@ -29,12 +29,16 @@ class TierOrder:
 
 @dataclass(slots=True)
 class TierStep:
-    """Device work of one step; reads are (label, table, contents), writes (block, offset, content)."""
+    """Device work of one step; reads are (label, table, contents), writes (block, offset, content).
+
+    own: (label, blocks, contents of the tenant); nothing else may be found there when the step writes (R8).
+    """
 
     step_id: int
     orders: list[TierOrder] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     reads: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    own: list[tuple[str, list[int], set[int]]] = field(default_factory=list)
     writes: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -68,6 +72,9 @@ class TierMemory:
         for source, destination in step.copies:
             self.device[destination] = list(self.device[source]) if source else [GARBAGE] * self.block_size
         self.faults += [fault for read in step.reads if (fault := self.fault(*read))]
+        for label, blocks, contents in step.own:
+            foreign = {block for block in blocks if set(self.device[block]) - contents - {GARBAGE}}
+            self.faults += [f"{label}: block {block} shows another tenant's content" for block in foreign]
         for block, offset, content in step.writes:
             self.device[block][offset] = content
 

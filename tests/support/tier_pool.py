@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache_service.types import SequenceState, SessionId, StepReply, TransferKind
-from tests.support.core_pool import A, CorePool, step_batch
+from cache_service.types import SequenceState, SessionId, StartResult, StepReply, TransferKind
+from tests.support.core_pool import ALL, A, B, CorePool, step_batch
 
 
 def int64(values: Sequence[int]) -> np.ndarray:
@@ -86,3 +86,26 @@ class TierPool(CorePool):
         for block in range(1, len(self.device)):
             if self.state(block).value == "free":
                 self.device[block] = 0
+
+
+def cached(pool: TierPool, sequence_id: int, tokens: range) -> list[int]:
+    """Computes a prompt and leaves it cached. Answers what its blocks hold."""
+    pool.prefill(sequence_id, tokens)
+    written = pool.fill(sequence_id)
+    pool.step(releases=[sequence_id])
+    pool.step()
+    return written
+
+
+def push_out(pool: TierPool, num_tokens: int, *, sequence_id: int = 50, report: bool = True) -> list[int]:
+    """Another sequence takes all blocks, runs the orders that this causes, and goes. Answers the order ids."""
+    pool.create(sequence_id, range(1000 * sequence_id, 1000 * sequence_id + num_tokens), session=B)
+    reply = pool.step(B, starts=[(sequence_id, ALL, 0)])
+    assert reply.start_results.tolist() == [StartResult.STARTED]
+    ids = pool.run(reply)
+    for block in pool.table(sequence_id, session=B):
+        pool.device[block] = -1
+    pool.step(B, releases=[sequence_id], done=ids if report else [])
+    pool.step(B)
+    pool.step(B)
+    return ids

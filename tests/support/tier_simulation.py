@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 
 from cache_service.types import Executor, PoolConfig
-from tests.support.tier_world import TierCounts, TierWorld
+from tests.support.tier_engine import TierCounts
+from tests.support.tier_world import TierWorld
 
 NUM_EVENTS = 300  # of one seed
 
