@@ -14,7 +14,7 @@ from cache_service.block_tables import BlockTables, Grants, StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
-from cache_service.step import StepPlan, check_id, check_step
+from cache_service.step import StepPlan, check_id, check_step, has_one_each
 from cache_service.types import (
     NO_INT32,
     NO_INT64,
@@ -76,6 +76,7 @@ class StepCore:
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
         sessions hear of in their next reply.
         """
+        self.tables.sequences.settle()
         publisher = self.tables.publisher
         return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
 
@@ -183,7 +184,7 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
