@@ -74,11 +74,14 @@ class StepCore:
         """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
 
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
-        sessions hear of in their next reply.
+        sessions hear of in their next reply. When nothing is left, the eviction policy does what it put off.
         """
         self.tables.sequences.settle()
         publisher = self.tables.publisher
-        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        is_left = publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        if not is_left:
+            self.tables.pool.policy.prepare()
+        return is_left
 
     # Sessions
 
