@@ -53,6 +53,7 @@ class BlockTables:
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
+        self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
         self._prefix_caching = config.prefix_caching
         self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
@@ -63,13 +64,25 @@ class BlockTables:
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
-    def commit(self, owner: Owner, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array) -> None:
-        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet."""
+    def commit(
+        self,
+        owner: Owner,
+        slots: Int64Array,
+        lens: Int32Array,
+        num_new: Int32Array,
+        tokens: Int32Array,
+        *,
+        one_each: bool,
+    ) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet.
+
+        one_each: every num_new is 1.
+        """
         seqs = self.sequences
         if len(tokens):
             known = seqs.num_tokens[slots]
-            if len(tokens) == len(slots) and int(num_new.min()) == 1:
-                seqs.tokens[slots, known] = tokens
+            if one_each:
+                seqs.note_tokens(slots, known, tokens)
             else:
                 within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
                 seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
@@ -202,12 +215,11 @@ class BlockTables:
         seqs = self.sequences
         held = seqs.num_reserved[slots]
         wanted = np.maximum(held, most)
-        round_up = self._block_size - 1
-        table_lens = (held + round_up) // self._block_size
-        num_new = (wanted + round_up) // self._block_size - table_lens
+        table_lens = (held + self._round_up) // self._divisor
+        num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
-        seqs.num_accesses[slots] += 1
+        seqs.note_access(slots)
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         seqs.num_reserved_before[slots] = held

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.events import Event
 from cache_service.explain import Explanation, in_words
 from cache_service.session import Session
 from cache_service.types import (
@@ -243,6 +244,18 @@ def explanation(found: Explanation) -> pb.ExplainMatchResponse:
         num_hit_tokens=found.num_hit,
         num_common_tokens=found.num_common,
         ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
+    )
+
+
+def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
+    """One message of a watch."""
+    return pb.WatchEventsResponse(
+        revision=revision,
+        kind=int(event.kind),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
+        block_names=event.names,
+        parent_names=event.parents,
+        tier=int(event.tier or 0),  # type: ignore[arg-type]
+        pressure=int(event.pressure or 0),  # type: ignore[arg-type]
     )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cache_service.eviction.queue import BlockQueue, IsEvictable, Stamps
+from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
 from cache_service.prefix_index import MAX_TENANTS, PrefixIndex
 from cache_service.types import Int32Array, PoolConfig
 
@@ -33,7 +33,7 @@ class Evictor(Protocol):
 class CacheLimits:
     """The limits of one pool."""
 
-    def __init__(self, config: PoolConfig, index: PrefixIndex, is_evictable: IsEvictable) -> None:
+    def __init__(self, config: PoolConfig, index: PrefixIndex) -> None:
         self._index = index
         self._ttl = config.prefix_ttl
         self._max_cached = config.max_cached_blocks
@@ -48,9 +48,10 @@ class CacheLimits:
         self.num_quota_evictions = 0
         if not self.wants_order:
             return
-        self._stamps = Stamps(config.num_blocks, is_evictable)
+        self._stamps = Stamps(config.num_blocks)
         self._queue = BlockQueue(self._stamps)
         self._queues: dict[int, BlockQueue] = {}  # by root
+        self._sweeper, self._sweeper_by_root = Sweeper(), Sweeper()
         self.over: set[int] = set()  # roots of the tenants above their share
         self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -root
         self._roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
@@ -74,6 +75,7 @@ class CacheLimits:
         stamps = self._stamps.give(blocks)
         if self._ttl is not None:
             self._queue.push(blocks, stamps)
+            self._sweeper.pay(len(blocks), [self._queue])
         if self.has_quotas:
             assert self._index.root_of_node is not None
             self._roots[blocks] = roots = self._index.root_of_node[self._index.node_of_block[blocks]]
@@ -83,9 +85,11 @@ class CacheLimits:
                     self._queues[root] = BlockQueue(self._stamps)
                 self._queues[root].push(blocks[same], stamps[same])
                 self._count(root, int(np.count_nonzero(same)))
+            self._sweeper_by_root.pay(len(blocks), self._queues.values())
 
     def lost(self, blocks: Int32Array) -> None:
         """These evictable blocks are evictable no more."""
+        self._stamps.end(blocks)
         if self.has_quotas and len(blocks):
             roots, counts = np.unique(self._roots[blocks], return_counts=True)
             for root, count in zip(roots.tolist(), counts.tolist(), strict=True):

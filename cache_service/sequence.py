@@ -5,12 +5,16 @@ Owns what is known of each sequence: its three counters, its tokens and its bloc
 objects, because a step over a thousand sequences must be array work. Does not know who holds a block or why.
 """
 
+import mmap
+
 import numpy as np
 
 from cache_service.errors import InvalidField, UnknownSequence
 from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
 
 _ALL = 2**31 - 1
+_LARGE = 4 << 20
+_MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
 class SequenceTable:
@@ -35,7 +39,10 @@ class SequenceTable:
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
-        self.num_accesses: Int64Array = np.zeros(slots, np.int64)
+        self._num_accesses: Int64Array = np.zeros(slots, np.int64)
+        # What steps leave for later: slots of accesses not counted, tokens (slots, positions, tokens) not written yet.
+        self._accessed: list[Int64Array] = []
+        self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
@@ -49,14 +56,51 @@ class SequenceTable:
         self.hole_ends: Int32Array = np.zeros(slots, np.int32)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
-        self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
-        self.tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
+        self.tables: Int32Array = _untouched(slots, self.max_blocks)
+        self._tokens: Int32Array = _untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
             *(self.num_sink, self.num_window, self.hole_ends),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def num_accesses(self) -> Int64Array:
+        """[slots] how many steps named each sequence."""
+        self.settle()
+        return self._num_accesses
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[slots, most tokens] token ids; a row holds num_tokens of them."""
+        if self._told:
+            self.settle()
+        return self._tokens
+
+    def note_access(self, slots: Int64Array) -> None:
+        """A step names these distinct sequences."""
+        self._accessed.append(slots)
+        if len(self._accessed) == _MOST_NOTED:
+            self.settle()
+
+    def note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Each of these distinct sequences gets one token at its position.
+
+        Written when somebody looks: a thousand rows are a thousand cache misses, and the engine need not wait for them.
+        """
+        self._told.append((slots, positions, tokens))
+        if len(self._told) == _MOST_NOTED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Does what steps have left for later."""
+        for slots in self._accessed:
+            self._num_accesses[slots] += 1
+        self._accessed.clear()
+        for slots, positions, tokens in self._told:
+            self._tokens[slots, positions] = tokens
+        self._told.clear()
 
     @property
     def num_free_slots(self) -> int:
@@ -68,6 +112,7 @@ class SequenceTable:
 
     def take_slot(self) -> int:
         """A slot whose counters are all 0."""
+        self.settle()
         slot = self._free_slots.pop()
         for column in self._counters:
             column[slot] = 0
@@ -178,3 +223,16 @@ class IdMap:
 
     def _forget_last(self) -> None:
         self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
+
+
+def _untouched(num_rows: int, num_columns: int) -> Int32Array:
+    """[num_rows, num_columns] zeros that take memory only where they are written, and give it all back.
+
+    np.zeros does so only while the allocator maps such sizes; once an array of a pool that is gone was freed, it writes the
+    zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row.
+    """
+    size = num_rows * num_columns * np.dtype(np.int32).itemsize
+    memory = mmap.mmap(-1, size)
+    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

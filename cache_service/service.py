@@ -195,12 +195,10 @@ class CacheService(Questions, PrefixService):
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
-        for pool in pools:
-            pool.manager.publish_pending()
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
             uptime_seconds=now - self._started,
-            pools=[convert.pool_stats(pool.manager.stats(), pool.info) for pool in pools],
+            pools=[pool.stats() for pool in pools],
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
             num_opened_sessions=self._keeper.num_opened,
             num_reaped_sessions=self._keeper.num_reaped,

@@ -15,7 +15,7 @@ from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, Out
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
 from cache_service.publishing import ALL_BLOCKS
-from cache_service.step import StepPlan, check_id, check_step
+from cache_service.step import StepPlan, check_id, check_step, has_one_each
 from cache_service.types import (
     NO_INT32,
     NO_INT64,
@@ -88,13 +88,19 @@ class StepCore:
         Then it evicts as much of what is above the cache's limits.
 
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
-        sessions hear of in their next reply.
+        sessions hear of in their next reply. When nothing is left, the eviction policy does what it put off.
         """
         tables, num_most = self.tables, ALL_BLOCKS if max_blocks is None else max_blocks
-        is_left = tables.publisher.publish(num_most)
+        is_left = self._publish(num_most)
         if tables.pool.limits.is_on:
             is_left |= tables.pool.limits.enforce(tables.pool, num_most)
+        if not is_left:
+            tables.pool.policy.prepare()
         return is_left
+
+    def _publish(self, max_blocks: int = ALL_BLOCKS) -> bool:
+        self.tables.sequences.settle()
+        return self.tables.publisher.publish(max_blocks)
 
     # Sessions
 
@@ -107,7 +113,7 @@ class StepCore:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
         owner = self._owner(session)
         self.revision += 1
-        self.tables.publisher.publish()
+        self._publish()
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
@@ -202,7 +208,7 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):

@@ -10,5 +10,4 @@ UNIMPLEMENTED_METHODS = {
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }

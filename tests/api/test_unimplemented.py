@@ -15,7 +15,6 @@ LEFT_OUT = {
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }
 
 

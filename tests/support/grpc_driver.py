@@ -44,7 +44,7 @@ T = TypeVar("T")
 DEADLINE = 20.0
 _EXECUTORS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 _ITEMS = [field.name for field in fields(StepItems)]
-_REPLY = [field.name for field in fields(StepResult) if field.name in StepReply._fields]  # the others have their defaults
+_REPLY = [name for name in StepResult._fields if name in StepReply._fields]  # the others have their defaults
 
 
 class Refused(CacheError):

@@ -17,6 +17,7 @@ from kvkeeper.client.kv_chunks import KvTokens
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
+WATCH_TIMEOUT_S = 86_400.0  # a watch lasts as long as its session, but every call has a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,9 @@ class SessionCalls:
     def explain_match(self, token_ids: TokenIds, tenant: str) -> Call[pb.ExplainMatchResponse]:
         request = pb.ExplainMatchRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
         return Call("ExplainMatch", request, _whole)
+
+    def watch_events(self, tenant: str) -> pb.WatchEventsRequest:
+        return pb.WatchEventsRequest(**self.head, tenant=tenant)
 
     def check_admission(
         self,
