@@ -47,6 +47,16 @@ _ITEMS = [field.name for field in fields(StepItems)]
 _REPLY = [name for name in StepResult._fields if name in StepReply._fields]  # the others have their defaults
 
 
+def step_items(batch: StepBatch) -> StepItems:
+    """The core's columns as the client's."""
+    return StepItems(**{name: getattr(batch, name) for name in _ITEMS})
+
+
+def step_reply(result: StepResult) -> StepReply:
+    """The client's columns as the core's."""
+    return StepReply(*(getattr(result, name) for name in _REPLY))
+
+
 class Refused(CacheError):
     """What a service refused, with its reason."""
 
@@ -213,7 +223,7 @@ class GrpcDriver:
         return self._run(call)
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
-        items = StepItems(**{name: getattr(batch, name) for name in _ITEMS})
+        items = step_items(batch)
         live = self._sessions[session]
         assert batch.step_id == live.step_id + 1
         result = self._run(live.step(items, batch.completed_step_id))
