@@ -163,6 +163,10 @@ class GrpcDriver:
                 max_sequences=config.max_sequences,
                 max_tokens_per_sequence=config.max_tokens_per_sequence,
                 prefix_caching=config.prefix_caching,
+                prefix_ttl=config.prefix_ttl,
+                min_prefix_tokens=config.min_prefix_tokens,
+                max_cached_blocks=config.max_cached_blocks,
+                tenant_quota=config.tenant_quota,
             )
         )
         self._client = await self._stack.enter_async_context(AsyncCacheClient(self.api.server.address))
@@ -278,7 +282,7 @@ class GrpcDriver:
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        match = self._run(self._sessions[session].match_prefix(token_ids, tenant))
+        match = self._run(self._sessions.get(session, self._observer).match_prefix(token_ids, tenant))
         assert match.num_matched_tokens == len(match.block_ids) * self.config.block_size
         return list(match.block_ids)
 
