@@ -48,6 +48,7 @@ class Counts:
     forks: int = 0
     pins: int = 0
     retention_dropped: int = 0
+    narrowed: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -168,7 +169,9 @@ class Simulation:
             self.world.pin(session, self.choose)
         elif event < 62:
             self.world.unpin(session, self.choose)
-        elif event < 72:
+        elif event < 64:
+            self.counts.narrowed += self.world.narrow(session, self.choose)
+        elif event < 74:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:
