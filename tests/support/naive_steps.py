@@ -216,7 +216,7 @@ class NaiveSteps(NaiveKeeping):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
+        match = self.hit(q, limit)
         self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
         room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))
