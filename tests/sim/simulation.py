@@ -50,6 +50,7 @@ class Counts:
     expired: int = 0
     quota_evictions: int = 0
     retention_dropped: int = 0
+    narrowed: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -176,7 +177,9 @@ class Simulation:
             self.world.pin(session, self.choose)
         elif event < 62:
             self.world.unpin(session, self.choose)
-        elif event < 72:
+        elif event < 64:
+            self.counts.narrowed += self.world.narrow(session, self.choose)
+        elif event < 74:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:
