@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from cache_service.journal import REMOVED, STORED, Change, Journal
-from cache_service.prefix_index import PrefixIndex
+from cache_service.prefix_index import NO_NODE, PrefixIndex
 from cache_service.types import EventKind, PressureLevel, Tier
 
 MAX_NAMES = 512  # of an event
@@ -42,8 +42,9 @@ class Event:
 class Watch:
     """One reader's place. `told` has a byte per node while the snapshot lasts; afterwards it has been told of all."""
 
-    def __init__(self, root: int, num_nodes: int) -> None:
-        self.root = root
+    def __init__(self, tenant: str, num_nodes: int) -> None:
+        self.tenant = tenant
+        self.root = NO_NODE  # until the tenant has one
         self.told: bytearray | None = bytearray(num_nodes)
         self.next_node = 1  # of the snapshot
         self.is_lagging = False
@@ -106,8 +107,7 @@ class EventFeed:
 
     def open(self, tenant: str) -> Watch:
         """A watch that starts with a snapshot."""
-        watch = Watch(self._index.root(tenant), self._num_nodes)
-        self._root_names[watch.root] = sha256(self._spec_key + b"\0" + tenant.encode()).digest()
+        watch = Watch(tenant, self._num_nodes)
         self.watches.append(watch)
         return watch
 
@@ -125,6 +125,10 @@ class EventFeed:
             for watch in self.watches:
                 watch.is_lagging = True
             return False
+        for watch in self.watches:
+            if not watch.root:
+                watch.root = self._index.find_root(watch.tenant)
+                self._root_names[watch.root] = sha256(self._spec_key + b"\0" + watch.tenant.encode()).digest()
         while budget > 0 and len(self._journal):
             node, change = self._journal.peek()
             cost, is_done = self._tell_change(node, change, budget)
