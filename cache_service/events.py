@@ -9,11 +9,13 @@ told of that very node. A watch whose reader does not keep up ends; a snapshot w
 """
 
 import struct
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
+
+import numpy as np
 
 from cache_service.journal import REMOVED, STORED, Change, Journal
 from cache_service.prefix_index import NO_NODE, PrefixIndex
@@ -45,7 +47,7 @@ class Watch:
     def __init__(self, tenant: str, num_nodes: int) -> None:
         self.tenant = tenant
         self.root = NO_NODE  # until the tenant has one
-        self.told: bytearray | None = bytearray(num_nodes)
+        self.told: memoryview[int] | None = _zeros(num_nodes, np.uint8)
         self.next_node = 1  # of the snapshot
         self.is_lagging = False
         self._events: deque[Event] = deque()
@@ -100,9 +102,9 @@ class EventFeed:
         self._pressure = pressure
         self._num_nodes = len(index.block_of_node)
         self._journal = index.journal = Journal(max_unread or 2 * self._num_nodes + 65_536, wake)
-        self._names = bytearray(self._num_nodes * _NAME_BYTES)
-        self._named = bytearray(self._num_nodes)
-        self._roots = array("i", bytes(4 * self._num_nodes))  # of the nodes looked at so far, else 0
+        self._names = _zeros(self._num_nodes * _NAME_BYTES, np.uint8)
+        self._named = _zeros(self._num_nodes, np.uint8)
+        self._roots = _zeros(self._num_nodes, np.int32)  # of the nodes looked at so far, else 0
         self._root_names: dict[int, bytes] = {}
 
     def open(self, tenant: str) -> Watch:
@@ -208,7 +210,8 @@ class EventFeed:
             if named[node]:
                 name = self._name(node)
             else:
-                name = names[start : start + _NAME_BYTES] = sha256(parent_name + key[4:]).digest()
+                name = sha256(parent_name + key[4:]).digest()
+                names[start : start + _NAME_BYTES] = name
                 named[node] = 1
             if told is not None:
                 told[node] = 1
@@ -250,3 +253,8 @@ class EventFeed:
         if node < 0:
             return self._root_names[node]
         return bytes(self._names[node * _NAME_BYTES : (node + 1) * _NAME_BYTES])
+
+
+def _zeros(count: int, dtype: type[np.generic]) -> "memoryview[Any]":
+    """Numbers that are read and written one at a time, where numpy's own are slow; memory is taken only where one is set."""
+    return memoryview(np.zeros(count, dtype))
