@@ -257,4 +257,4 @@ class EventFeed:
 
 def _zeros(count: int, dtype: type[np.generic]) -> "memoryview[Any]":
     """Numbers that are read and written one at a time, where numpy's own are slow; memory is taken only where one is set."""
-    return memoryview(np.zeros(count, dtype))
+    return np.zeros(count, dtype).data
