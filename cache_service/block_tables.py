@@ -22,7 +22,7 @@ from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
 from cache_service.swapping import Swapping
 from cache_service.transfers import Order
-from cache_service.types import NO_INT32, NULL_BLOCK, UNKNOWN_ROOT, Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NO_INT32, NULL_BLOCK, UNKNOWN_ROOT, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
@@ -68,10 +68,11 @@ class BlockTables:
         self._block_size = config.block_size
         self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
         self._prefix_caching = config.prefix_caching
+        self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
         self.swapping: Swapping | None = None  # where there is a host tier
         self.index = PrefixIndex(config.num_blocks, config.block_size, config.num_host_blocks, self._lose_hosts)
-        self.pool = BlockPool(config, self._forget)
+        self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
@@ -172,12 +173,16 @@ class BlockTables:
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
-        """[matched] nodes that a waiting sequence can start on; at least one token is left to compute (R4)."""
+        """[matched] nodes that a waiting sequence can start on; at least one token is left to compute (R4).
+
+        None where they are too few to count as a hit.
+        """
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
         num_most = min(num_most, int(seqs.share_limits[slot]))
-        return self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        return nodes if len(nodes) * self._block_size >= self._min_prefix_tokens else NO_INT32
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
@@ -380,6 +385,7 @@ class BlockTables:
             foreign = blocks[(before != 0) & (before != roots)].tolist()
             log.copy_sources.extend([NULL_BLOCK] * len(foreign))
             log.copy_destinations.extend(foreign)
+            self.counters.num_cleared_blocks += len(foreign)
         self.last_roots[blocks] = roots
         return blocks
 
@@ -410,11 +416,11 @@ class BlockTables:
         if self._prefix_caching:
             self.publisher.note(owner, np.array([slot]))
 
-    def _forget(self, blocks: Int32Array) -> Int32Array:
-        """Evicts these, to the host tier or for good with what is below. Answers the others that lost their entry."""
-        if self.swapping is not None:
+    def _forget(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:
+        """These leave the device: for the host tier, or for good with what is below. Answers others that lost their entry."""
+        if self.swapping is not None and why is MatchEnd.EVICTED:
             blocks = self.swapping.mover.demote(blocks)
-        return self.publisher.forget(blocks)
+        return self.publisher.forget(blocks, why)
 
     def _lose_hosts(self, hosts: Int32Array) -> None:
         """Their nodes were forgotten."""

@@ -91,6 +91,7 @@ def check_orders(pool: BlockPool) -> list[str]:
         wrong.append("the eviction order is not the indexed blocks that nothing holds")
     if pool.num_evictable != np.count_nonzero(idle & pool.indexed):
         wrong.append("the number of evictable blocks is wrong")
+    wrong.extend(pool.limits.check(idle & pool.indexed))
     if pool.num_referenced != np.count_nonzero(pool.ref_counts):
         wrong.append("the number of referenced blocks is wrong")
     return wrong

@@ -31,7 +31,7 @@ class Mover:
         last_roots: Int32Array,
         on_lost: Callable[[], None],
     ) -> None:
-        self.host = HostTier(config, self._forget_hosts)
+        self.host = HostTier(config, index, self._forget_hosts)
         self.transfers = Transfers()
         self.num_demoted = 0
         self.num_promoted = 0

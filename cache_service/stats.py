@@ -40,6 +40,9 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         num_transfer_blocks=pool.num_in_transfer,
         num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
+        num_tenants=tables.index.num_roots,
+        num_expired_blocks=pool.limits.num_expired,
+        num_quota_evictions=pool.limits.num_quota_evictions,
         **asdict(counters),
         **_host_stats(tables.swapping),
     )

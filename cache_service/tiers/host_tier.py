@@ -8,27 +8,28 @@ are held until it runs again. Does not know tokens or the device.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_service.block_pool import BlockPool
-from cache_service.types import NO_INT32, Int32Array, PoolConfig, SessionId
+from cache_service.prefix_index import PrefixIndex
+from cache_service.types import NO_INT32, Int32Array, MatchEnd, PoolConfig, SessionId
 
 
 class HostTier:
     """Block ids are the host tier's own; 0 is its null block."""
 
-    def __init__(self, config: PoolConfig, forget: Callable[[Int32Array], None]) -> None:
+    def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array], None]) -> None:
         """forget(host blocks) tells the index which copies are evicted."""
 
-        def evicted(hosts: Int32Array) -> Int32Array:
+        def evicted(hosts: Int32Array, _: MatchEnd) -> Int32Array:
             forget(hosts)
             return NO_INT32
 
         self.num_blocks = config.num_host_blocks
-        self.pool = BlockPool(replace(config, num_blocks=config.num_host_blocks, eviction_policy="lru"), evicted)
+        own = PoolConfig(num_blocks=config.num_host_blocks, block_size=config.block_size)  # least recently used, no limits
+        self.pool = BlockPool(own, index, evicted)
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)  # its content is still on the way
         self.tables: dict[int, Int32Array] = {}  # slot of a swapped sequence: its host blocks in order, 0 for a hole
         self._quarantines: dict[SessionId, Int32Array] = {}
