@@ -318,6 +318,7 @@ class PoolStats:
     num_hits: int
     num_look_up_tokens: int
     num_hit_tokens: int
+    num_full_hits: int
     num_evicted_blocks: int
     num_forks: int
     num_copies_on_write: int
@@ -335,3 +336,4 @@ class PoolStats:
     num_pinned_blocks: int
     num_expired_blocks: int
     num_quota_evictions: int
+    num_stored_logits: int
