@@ -35,12 +35,12 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from cache_service.updating import SequenceUpdates
 
 _FIELDS = {
     "commit_num_tokens": "num_tokens",
     "commit_token_ids": "token_ids",
     "fork_num_tokens": "num_tokens",
-    "fork_child_ids": "child_id",
     "truncate_num_tokens": "num_tokens",
     "reserve_max_tokens": "num_tokens",
 }
@@ -53,7 +53,7 @@ class ClearResult(NamedTuple):
     num_forgotten_blocks: int
 
 
-class Manager(PrefixCalls):
+class Manager(PrefixCalls, SequenceUpdates):
     """See the module."""
 
     # One-item calls

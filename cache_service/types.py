@@ -335,5 +335,7 @@ class PoolStats:
     num_pins: int
     num_pinned_blocks: int
     num_expired_blocks: int
+    num_cleared_blocks: int
+    num_tenants: int
     num_quota_evictions: int
     num_stored_logits: int

@@ -7,5 +7,4 @@ UNIMPLEMENTED_METHODS = {
     "SelectVictims": "choosing victims",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UpdateSequence": "changing priority or retention",
 }

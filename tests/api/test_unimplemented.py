@@ -12,7 +12,6 @@ LEFT_OUT = {
     "SelectVictims": "choosing victims",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UpdateSequence": "changing priority or retention",
 }
 
 

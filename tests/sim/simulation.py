@@ -51,6 +51,7 @@ class Counts:
     quota_evictions: int = 0
     full_hits: int = 0
     retention_dropped: int = 0
+    narrowed: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -179,6 +180,8 @@ class Simulation:
             self.world.pin(session, self.choose)
         elif event < 62:
             self.world.unpin(session, self.choose)
+        elif event < 64:
+            self.counts.narrowed += self.world.narrow(session, self.choose)
         elif event < 72:
             self.world.store_logits(session, self.choose)
         elif event < 82:

@@ -265,6 +265,9 @@ class GrpcDriver:
     def release(self, session: SessionId, sequence_id: int) -> int:
         return self._run(self._sessions[session].release(sequence_id))
 
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
+        self._run(self._sessions[session].update(sequence_id, retention=_retention_message(retention)))
+
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         info = self._run(self._sessions[session].get(sequence_id))
         return SequenceView(

@@ -83,6 +83,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.call(session, choose)
             self.holds()
 
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def narrow(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.narrow(self.any_session(choose), choose)
+
     @precondition(lambda self: self.stepping())
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:

@@ -190,6 +190,22 @@ class World:
         self.naive.settle()
         self.published_by_itself()
 
+    def narrow(self, session: SessionId, choose: Choose) -> bool:
+        """One sequence keeps less from now on; to keep more is refused. Whether it does."""
+        ours = list(self.engines[session].sequences.values())
+        if not ours:
+            return False
+        q, size = ours[choose(len(ours))], self.config.block_size
+        wanted, held = Retention(choose(2 * size + 2), 1 + choose(2 * size + 2)), q.retention
+        if held and (wanted.num_sink_tokens > held.num_sink_tokens or wanted.num_window_tokens > held.num_window_tokens):
+            self.refused("INVALID_FIELD", lambda: self.driver.update(session, q.sequence_id, wanted))
+            return False
+        self.driver.update(session, q.sequence_id, wanted)
+        self.naive.narrow(self.naive.sequences[session, q.sequence_id], wanted)
+        q.retention = wanted
+        q.drop(size)
+        return True
+
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
 
