@@ -329,6 +329,7 @@ class BlockTables:
             foreign = blocks[(before != 0) & (before != roots)].tolist()
             log.copy_sources.extend([NULL_BLOCK] * len(foreign))
             log.copy_destinations.extend(foreign)
+            self.counters.num_cleared_blocks += len(foreign)
         self.last_roots[blocks] = roots
         return blocks
 

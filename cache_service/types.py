@@ -334,4 +334,6 @@ class PoolStats:
     num_pins: int
     num_pinned_blocks: int
     num_expired_blocks: int
+    num_cleared_blocks: int
+    num_tenants: int
     num_quota_evictions: int
