@@ -36,6 +36,15 @@ from cache_service.types import (
     StepReply,
 )
 
+_FIELDS = {
+    "commit_num_tokens": "num_tokens",
+    "commit_token_ids": "token_ids",
+    "fork_num_tokens": "num_tokens",
+    "fork_child_ids": "child_id",
+    "truncate_num_tokens": "num_tokens",
+    "reserve_max_tokens": "num_tokens",
+}
+
 
 class ClearResult(NamedTuple):
     """What clearing the prefix cache did."""
@@ -262,7 +271,11 @@ class Manager(PrefixCalls):
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
-        reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        try:
+            reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        except InvalidField as error:  # names a column of the step, where the call has a field
+            error.metadata["field"] = _FIELDS.get(error.metadata["field"], error.metadata["field"])
+            raise
         self.publish_pending()
         owner.updates.clear()  # whoever asks is shown the table itself
         owner.complete(self.tables.pool, step_id)
