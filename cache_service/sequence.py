@@ -126,7 +126,7 @@ class SequenceTable:
         self._free_slots.append(slot)
 
     def retain(self, slot: int, num_sink: int, num_window: int) -> None:
-        """From now on only so many leading and last tokens are kept. Not for a sequence with holes."""
+        """From now on only so many leading and last tokens are kept. Whoever narrows it drops what is outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
         self.close_hole(slot)
