@@ -54,7 +54,7 @@ class World:
     def open(self, executor: Executor) -> SessionId:
         session = self.driver.open_session(executor)
         self.naive.open_session(session, executor)
-        self.engines[session] = EngineModel(executor, self.config.block_size, self.alphabet)
+        self.engines[session] = EngineModel(executor, self.config.block_size, self.config.num_usable_blocks, self.alphabet)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
