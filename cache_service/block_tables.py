@@ -14,7 +14,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.counters import Counters
 from cache_service.eviction import Use
 from cache_service.mover import Mover
-from cache_service.owner import Owner
+from cache_service.owner import HeldLogits, Owner
 from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
@@ -71,7 +71,9 @@ class BlockTables:
         self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
         self.swapping: Swapping | None = None  # where there is a host tier
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.num_host_blocks, self._lose_hosts)
+        self.index = PrefixIndex(
+            config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks, self._lose_hosts
+        )
         self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
         self.counters = Counters()
@@ -170,6 +172,7 @@ class BlockTables:
         self.publisher.forget_slots(slots)
         for slot in slots:
             owner.ids.remove(int(seqs.ids[slot]))
+            owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
@@ -194,28 +197,43 @@ class BlockTables:
                 nodes = nodes[: int(np.argmax(is_away))]
         return nodes
 
+    def full_hit(self, slot: int, max_hit: int) -> tuple[Int32Array, bytes] | None:
+        """[num_tokens / block size] blocks of a waiting sequence's whole prompt, and the logits stored behind it."""
+        seqs = self.sequences
+        known = int(seqs.num_tokens[slot])
+        num_blocks, rest = divmod(known, self._block_size)
+        if rest or max_hit < known or known < self._min_prefix_tokens or num_blocks > seqs.share_limits[slot]:
+            return None
+        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
+        blocks = self.index.block_of_node[nodes]
+        if np.count_nonzero(blocks) < num_blocks:
+            return None
+        logits = self.index.logits.get(int(nodes[-1]))
+        return None if logits is None else (blocks, logits)
+
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
     ) -> bool:
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 
-        Takes at most max_hit tokens from the index, and leaves at least one to compute (R4); leaves num_spare blocks alone.
+        Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
+        follow the whole prompt, which the owner then holds; leaves num_spare blocks alone.
         Look-up, hold and first reservation are one decision, so nobody steals the match. Where a part of the hit is in the
         host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
-        nodes = self.match(slot, max_hit)
-        hits = self.index.block_of_node[nodes]
-        joined = None
+        full = self.full_hit(slot, max_hit) if self.index.logits.by_node and not exactly else None
+        nodes = self.match(slot, max_hit) if full is None else self.index.node_of_block[full[0]]
+        hits, joined, num_least = self.index.block_of_node[nodes], None, int(full is None)
         if self.swapping is not None and np.count_nonzero(hits) < len(hits):
             joined = self.swapping.join(owner, nodes, hits)
-        fit = self._fit(hits, known, max_new, num_spare, exactly)
+        fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
         if fit.num_short and joined is not None:
             on_device = self.index.block_of_node[nodes] > 0
             nodes, joined = nodes[: int(np.argmin(on_device))], None
             hits = self.index.block_of_node[nodes]
-            fit = self._fit(hits, known, max_new, num_spare, exactly)
+            fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
         if fit.num_short:
             if self.pins_give_way(slot, fit.num_short, hits):
                 return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
@@ -245,14 +263,17 @@ class BlockTables:
         seqs.num_published[slot] = len(hits)
         seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
         seqs.states[slot] = SequenceState.RUNNING
+        if full is not None:
+            owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, full[1])
+            self.counters.num_full_hits += 1
         self.counters.num_hits += is_look_up and len(hits) > 0
         self.counters.num_hit_tokens += hit_len
         return True
 
-    def _fit(self, hits: Int32Array, known: int, max_new: int, num_spare: int, exactly: int) -> Fit:
+    def _fit(self, hits: Int32Array, known: int, num_least: int, max_new: int, num_spare: int, exactly: int) -> Fit:
         """How a start on these blocks fits; the zeros are to be loaded, and take a block each."""
         hit_len = len(hits) * self._block_size
-        least, most = hit_len + 1, min(hit_len + max_new, known)
+        least, most = hit_len + num_least, min(hit_len + max_new, known)
         if exactly:
             least = most = max(exactly, hit_len)
         num_loads = len(hits) - int(np.count_nonzero(hits))

@@ -17,6 +17,7 @@ import numpy as np
 
 from cache_service.gone import GoneBlocks
 from cache_service.journal import Journal
+from cache_service.logits import StoredLogits
 from cache_service.types import Int32Array, MatchEnd, Tier
 
 NO_NODE = 0
@@ -31,6 +32,7 @@ class PrefixIndex:
         self,
         num_blocks: int,
         block_size: int,
+        logits_memory: int = 0,
         num_host_blocks: int = 0,
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
     ) -> None:
@@ -49,6 +51,7 @@ class PrefixIndex:
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
         self.gone = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
         self.journal: Journal | None = None  # while somebody watches
+        self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
         self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
@@ -191,6 +194,7 @@ class PrefixIndex:
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         if self.journal is not None:
             self.journal.cleared(self._nodes)
+        self.logits.by_node.clear()
         self._unused.extend(nodes.tolist())
         for node in nodes.tolist():
             self._keys[node] = None
@@ -230,6 +234,8 @@ class PrefixIndex:
                 prev, child = child, int(self._next_sibling[child])
             if children != seen_children.get(node, set()):
                 wrong.append(f"children of node {node} are not those that name it")
+        if any(self._keys[node] is None for node in self.logits.by_node):
+            wrong.append("logits are stored of a node that is not there")
         for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
             if np.count_nonzero(of_node) != np.count_nonzero(of_block):
                 wrong.append("blocks with a node and nodes with a block differ in number")
@@ -317,6 +323,8 @@ class PrefixIndex:
             self._prev_sibling[after] = before
         if self.journal is not None:
             self.journal.removed(node, key)
+        if self.logits.by_node:
+            self.logits.by_node.pop(node, None)
         del self._nodes[key]
         self._keys[node] = None
         block, host = int(self.block_of_node[node]), int(self.host_of_node[node])

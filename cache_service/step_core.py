@@ -268,6 +268,10 @@ class StepCore:
         if swapping is not None:
             swapping.finish(owner)
         reply = self._reply(log, forks, starts, plan, grants)
+        if owner.logits and len(batch.start_ids):
+            held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
+            has_logits = _int32([item is not None and item.step_id == owner.step_id for item in held])
+            reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
         if log.orders or log.ready or has_swaps(batch):
             reply = self._with_moves(reply, owner, log, swap_outs, swap_ins)
         return reply
