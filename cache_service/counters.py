@@ -16,5 +16,6 @@ class Counters:
     num_copies_on_write: int = 0
     num_adopted_blocks: int = 0
     num_retention_dropped_blocks: int = 0
+    num_cleared_blocks: int = 0
     num_steps: int = 0
     num_refusals: int = 0

@@ -124,15 +124,16 @@ class PoolConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     watermark: float = 0.01  # share of the blocks kept free when admitting while something runs
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     num_host_blocks: int = 0  # 0: no host tier
     evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
     pressure_levels: tuple[float, float, float] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
-    max_cached_blocks: int | None = None  # most blocks that the index names
+    max_cached_blocks: int | None = None  # most blocks that are cached and held by nobody
     tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
+    tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants that have another one
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
 
     @property
@@ -332,3 +333,7 @@ class PoolStats:
     block_utilization: float
     num_pins: int
     num_pinned_blocks: int
+    num_expired_blocks: int
+    num_cleared_blocks: int
+    num_tenants: int
+    num_quota_evictions: int
