@@ -318,6 +318,7 @@ class PoolStats:
     num_hits: int
     num_look_up_tokens: int
     num_hit_tokens: int
+    num_full_hits: int
     num_evicted_blocks: int
     num_forks: int
     num_copies_on_write: int
@@ -337,3 +338,4 @@ class PoolStats:
     num_cleared_blocks: int
     num_tenants: int
     num_quota_evictions: int
+    num_stored_logits: int
