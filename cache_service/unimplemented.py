@@ -5,6 +5,4 @@ UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
     "SelectVictims": "choosing victims",
-    "SwapInSequence": "swap",
-    "SwapOutSequence": "swap",
 }

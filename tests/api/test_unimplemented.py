@@ -10,8 +10,6 @@ LEFT_OUT = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
     "SelectVictims": "choosing victims",
-    "SwapInSequence": "swap",
-    "SwapOutSequence": "swap",
 }
 
 
