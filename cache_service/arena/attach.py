@@ -38,11 +38,11 @@ class Grant:
 
     descriptor: int
     num_bytes: int
-    host_descriptor: int | None  # of the host tier's arena
-    num_host_bytes: int
     on_process_end: Callable[[], None]
     on_unmapped: Callable[[], None]
     session_over: asyncio.Event  # set by the desk: the process is of no more interest
+    host_descriptor: int | None = None  # of the host tier's arena
+    num_host_bytes: int = 0
 
 
 class AttachDesk(Protocol):

@@ -54,7 +54,7 @@ def step_items(batch: StepBatch) -> StepItems:
 
 def step_reply(result: StepResult) -> StepReply:
     """The client's columns as the core's."""
-    return StepReply(*(getattr(result, name) for name in _REPLY))
+    return StepReply(**{name: getattr(result, name) for name in _REPLY})
 
 
 class Refused(CacheError):
