@@ -13,9 +13,7 @@ import numpy.typing as npt
 
 from cache_service.eviction import EvictionPolicy, make_policy
 from cache_service.free_list import FreeList
-from cache_service.types import BlockState, Int32Array, PoolConfig, PressureLevel
-
-_PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0.6, PressureLevel.MEDIUM))
+from cache_service.types import BlockState, Int32Array, PoolConfig
 
 
 class BlockPool:
@@ -142,10 +140,6 @@ class BlockPool:
         if self.fence_counts[block]:
             return BlockState.FENCED
         return BlockState.CACHED if self.indexed[block] else BlockState.FREE
-
-    def pressure(self) -> PressureLevel:
-        ratio = self.num_used / (self.num_blocks - 1)
-        return next((level for floor, level in _PRESSURE_STEPS if ratio >= floor), PressureLevel.LOW)
 
     def _settle(self, blocks: Int32Array) -> None:
         """Sends those of the distinct blocks that nothing holds any more where they belong."""

@@ -13,6 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
+from cache_service.progress import Progress
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
@@ -28,6 +29,7 @@ class StepLog:
     update_ids: list[int] = field(default_factory=list)
     update_table_idx: list[int] = field(default_factory=list)
     update_blocks: list[int] = field(default_factory=list)
+    computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
         self.update_ids.append(sequence_id)
@@ -58,6 +60,9 @@ class Counters:
     num_adopted_blocks: int = 0
     num_steps: int = 0
     num_refusals: int = 0
+    num_refused_starts: int = 0
+    num_computing_answers: int = 0
+    num_collected_blocks: int = 0
 
 
 class BlockTables:
@@ -66,10 +71,11 @@ class BlockTables:
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
         self._offsets = np.arange(config.block_size, dtype=np.int32)
-        self._prefix_caching = config.prefix_caching
+        self.prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
         self.pool = BlockPool(config, self._forget)
+        self.progress = Progress(self.sequences, self.pool)
         self.counters = Counters()
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
@@ -87,7 +93,7 @@ class BlockTables:
                 seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
             seqs.num_tokens[slots] = known + num_new
         seqs.num_committed[slots] = lens
-        if self._prefix_caching:
+        if self.prefix_caching:
             num_full = lens // self._block_size
             behind = (num_full > seqs.num_published[slots]).nonzero()[0]
             if len(behind):
@@ -108,6 +114,7 @@ class BlockTables:
             column[child] = num_tokens
         for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
             column[child] = column[parent]
+        seqs.start_numbers[child], seqs.last_access[child] = seqs.start_numbers[parent], self.progress.now
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
         self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
@@ -143,6 +150,8 @@ class BlockTables:
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
         for slot in slots:
+            if self.progress.claims:
+                self.progress.forget(slot)
             owner.ids.remove(int(seqs.ids[slot]))
             seqs.free_slot(slot)
 
@@ -150,7 +159,7 @@ class BlockTables:
         """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4)."""
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
-        num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        num_most = min(max_hit, known - 1) // self._block_size if self.prefix_caching else 0
         return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
 
     def start(
@@ -159,7 +168,8 @@ class BlockTables:
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4); leaves num_spare blocks alone.
-        Look-up, hold and first reservation are one decision, so nobody steals the match.
+        Look-up, hold and first reservation are one decision, so nobody steals the match. While an elder sequence is owed
+        blocks it is refused too. A refusal is a claim, but not with `exactly`: that one is an error and leaves no trace.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
@@ -168,14 +178,20 @@ class BlockTables:
         least, most = hit_len + 1, min(hit_len + max_new, known)
         if exactly:
             least = most = max(exactly, hit_len)
-        num_room = pool.num_available - pool.num_revived(hits) - num_spare
-        num_new = seqs.num_blocks(most) - len(hits)
+        num_apart = pool.num_revived(hits) + num_spare  # available, but not to it
+        num_room = pool.num_available - num_apart
+        num_new = num_wanted = seqs.num_blocks(most) - len(hits)
         if num_new > num_room:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
-        if most < least:
+        if most < least or (self.progress.claims and self.progress.is_younger(slot)):
             self.counters.num_refusals += 1
+            self.counters.num_refused_starts += 1
+            if not exactly:
+                self.progress.refuse(owner, slot, num_wanted + num_apart)
             return False
+        if self.progress.claims:
+            self.progress.forget(slot)
         pool.acquire(hits)
         seqs.tables[slot, : len(hits)] = hits
         seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
@@ -186,9 +202,9 @@ class BlockTables:
         seqs.num_published[slot] = len(hits)
         seqs.last_nodes[slot] = self.index.node_of_block[hits[-1]] if len(hits) else seqs.roots[slot]
         seqs.states[slot] = SequenceState.RUNNING
-        seqs.num_accesses[slot] += 1
+        seqs.touch(slot, self.progress.now)
         self.counters.num_starts += 1
-        if max_hit and self._prefix_caching:
+        if max_hit and self.prefix_caching:
             self.counters.num_look_ups += 1
             self.counters.num_look_up_tokens += known
             self.counters.num_hits += len(hits) > 0
@@ -206,8 +222,14 @@ class BlockTables:
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
         seqs.num_accesses[slots] += 1
+        seqs.last_access[slots] = self.progress.now
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
+        if self.progress.claims:
+            is_enough = total + self.progress.most_owed <= self.pool.num_available
+            if not is_enough and self.progress.are_younger(slots[growing]).any():
+                return self._reserve_in_order(owner, log, slots, least, wanted)
+            self.progress.forget_all(slots)
         seqs.num_reserved_before[slots] = held
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
@@ -248,25 +270,33 @@ class BlockTables:
         self.last_roots[blocks] = _UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
-        """The same, one by one: when blocks are short, or copies are due."""
-        seqs, pool = self.sequences, self.pool
+        """The same, one by one: when blocks are short or owed to an elder sequence, or copies are due."""
+        seqs, pool, progress = self.sequences, self.pool, self.progress
         reserved = np.empty(len(slots), np.int32)
         item_idx: list[int] = []
         new_blocks: list[int] = []
+        refused: list[tuple[int, int]] = []  # slot, blocks asked for
         starved = False
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
-            num_room = (0 if starved else pool.num_available) - len(due)
+            num_kept = progress.num_kept_from(slot) if progress.claims else 0
+            num_room = max(0, pool.num_available - num_kept) - len(due)
+            if starved and (num_kept or not progress.claims):
+                num_room = -len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
                 granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
             if granted < low or num_room < 0:
-                starved = True
+                # Whom only an elder one's blocks would help does not stand in anybody's way, the elder one's least of all.
+                starved = starved or max(0, seqs.num_blocks(low) - table_len) + len(due) > pool.num_available
+                refused.append((slot, seqs.num_blocks(want) - table_len + len(due)))
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1
                 continue
+            if progress.claims:
+                progress.forget(slot)
             if len(due):
                 self._copy_on_write(owner, log, slot, due)
             if granted > seqs.num_committed[slot]:
@@ -279,6 +309,8 @@ class BlockTables:
             item_idx.extend([row] * len(blocks))
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
+        for slot, num_blocks in refused:
+            progress.refuse(owner, slot, num_blocks)
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from cache_service.errors import InvalidField
 from cache_service.eviction import make_policy
+from cache_service.pressure import PressureGauge
 from kvkeeper.service.config import (
     LOG_LEVELS,
     MAX_SOCKET_PATH_BYTES,
@@ -51,6 +52,9 @@ class CacheConfig:
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
     eviction_policy: str = "lru"
+    watermark: float = 0.01  # share of a pool kept free when admitting while something runs
+    evict_above: float = 1.0  # share of a pool; cached blocks above it are evicted before they are needed
+    pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_caching: bool = True
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
@@ -68,6 +72,14 @@ class CacheConfig:
         check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, 1 << 22)
         if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
             raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError("--watermark: a share from 0 to below 1")
+        if not 0 < self.evict_above <= 1:
+            raise ConfigError("--evict-above: a share above 0 and up to 1")
+        try:
+            PressureGauge(self.pressure_levels, 1)
+        except InvalidField as error:
+            raise ConfigError(f"--pressure-levels: {error}") from None
         check_range("max_sessions", self.max_sessions, 1, 4096)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
@@ -85,6 +97,14 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares of "0.6,0.8,0.95". Raises ValueError."""
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise ValueError("three shares such as 0.6,0.8,0.95") from None
+
+
 _PARSERS: dict[str, Any] = {
     "listen": str,
     "runtime_dir": Path,
@@ -95,6 +115,9 @@ _PARSERS: dict[str, Any] = {
     "max_tokens_per_sequence": int,
     "max_sessions": int,
     "eviction_policy": str,
+    "watermark": float,
+    "evict_above": float,
+    "pressure_levels": parse_shares,
     "prefix_caching": parse_switch,
     "reflection": parse_switch,
     "drain_timeout": float,
@@ -110,6 +133,9 @@ _HELP = {
     "max_sequences": "most live sequences of a pool",
     "max_tokens_per_sequence": "most tokens of a sequence",
     "max_sessions": "most live sessions",
+    "watermark": "share of a pool kept free for running sequences when others start",
+    "evict_above": "share of a pool above which cached blocks are evicted before they are needed",
+    "pressure_levels": "shares of a pool, held, at which pressure is medium, high and critical (default: 0.6,0.8,0.95)",
     "eviction_policy": "which cached block is forgotten first",
     "prefix_caching": "share committed prefixes between sequences",
     "reflection": "answer gRPC server reflection",

@@ -4,6 +4,7 @@ Adds to the steps (step_core.py) the one-item calls, each a step of one item who
 questions that change nothing. Knows no grpc, asyncio, torch or clock.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+
+_ROUNDING = 1e-9  # 0.7 of 10 blocks is 7 blocks
 
 
 class ClearResult(NamedTuple):
@@ -65,12 +68,15 @@ class Manager(StepCore):
             )
             if reply.reserve_reserved[0] >= num_tokens:
                 return Copies(reply.copy_sources, reply.copy_destinations)
+            self.tables.progress.forget(slot)  # what is refused with an error leaves no trace
         else:
             log = StepLog()
+            self.tables.progress.pass_time(self.now)
             max_hit = num_tokens if look_up else 0
             if self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens):
                 self.revision += 1
                 self.tables.counters.num_steps += 1
+                self._note_change()
                 return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
@@ -139,6 +145,11 @@ class Manager(StepCore):
         owner, slot = self._find(session, sequence_id)
         return self._view(owner, slot, self.tables.sequences.table(slot).copy())
 
+    def start_number(self, session: SessionId, sequence_id: int) -> int:
+        """The sequence's place in the order of arrivals."""
+        _, slot = self._find(session, sequence_id)
+        return int(self.tables.sequences.start_numbers[slot])
+
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
         _, slot = self._find(session, sequence_id)
@@ -173,6 +184,9 @@ class Manager(StepCore):
             hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
         num_required = -(-num_prompt_tokens // block_size) - len(hits)
         num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        self.tables.progress.pass_time(self.now)
+        if self.tables.progress.would_be_younger(priority=0):
+            num_room = 0  # an elder one waits, and nobody starts before it
         can_ever = num_prompt_tokens + num_new_tokens <= self.config.limit_tokens
         return Admission(
             can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
@@ -190,16 +204,26 @@ class Manager(StepCore):
 
     def evict_blocks(self, num_free_blocks: int) -> int:
         """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
-        pool = self.tables.pool
-        count = min(max(num_free_blocks - len(pool.free), 0), pool.num_evictable)
-        if count:
-            self.revision += 1
-            pool.evict(count)
-        return count
+        return self._evict(num_free_blocks - len(self.tables.pool.free))
+
+    def evict_count(self, num_blocks: int) -> int:
+        """Evicts so many cached blocks, or all. Answers how many were."""
+        return self._evict(num_blocks)
+
+    def evict_to(self, max_utilization: float) -> int:
+        """Evicts until at most this share of the pool is held or cached, as far as that can be. Answers how many were."""
+        return self._evict(self._num_above(max_utilization))
+
+    def evict_excess(self, max_blocks: int) -> int:
+        """Evicts at most so many of the cached blocks above the configured share. Answers how many were.
+
+        For the time between steps, so that the next one finds its blocks free.
+        """
+        return self._evict(min(self._num_above(self.config.evict_above), max_blocks)) if self.config.evict_above < 1 else 0
 
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
-        return pool_stats(self.tables, self.revision, self.num_sessions)
+        return pool_stats(self.tables, self.gauge, self.revision, self.num_sessions)
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
@@ -207,6 +231,19 @@ class Manager(StepCore):
 
     def block_state(self, block: BlockId) -> BlockState:
         return self.tables.pool.state(block)
+
+    def _num_above(self, share: float) -> int:
+        """How many of the held and cached blocks are above this share of the pool."""
+        num_usable = self.config.num_usable_blocks
+        return num_usable - len(self.tables.pool.free) - math.floor(share * num_usable + _ROUNDING)
+
+    def _evict(self, count: int) -> int:
+        pool = self.tables.pool
+        count = min(max(count, 0), pool.num_evictable)
+        if count:
+            self.revision += 1
+            pool.evict(count)
+        return count
 
     def _find(self, session: SessionId, sequence_id: int) -> tuple[Owner, int]:
         owner = self._owner(session)
@@ -220,14 +257,18 @@ class Manager(StepCore):
         seqs, pool = self.tables.sequences, self.tables.pool
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         if seqs.states[slot] == SequenceState.RUNNING:
-            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), pool.num_available
+            num_room = max(0, pool.num_available - self.tables.progress.num_kept_from(slot))
+            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), num_room
         hits = self.tables.match(slot, num_tokens if look_up else 0)
+        if self.tables.progress.is_younger(slot):
+            return num_needed - len(hits), 0
         return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
         reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
         owner.complete(self.tables.pool, step_id)
+        self._note_change()
         return reply
 
     def _view(self, owner: Owner, slot: int, table: Int32Array) -> SequenceView:
@@ -244,4 +285,6 @@ class Manager(StepCore):
             num_hit_tokens=int(seqs.num_hit[slot]),
             num_accesses=int(seqs.num_accesses[slot]),
             block_table=table,
+            start_number=int(seqs.start_numbers[slot]),
+            idle_seconds=max(0.0, self.now - float(seqs.last_access[slot])),
         )

@@ -17,6 +17,7 @@ from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
+from cache_service.progress import StartNumbers
 from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -30,9 +31,11 @@ Allocate = Callable[[int], SharedMemoryArena]
 class Pool:
     """One KV spec's core and memory. The sets say who keeps it from making room for another."""
 
-    def __init__(self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena) -> None:
+    def __init__(
+        self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena, start_numbers: StartNumbers
+    ) -> None:
         self.key = key
-        self.manager = Manager(config)
+        self.manager = Manager(config, start_numbers)
         self.arena = arena
         bytes_per_block = kv_spec.block_bytes(spec)
         self.blocks: ByteArray = arena.blocks(config.num_blocks, bytes_per_block)  # [num_blocks, block_bytes]
@@ -85,6 +88,7 @@ class PoolRegistry:
         self._is_ready = False
         self._making = asyncio.Lock()  # one pool is made at a time
         self._num_uses = 0
+        self._start_numbers = StartNumbers()  # of all pools that ever were: ages can be compared, and none is drawn twice
 
     @property
     def pools(self) -> list[Pool]:
@@ -140,9 +144,12 @@ class PoolRegistry:
             max_sequences=self._config.max_sequences,
             max_tokens_per_sequence=self._config.max_tokens_per_sequence,
             eviction_policy=self._config.eviction_policy,
+            watermark=self._config.watermark,
+            evict_above=self._config.evict_above,
+            pressure_levels=self._config.pressure_levels,
             prefix_caching=self._config.prefix_caching,
         )
-        return Pool(key, spec, config, await self._arena(num_bytes))
+        return Pool(key, spec, config, await self._arena(num_bytes), self._start_numbers)
 
     async def _arena(self, num_bytes: int) -> SharedMemoryArena:
         if self._spare:

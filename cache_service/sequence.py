@@ -33,7 +33,9 @@ class SequenceTable:
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
+        self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals; elder is smaller
         self.num_accesses: Int64Array = np.zeros(slots, np.int64)
+        self.last_access = np.zeros(slots, np.float64)  # when a step or a read last named it
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
@@ -52,6 +54,11 @@ class SequenceTable:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def some_run(self) -> bool:
+        """Whether any sequence holds blocks, or is about to."""
+        return bool(((self.states == SequenceState.RUNNING) | (self.states == SequenceState.LOADING)).any())
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
@@ -63,6 +70,11 @@ class SequenceTable:
             column[slot] = 0
         self.may_copy[slot] = False
         return slot
+
+    def touch(self, slot: int, now: float) -> None:
+        """A call or a read has named the sequence."""
+        self.num_accesses[slot] += 1
+        self.last_access[slot] = now
 
     def free_slot(self, slot: int) -> None:
         self.states[slot] = SequenceState.FREE_SLOT

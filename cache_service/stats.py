@@ -5,10 +5,11 @@ from dataclasses import asdict
 import numpy as np
 
 from cache_service.block_tables import BlockTables
+from cache_service.pressure import PressureGauge
 from cache_service.types import PoolStats, SequenceState
 
 
-def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolStats:
+def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
     pool, seqs = tables.pool, tables.sequences
     running = seqs.running_slots()
@@ -28,7 +29,9 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         slot_utilization=float(num_reserved.sum() / num_slots) if num_slots else 1.0,
         num_evicted_blocks=pool.num_evicted,
         revision=revision,
-        pressure=pool.pressure(),
+        pressure=gauge.level,
+        num_owed_blocks=tables.progress.num_owed,
+        num_pressure_changes=gauge.num_changes,
         num_sessions=num_sessions,
         **asdict(tables.counters),
     )

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cache_service.block_tables import BlockTables, Grants, StepLog
+from cache_service.computing import computing_len
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
+from cache_service.pressure import PressureGauge
+from cache_service.progress import StartNumbers
 from cache_service.step import StepPlan, check_id, check_step
 from cache_service.types import (
     NO_INT32,
@@ -22,6 +25,7 @@ from cache_service.types import (
     Int32Array,
     ItemResult,
     PoolConfig,
+    PressureLevel,
     SequenceArgs,
     SequenceState,
     SessionId,
@@ -43,13 +47,18 @@ class CloseResult(NamedTuple):
 class StepCore:
     """See the module. Raises InvalidField for a configuration that cannot work."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
+        """start_numbers: of the whole service; a pool alone has its own."""
         for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
             if getattr(config, name) < least:
                 raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
         if not 0 <= config.watermark < 1:
             raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
+        if not 0 < config.evict_above <= 1:
+            raise InvalidField("evict_above is a share above 0 and up to 1", field="evict_above", limit=1)
         self.config = config
+        self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
+        self._start_numbers = start_numbers or StartNumbers()
         self.tables = BlockTables(config)
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
@@ -60,6 +69,7 @@ class StepCore:
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+        self.tables.progress.pass_time(self.now)
 
     # Sessions
 
@@ -88,6 +98,7 @@ class StepCore:
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
         del self._owners[session]
+        self._note_change()
         return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
 
     def end_quarantine(self, session: SessionId) -> int:
@@ -96,7 +107,9 @@ class StepCore:
         if blocks is None:
             return 0
         self.revision += 1
-        return self.tables.pool.end_quarantine(blocks)
+        num_freed = self.tables.pool.end_quarantine(blocks)
+        self._note_change()
+        return num_freed
 
     @property
     def num_sessions(self) -> int:
@@ -117,6 +130,9 @@ class StepCore:
             raise NeverFits(f"{requested} tokens, at most {limit} fit", requested=requested, limit=limit)
         if max_tokens < num_tokens:
             raise InvalidField("max_tokens is less than the prompt", field="max_tokens", limit=num_tokens)
+        if not 0 <= args.start_number <= self._start_numbers.last:
+            limit = self._start_numbers.last
+            raise InvalidField("not a place that was given out before", field="start_number", limit=limit)
         slot = owner.ids.get(sequence_id)
         if slot is not None:
             if not self._is_same(slot, args, max_tokens):
@@ -135,6 +151,8 @@ class StepCore:
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            seqs.start_numbers[slot] = args.start_number or self._start_numbers.draw()
+            seqs.last_access[slot] = self.now
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
@@ -151,10 +169,14 @@ class StepCore:
     def complete(self, session: SessionId, completed_step_id: int) -> None:
         """All device work of the session up to this step has finished."""
         self._owner(session).complete(self.tables.pool, completed_step_id)
+        self._note_change()
 
     def _apply(self, owner: Owner, batch: StepBatch, plan: StepPlan) -> StepReply:
         tables, log = self.tables, StepLog()
         self.revision += 1
+        tables.progress.now = self.now
+        if tables.progress.claims:
+            tables.progress.pass_time(self.now)
         tables.counters.num_steps += 1
         forks: list[ItemResult] = []
         starts: list[StartResult] = []
@@ -172,10 +194,13 @@ class StepCore:
             slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
             tables.release(owner, [slot for slot in slots if slot is not None])
         if len(plan.start_slots):
-            items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
-            starts = [self._start(owner, log, *item) for item in items]
+            starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
-        return self._reply(log, forks, starts, plan, grants)
+        num_give_back = 0
+        if tables.progress.claims:
+            tables.progress.end_step(owner)
+            num_give_back = tables.progress.num_give_back(owner)
+        return self._reply(log, forks, starts, plan, grants, num_give_back)
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
@@ -193,9 +218,21 @@ class StepCore:
             results.append(ItemResult.OK)
         return results, refused
 
-    def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
-        started = self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())
-        return StartResult.STARTED if started else StartResult.NO_ROOM
+    def _start_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+        tables = self.tables
+        may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
+        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
+        results: list[StartResult] = []
+        for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
+            if waits and (length := computing_len(tables, slot, max_hit)):
+                tables.progress.forget(slot)  # it is not for want of blocks that it waits
+                tables.counters.num_computing_answers += 1
+                log.computing_lens[slot] = length
+                results.append(StartResult.COMPUTING)
+            else:
+                started = tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())
+                results.append(StartResult.STARTED if started else StartResult.NO_ROOM)
+        return results
 
     def _reserve_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
         if not len(batch.reserve_ids):
@@ -210,15 +247,25 @@ class StepCore:
         return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)
 
     def _reply(
-        self, log: StepLog, forks: list[ItemResult], starts: list[StartResult], plan: StepPlan, grants: Grants
+        self,
+        log: StepLog,
+        forks: list[ItemResult],
+        starts: list[StartResult],
+        plan: StepPlan,
+        grants: Grants,
+        num_give_back: int,
     ) -> StepReply:
         seqs, pool = self.tables.sequences, self.tables.pool
         # A start that was refused holds nothing, so its row tells zeros by itself.
         tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
+        hits = seqs.num_hit[plan.start_slots] if tables else NO_INT32
+        if log.computing_lens:
+            lens = log.computing_lens
+            hits = _int32([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
         return StepReply(
             fork_results=_int32(forks),
             start_results=_int32(starts),
-            start_hits=seqs.num_hit[plan.start_slots] if tables else NO_INT32,
+            start_hits=hits,
             start_reserved=seqs.num_reserved[plan.start_slots] if tables else NO_INT32,
             start_num_blocks=_int32([len(table) for table in tables]),
             start_block_ids=np.concatenate(tables) if tables else NO_INT32,
@@ -233,13 +280,31 @@ class StepCore:
             num_free=len(pool.free),
             num_evictable=pool.num_evictable,
             num_fenced=pool.num_fenced,
-            pressure=pool.pressure(),
+            pressure=self._note_change(),
             revision=self.revision,
+            num_give_back=num_give_back,
         )
+
+    @property
+    def pressure(self) -> PressureLevel:
+        """How full the pool is."""
+        return self.gauge.level
+
+    def _note_change(self) -> PressureLevel:
+        """Blocks were taken, or came free."""
+        return self.gauge.update(self.tables.pool.num_used)
+
+    def num_give_back(self, session: SessionId) -> int:
+        """Blocks that the eldest claim misses, where the session runs younger sequences."""
+        progress = self.tables.progress
+        if not progress.claims:
+            return 0
+        progress.pass_time(self.now)
+        return progress.num_give_back(self._owner(session))
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
-        return self._num_spare_blocks if self.tables.pool.num_referenced else 0
+        return self._num_spare_blocks if self.tables.sequences.some_run else 0
 
     def _owner(self, session: SessionId) -> Owner:
         if session not in self._owners:
@@ -253,6 +318,7 @@ class StepCore:
             and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
+            and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
         )

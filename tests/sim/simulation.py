@@ -46,6 +46,11 @@ class Counts:
     adopted: int = 0
     evicted: int = 0
     forks: int = 0
+    claims: int = 0
+    kept_for_elders: int = 0
+    give_backs: int = 0
+    computing: int = 0
+    pressure_changes: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -76,6 +81,7 @@ class Simulation:
             max_sequences=rng.choice([4, 8, 16, 32]),
             max_tokens_per_sequence=rng.choice([6, 12, 24, 48]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            evict_above=rng.choice([1.0, 1.0, 0.9, 0.5]),
         )
         self.driver = CoreDriver(config)
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -89,7 +95,7 @@ class Simulation:
 
     def tick(self) -> None:
         """One event of one engine, and what the clock brings."""
-        self.driver.advance(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
+        self.world.advance(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
         self._reap()
         engine = self.engines[self.choose(len(self.engines))]
         if self.driver.now < engine.wakes:
@@ -113,6 +119,9 @@ class Simulation:
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
+        counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
+        counts.pressure_changes = naive.num_pressure_changes
         return counts
 
     def _open(self, engine: Engine) -> None:
@@ -204,6 +213,9 @@ class Simulation:
         self.counts.steps += 1
         self.world.executed(session, plan, reply)
         self._called()
+        if self.driver.config.evict_above < 1:
+            self.world.evict_excess()
+            self._called()
         return reply
 
     def _late_message(self, engine: Engine) -> None:

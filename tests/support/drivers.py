@@ -85,6 +85,9 @@ class Driver(Protocol):
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
 
+    def evict_excess(self) -> int:
+        """What the service does by itself between steps."""
+
     def stats(self) -> PoolStats: ...
 
     def check_invariants(self) -> list[str]: ...
@@ -190,6 +193,9 @@ class CoreDriver:
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
         return self.manager.evict_blocks(num_free_blocks)
+
+    def evict_excess(self) -> int:
+        return self.manager.evict_excess(1 << 30)
 
     def stats(self) -> PoolStats:
         return self.manager.stats()

@@ -24,6 +24,8 @@ configs = st.builds(
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
     eviction_policy=st.just("lru"),  # the model knows its order exactly
     prefix_caching=st.sampled_from([True, True, True, False]),
+    evict_above=st.sampled_from([1.0, 1.0, 0.75, 0.1]),
+    pressure_levels=st.sampled_from([(0.6, 0.8, 0.95), (0.01, 0.3, 0.5), (0.5, 0.5, 1.0)]),
 )
 
 
@@ -61,6 +63,9 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step(session, choose)
             self.holds()
+            if self.world.config.evict_above < 1:
+                self.world.evict_excess()
+                self.holds()
 
     @precondition(lambda self: self.world.one_item)
     @rule(data=st.data(), count=st.integers(1, 8))
@@ -124,6 +129,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.clear(session)
         else:
             self.world.evict(session, num_free)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 10.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.advance(seconds)
 
     @invariant()
     def holds(self) -> None:

@@ -8,6 +8,7 @@ its own. A Mismatch names the rule of the design that was broken.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
 
@@ -45,6 +46,9 @@ class NaiveSequence:
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
+    priority: int = 0
+    start_number: int = 0
+    claim: Any = None  # see naive_progress
 
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
@@ -55,6 +59,7 @@ class NaiveSession:
     """One session; a step is in flight when its id is above completed."""
 
     executor: Executor
+    number: int = 0  # in the order of opening
     step_id: int = 0
     completed: int = 0
 

@@ -21,8 +21,11 @@ class NaiveCalls(NaiveSteps):
         if q.running:
             target = max(q.reserved, num_tokens)
             copies = self.must_copy(q, target) is not None
-            return self.num_blocks(target) - len(q.table) + copies <= self.num_available()
+            room = max(0, self.num_available() - self.kept_from(q))
+            return self.num_blocks(target) - len(q.table) + copies <= room
         match, room = self._match_for(q, num_tokens, look_up=look_up)
+        if self.is_younger(q):
+            return False
         return max(self.num_blocks(num_tokens), len(match)) - len(match) <= max(room, 0)  # a hit alone takes no new block
 
     def extend(
@@ -111,5 +114,7 @@ class NaiveCalls(NaiveSteps):
         self.complete(q.session, self.sessions[q.session].step_id - 1)
         yield
         self.evict(f"call on {q.sequence_id}")
+        self.observe()
         self.complete(q.session, self.sessions[q.session].step_id)
         self.settle()
+        self.observe()

@@ -7,7 +7,9 @@ simulator differ only in who chooses.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from fractions import Fraction
 
 from cache_service.errors import CacheError
 from cache_service.types import Executor, ItemResult, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
@@ -71,7 +73,10 @@ class World:
         max_tokens = 0 if choose(2) else 1 + choose(limit)
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
         tenant = self.tenants[choose(len(self.tenants))]
-        args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant)
+        priority = (0, 0, -1, 1)[choose(4)]
+        number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
+        sequence_id = SequenceId(engine.new_id(choose))
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, start_number=number)
         if len(self.naive.sequences) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
@@ -145,13 +150,29 @@ class World:
         self.naive.clock += 1
         self.naive.complete(session, engine.completed)
         self.naive.settle()
+        self.naive.observe()
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, and what falls due by itself happens."""
+        self.driver.advance(seconds)
+        self.naive.now += seconds
 
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
 
     def evict(self, session: SessionId, num_free: int) -> None:
+        self._evict(session, num_free, lambda: self.driver.evict_blocks(session, num_free))
+
+    def evict_excess(self) -> None:
+        """What is held and cached above the configured share goes, between two steps."""
+        session, share = next(iter(self.engines), None), Fraction(str(self.config.evict_above))
+        if session is not None:
+            usable = self.config.num_usable_blocks
+            self._evict(session, usable - math.floor(share * usable), self.driver.evict_excess)
+
+    def _evict(self, session: SessionId, num_free: int, call: Callable[[], int]) -> None:
         self.naive.clock += 1
-        num_evicted = self.driver.evict_blocks(session, num_free)
+        num_evicted = call()
         gone = [block for (tenant, tokens), block in self.naive.index.items()
                 if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
         self.naive.evict_to(num_free, num_evicted, gone)
@@ -177,7 +198,7 @@ class World:
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
         shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0)
+        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0, num_refused_starts=0)
         return shown, stats, self.driver.block_states()
 
     def audit(self) -> None:
@@ -193,9 +214,13 @@ class World:
             expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
             expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
             expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
+            expect((view.priority, view.start_number), (q.priority, q.start_number), f"age of {sequence_id}")
         states = self.driver.block_states()
         if states is not None:
             expect(states, self.naive.states(), "R1 block states")
+        stats, naive = self.driver.stats(), self.naive
+        expect((stats.pressure, stats.num_pressure_changes), (naive.pressure, naive.num_pressure_changes), "pressure")
+        expect((stats.num_owed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "owed, computing")
         for session in self.engines:
             reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]))
                      for q in self.naive.of(session)]  # fmt: skip

@@ -70,7 +70,9 @@ class SessionCalls:
     def close(self, drained: bool) -> Call[pb.CloseSessionResponse]:
         return Call("CloseSession", pb.CloseSessionRequest(**self.head, drained=drained), _whole)
 
-    def create_sequence(self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int) -> Call[int]:
+    def create_sequence(
+        self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int, start_number: int
+    ) -> Call[pb.CreateSequenceResponse]:
         request = pb.CreateSequenceRequest(
             **self.head,
             sequence_id=sequence_id,
@@ -78,8 +80,9 @@ class SessionCalls:
             max_tokens=max_tokens,
             tenant=tenant,
             priority=priority,
+            start_number=start_number,
         )
-        return Call("CreateSequence", request, lambda answer: answer.num_matched_tokens)
+        return Call("CreateSequence", request, _whole)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool) -> Call[pb.SequenceInfo]:
         request = pb.ExtendSequenceRequest(
@@ -132,8 +135,26 @@ class SessionCalls:
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)
 
-    def evict_blocks(self, num_free_blocks: int) -> Call[pb.EvictBlocksResponse]:
-        return Call("EvictBlocks", pb.EvictBlocksRequest(**self.head, num_free_blocks=num_free_blocks), _whole)
+    def evict_blocks(
+        self, num_free_blocks: int, num_blocks: int, max_utilization: float | None
+    ) -> Call[pb.EvictBlocksResponse]:
+        request = pb.EvictBlocksRequest(
+            **self.head, num_free_blocks=num_free_blocks, num_blocks=num_blocks, max_utilization=max_utilization
+        )
+        return Call("EvictBlocks", request, _whole)
+
+    def update(self, sequence_id: int, priority: int | None) -> Call[pb.SequenceInfo]:
+        request = pb.UpdateSequenceRequest(**self.head, sequence_id=sequence_id, priority=priority)
+        return Call("UpdateSequence", request, _sequence)
+
+    def select_victims(
+        self, policy: "pb.VictimPolicy", num_blocks: int, max_utilization: float | None
+    ) -> Call[pb.SelectVictimsResponse]:
+        request = pb.SelectVictimsRequest(**self.head, policy=policy, num_blocks=num_blocks, max_utilization=max_utilization)
+        return Call("SelectVictims", request, _whole)
+
+    def collect_garbage(self) -> Call[pb.CollectGarbageResponse]:
+        return Call("CollectGarbage", pb.CollectGarbageRequest(**self.head), _whole)
 
     def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]) -> Call[pb.WriteKvResponse]:
         head = {**self.head, "sequence_id": sequence_id}

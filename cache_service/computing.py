@@ -1,0 +1,32 @@
+"""Whether somebody is computing, right now, the prefix that a waiting sequence is about to compute too.
+
+Looked up when a start asks for it and kept nowhere: the running sequences whose next block is the one wanted are found by one
+comparison of columns, and a pool in which nobody asks pays nothing.
+"""
+
+import numpy as np
+
+from cache_service.block_tables import BlockTables
+from cache_service.types import SequenceState
+
+
+def computing_len(tables: BlockTables, slot: int, max_hit: int) -> int:
+    """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
+
+    0 where that is no more than it could hit now, with max_hit as the most that it takes.
+    """
+    seqs, size = tables.sequences, tables.sequences.block_size
+    start = len(tables.match(slot, max_hit)) * size
+    end = min(max_hit, int(seqs.num_tokens[slot]) - 1) // size * size
+    if end <= start or not tables.prefix_caching:
+        return 0
+    lens = np.minimum(seqs.num_tokens, seqs.num_reserved)
+    rivals = np.flatnonzero((seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size))
+    next_blocks = seqs.tokens[rivals, start : start + size]
+    longest = 0
+    for rival in rivals[(next_blocks == seqs.tokens[slot, start : start + size]).all(1)].tolist():
+        known = min(int(lens[rival]), end)
+        differ = np.flatnonzero(seqs.tokens[rival, :known] != seqs.tokens[slot, :known])
+        num_common = (int(differ[0]) if len(differ) else known) // size * size
+        longest = max(longest, num_common)
+    return longest if longest > start else 0
