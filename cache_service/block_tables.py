@@ -1,8 +1,8 @@
 """What the items of a step do to sequences, their blocks and the index.
 
-Owns the changes and their rules: publishing at commit with adoption of duplicates, sharing by forks, copy-on-write before a
-write (R5), fences on what is dropped (R6), clearing before a block changes tenant (R8), all or nothing per item (R7). Every
-method takes lawful items and cannot fail. Does not know how items arrive or what lawful is.
+Owns the changes and their rules: sharing by forks, copy-on-write before a write (R5), fences on what is dropped (R6),
+clearing before a block changes tenant (R8), all or nothing per item (R7). Every method takes lawful items and cannot fail.
+Committed blocks come to be shared by publishing.py. Does not know how items arrive or what lawful is.
 """
 
 from dataclasses import dataclass, field
@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cache_service.block_pool import BlockPool
+from cache_service.counters import Counters
 from cache_service.eviction import Use
 from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.progress import Progress
+from cache_service.publishing import Publisher
+from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
 from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
@@ -46,43 +49,22 @@ class Grants:
     blocks: Int32Array
 
 
-@dataclass(slots=True)
-class Counters:
-    """Sums over the life of a pool; names are those of PoolStats."""
-
-    num_starts: int = 0
-    num_look_ups: int = 0
-    num_hits: int = 0
-    num_look_up_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_forks: int = 0
-    num_copies_on_write: int = 0
-    num_adopted_blocks: int = 0
-    num_steps: int = 0
-    num_refusals: int = 0
-    num_refused_starts: int = 0
-    num_computing_answers: int = 0
-    num_collected_blocks: int = 0
-
-
 class BlockTables:
     """The operations on block tables."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
-        self._offsets = np.arange(config.block_size, dtype=np.int32)
         self.prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
-        self.pool = BlockPool(config, self._forget)
+        self.pool = BlockPool(config, lambda blocks: self.publisher.forget(blocks))
         self.progress = Progress(self.sequences, self.pool)
         self.counters = Counters()
+        self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
-    def commit(
-        self, owner: Owner, log: StepLog, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array
-    ) -> None:
-        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]."""
+    def commit(self, owner: Owner, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet."""
         seqs = self.sequences
         if len(tokens):
             known = seqs.num_tokens[slots]
@@ -94,12 +76,9 @@ class BlockTables:
             seqs.num_tokens[slots] = known + num_new
         seqs.num_committed[slots] = lens
         if self.prefix_caching:
-            num_full = lens // self._block_size
-            behind = (num_full > seqs.num_published[slots]).nonzero()[0]
-            if len(behind):
-                behind = behind[seqs.last_copy_step[slots[behind]] <= owner.completed_step_id]
-            if len(behind):
-                self._publish(owner, log, slots[behind], num_full[behind])
+            self.publisher.note(owner, slots)
+        if seqs.num_retaining:
+            drop_outside(self, owner, slots, told_now=True)
 
     def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
@@ -107,7 +86,7 @@ class BlockTables:
         num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
         child = seqs.take_slot()
         blocks = seqs.tables[parent, :num_blocks]
-        self.pool.acquire(blocks)
+        self.pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
         seqs.tables[child, :num_blocks] = blocks
         seqs.tokens[child, :num_tokens] = seqs.tokens[parent, :num_tokens]
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_prompt):
@@ -117,7 +96,11 @@ class BlockTables:
         seqs.start_numbers[child], seqs.last_access[child] = seqs.start_numbers[parent], self.progress.now
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
-        self._set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
+        if seqs.num_window[parent]:
+            seqs.retain(child, int(seqs.num_sink[parent]), int(seqs.num_window[parent]))
+            if seqs.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
+                seqs.hole_ends[child], seqs.share_limits[child] = seqs.hole_ends[parent], seqs.share_limits[parent]
+        self.publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         if num_tokens % self._block_size:
             seqs.may_copy[[parent, child]] = True
         owner.ids.add(child_id, child)
@@ -129,11 +112,14 @@ class BlockTables:
         table = seqs.table(slot)
         num_kept = min(seqs.num_blocks(num_tokens), len(table))
         dropped = table[num_kept:][::-1].copy()
+        if seqs.hole_ends[slot] > num_kept:  # cut before the holes
+            dropped = dropped[dropped != NULL_BLOCK]
+            seqs.close_hole(slot)
         for column in (seqs.num_tokens, seqs.num_committed, seqs.num_reserved, seqs.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:
-            self._set_published(slot, num_full, like=slot)
+            self.publisher.set_published(slot, num_full, like=slot)
         seqs.may_copy[slot] = True
         if len(dropped):
             owner.drop(self.pool, dropped, until=owner.step_id - 1)
@@ -146,9 +132,10 @@ class BlockTables:
             for slot in running:
                 self.pool.policy.use(self._use(slot))
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.table(slot)[::-1] for slot in running]
+        tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
+        self.publisher.forget_slots(slots)
         for slot in slots:
             if self.progress.claims:
                 self.progress.forget(slot)
@@ -160,6 +147,7 @@ class BlockTables:
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self.prefix_caching else 0
+        num_most = min(num_most, int(seqs.share_limits[slot]))
         return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
 
     def start(
@@ -257,14 +245,6 @@ class BlockTables:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
-    def clear_index(self) -> tuple[int, int]:
-        """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
-        blocks = self.index.clear()
-        running = self.sequences.running_slots()
-        self.sequences.num_published[running] = 0
-        self.sequences.last_nodes[running] = self.sequences.roots[running]
-        return self.pool.unindex(blocks), len(blocks)
-
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
         self.last_roots[blocks] = _UNKNOWN_ROOT
@@ -338,67 +318,6 @@ class BlockTables:
         self.last_roots[blocks] = roots
         return blocks
 
-    def _publish(self, owner: Owner, log: StepLog, slots: Int64Array, num_full: Int32Array) -> None:
-        """Puts full committed blocks into the index, in list order; a duplicate of what is there gives way to it."""
-        seqs = self.sequences
-        first = seqs.num_published[slots]
-        seqs.num_published[slots] = num_full
-        done = 0
-        for at in (num_full - first > 1).nonzero()[0].tolist():
-            self._publish_each(owner, log, slots[done:at], first[done:at])
-            self._publish_run(owner, log, int(slots[at]), int(first[at]), int(num_full[at]))
-            done = at + 1
-        self._publish_each(owner, log, slots[done:], first[done:])
-
-    def _publish_each(self, owner: Owner, log: StepLog, slots: Int64Array, places: Int32Array) -> None:
-        """One block of each sequence, the one at its table index places[i]."""
-        if len(slots):
-            seqs = self.sequences
-            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
-            nodes = self.index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
-            self._settle(owner, log, slots, places, nodes)
-            seqs.last_nodes[slots] = nodes
-
-    def _publish_run(self, owner: Owner, log: StepLog, slot: int, start: int, end: int) -> None:
-        """Consecutive blocks of one sequence."""
-        seqs, size = self.sequences, self._block_size
-        tokens = seqs.tokens[slot, start * size : end * size]
-        nodes = self.index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
-        self._settle(owner, log, np.full(end - start, slot), np.arange(start, end), nodes)
-        seqs.last_nodes[slot] = nodes[-1]
-
-    def _settle(
-        self, owner: Owner, log: StepLog, slots: Int64Array, places: Int64Array | Int32Array, nodes: Int32Array
-    ) -> None:
-        """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
-        seqs, pool = self.sequences, self.pool
-        own = seqs.tables[slots, places]
-        known = self.index.block_of_node[nodes]
-        twice = known != own
-        pool.indexed[known] = True
-        if not np.count_nonzero(twice):
-            return
-        slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
-        pool.acquire(known)
-        seqs.tables[slots, places] = known
-        for sequence_id, place, block in zip(seqs.ids[slots].tolist(), places.tolist(), known.tolist(), strict=True):
-            log.update(sequence_id, place, block)
-        # The running step may still read the duplicate, so it is fenced like everything that is dropped.
-        owner.drop(pool, own[::-1].copy(), until=owner.step_id - 1)
-        self.counters.num_adopted_blocks += len(own)
-
-    def _set_published(self, slot: int, num_published: int, *, like: int) -> None:
-        """The first num_published blocks of a table are indexed, as they are in the row `like`."""
-        seqs = self.sequences
-        if num_published == seqs.num_published[like]:
-            node = int(seqs.last_nodes[like])
-        elif num_published:
-            node = int(self.index.node_of_block[seqs.tables[like, num_published - 1]])
-        else:
-            node = int(seqs.roots[like])
-        seqs.num_published[slot] = num_published
-        seqs.last_nodes[slot] = node
-
     def _use(self, slot: int) -> Use:
         seqs = self.sequences
         num_published = int(seqs.num_published[slot])
@@ -409,15 +328,3 @@ class BlockTables:
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.table(slot)),
         )
-
-    def _forget(self, blocks: Int32Array) -> Int32Array:
-        """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
-        lost = self.index.forget_blocks(blocks)
-        if len(lost):
-            seqs = self.sequences
-            running = seqs.running_slots()
-            gone = self.index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
-            orphans = running[gone & (seqs.last_nodes[running] > 0)]
-            seqs.num_published[orphans] = 0
-            seqs.last_nodes[orphans] = seqs.roots[orphans]
-        return lost

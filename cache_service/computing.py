@@ -17,10 +17,10 @@ def computing_len(tables: BlockTables, slot: int, max_hit: int) -> int:
     """
     seqs, size = tables.sequences, tables.sequences.block_size
     start = len(tables.match(slot, max_hit)) * size
-    end = min(max_hit, int(seqs.num_tokens[slot]) - 1) // size * size
+    end = min(min(max_hit, int(seqs.num_tokens[slot]) - 1) // size, int(seqs.share_limits[slot])) * size
     if end <= start or not tables.prefix_caching:
         return 0
-    lens = np.minimum(seqs.num_tokens, seqs.num_reserved)
+    lens = np.minimum(np.minimum(seqs.num_tokens, seqs.num_reserved), seqs.share_limits.astype(np.int64) * size)
     rivals = np.flatnonzero((seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size))
     next_blocks = seqs.tokens[rivals, start : start + size]
     longest = 0

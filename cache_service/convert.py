@@ -14,6 +14,7 @@ from cache_service.types import (
     Int32Array,
     Int64Array,
     PoolStats,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceView,
@@ -141,9 +142,7 @@ def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None
 
 
 def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
-    """Raises InvalidField, NotImplementedYet."""
-    if request.HasField("retention"):
-        raise NotImplementedYet("retention is not part of this build", feature="retention")
+    """Raises InvalidField."""
     if bool(request.token_ids) == bool(request.packed_token_ids):
         raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
     check_range("priority", request.priority, -1000, 1000)
@@ -161,8 +160,21 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
         request.max_tokens,
         tenant(request.tenant),
         request.priority,
-        start_number=request.start_number,
+        retention(request),
+        request.start_number,
     )
+
+
+def retention(
+    request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest | pb.CheckAdmissionRequest,
+) -> Retention | None:
+    """None where the field is absent. Raises InvalidField."""
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    check_range("retention.num_sink_tokens", sink, 0, _MAX_INT32)
+    check_range("retention.num_window_tokens", window, 1, _MAX_INT32)
+    return Retention(sink, window)
 
 
 def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
@@ -212,6 +224,10 @@ def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -
 
 def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = _EMPTY32) -> pb.SequenceInfo:
     """A sequence as people see it."""
+    retention = None
+    if view.retention is not None:
+        sink, window = view.retention.num_sink_tokens, view.retention.num_window_tokens
+        retention = pb.Retention(num_sink_tokens=sink, num_window_tokens=window)
     return pb.SequenceInfo(
         sequence_id=view.sequence_id,
         session_id=view.session_id,
@@ -225,6 +241,7 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         block_table=view.block_table.tolist() if with_table else (),
         token_ids=tokens.tolist(),
         num_accesses=view.num_accesses,
+        retention=retention,
         idle_ms=round(view.idle_seconds * 1000),
         start_number=view.start_number,
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from cache_service.block_tables import BlockTables
 from cache_service.owner import Owner
-from cache_service.types import Int32Array, SequenceState
+from cache_service.types import NULL_BLOCK, Int32Array, SequenceState
 
 
 def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32Array]) -> list[str]:
@@ -18,14 +18,16 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
         return wrong  # tables cannot be read by wrong counters
     running = tables.sequences.running_slots().tolist()
     rows = [tables.sequences.table(slot) for slot in running]
-    named = np.concatenate([np.empty(0, np.int32), *rows])
+    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, running)])
     if len(named) and (int(named.min()) < 1 or int(named.max()) >= tables.pool.num_blocks):
         return ["a block table names a block that is not there"]
     wrong.extend(_check_blocks(tables, owners, quarantines, named))
     wrong.extend(tables.index.check())
+    wrong.extend(tables.publisher.check())
     wrong.extend(tables.progress.check())
     for slot, row in zip(running, rows, strict=True):
         wrong.extend(_check_sequence(tables, slot, row))
+        wrong.extend(_check_retention(tables, slot, row))
     return wrong
 
 
@@ -44,6 +46,8 @@ def _check_counters(tables: BlockTables, owners: list[Owner]) -> list[str]:
     owned = {slot: owner.number for owner in owners for slot in owner.ids.items()[1].tolist()}
     if sorted(owned) != live.tolist() or any(seqs.owners[slot] != number for slot, number in owned.items()):
         wrong.append("sequences and the sessions that own them disagree")
+    if seqs.num_retaining != np.count_nonzero(seqs.num_window[live]):
+        wrong.append("the number of sequences with retention is wrong")
     if seqs.num_free_slots + len(live) != len(seqs.ids):
         wrong.append("free and used sequence slots do not add up")
     return wrong
@@ -86,7 +90,8 @@ def _check_sequence(tables: BlockTables, slot: int, row: Int32Array) -> list[str
     name = f"sequence {int(seqs.ids[slot])}"
     blocks = row.tolist()
     wrong: list[str] = []
-    if len(set(blocks)) < len(blocks):
+    held = seqs.held(slot).tolist()
+    if len(set(held)) < len(held):
         wrong.append(f"{name} names a block twice")
     num_full = int(seqs.num_committed[slot]) // seqs.block_size
     if seqs.num_published[slot] > num_full:
@@ -108,4 +113,23 @@ def _check_sequence(tables: BlockTables, slot: int, row: Int32Array) -> list[str
         tail = row[num_full:]
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
             wrong.append(f"{name} could write a block that somebody else holds")
+    return wrong
+
+
+def _check_retention(tables: BlockTables, slot: int, row: Int32Array) -> list[str]:
+    """Holes are where sink and window say, neither more nor fewer; what may be shared ends before them."""
+    seqs, size = tables.sequences, tables.sequences.block_size
+    name = f"sequence {int(seqs.ids[slot])}"
+    sink, window, committed = int(seqs.num_sink[slot]), int(seqs.num_window[slot]), int(seqs.num_committed[slot])
+    first, end = -(-sink // size), int(seqs.hole_ends[slot])
+    wrong: list[str] = []
+    if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(first, end)) or (end and end <= first):
+        wrong.append(f"{name} has other holes than it says")
+    if end * size > max(committed - window, 0):
+        wrong.append(f"{name} has a hole in its window")
+    if window and max(end, first) < (committed - window) // size:
+        wrong.append(f"{name} holds a block that is wholly outside its window")
+    limit = min((sink + window) // size, first) if end else (sink + window) // size
+    if seqs.share_limits[slot] != (min(limit, 2**31 - 1) if window else 2**31 - 1):
+        wrong.append(f"{name} shares more or less than its retention allows")
     return wrong

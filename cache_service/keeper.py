@@ -124,13 +124,18 @@ class Keeper:
         log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
         return live
 
-    def require(self, session_id: str, epoch: int) -> LiveSession:
-        """The session of a message, renewed by it, with its pool's clock set. Raises UnknownSession, StaleEpoch."""
+    def require(self, session_id: str, epoch: int, *, published: bool = True) -> LiveSession:
+        """The session of a message, renewed by it, with its pool's clock set. Raises UnknownSession, StaleEpoch.
+
+        By default what is asked next sees all in the index that steps have committed.
+        """
         now = self._clock.time()
         core = self.table.require(SessionId(session_id), epoch, now)
         self.table.renew(core, now)
         live = self._live[core.id]
         live.pool.manager.now = now
+        if published:
+            live.pool.manager.publish_pending()
         return live
 
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:

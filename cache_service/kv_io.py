@@ -13,6 +13,7 @@ from cache_service.arena.shared_memory import ByteArray
 from cache_service.convert import check_range
 from cache_service.errors import InvalidField
 from cache_service.registry import Pool
+from cache_service.retention import check_readable
 from cache_service.types import Int32Array, SequenceId, SequenceView, SessionId
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
@@ -28,10 +29,11 @@ def chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[
 
 
 def read(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
-    """K and V, [num_tokens, token_bytes] each. Raises InvalidField for tokens that are not committed."""
+    """K and V, [num_tokens, token_bytes] each. Raises InvalidField for tokens that are not committed, or not retained."""
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     if first_token_idx < 0 or num_tokens < 0 or first_token_idx + num_tokens > view.num_committed_tokens:
         raise InvalidField("only committed tokens are read", field="first_token_idx", limit=view.num_committed_tokens)
+    check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
     block_ids, offsets = _slots(pool, view.block_table, first_token_idx, num_tokens)
     layer = _by_layer(pool)[:, layer_idx]
     return layer[block_ids, _KEY, offsets].tobytes(), layer[block_ids, _VALUE, offsets].tobytes()

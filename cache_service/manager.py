@@ -1,7 +1,8 @@
 """One pool: the facade of the pure core.
 
 Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
-questions that change nothing. Knows no grpc, asyncio, torch or clock.
+questions that change nothing. Who asks or calls publishes what is pending first, where the answer is to see it. Knows no grpc,
+asyncio, torch or clock.
 """
 
 import math
@@ -25,6 +26,7 @@ from cache_service.types import (
     Int32Array,
     ItemResult,
     PoolStats,
+    Retention,
     SequenceId,
     SequenceState,
     SequenceView,
@@ -134,7 +136,7 @@ class Manager(StepCore):
     def release(self, session: SessionId, sequence_id: int) -> int:
         """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
         owner, slot = self._find(session, sequence_id)
-        alone = int(np.count_nonzero(self.tables.pool.ref_counts[self.tables.sequences.table(slot)] == 1))
+        alone = int(np.count_nonzero(self.tables.pool.ref_counts[self.tables.sequences.held(slot)] == 1))
         self._step_once(owner, release_ids=np.array([sequence_id]))
         return alone
 
@@ -174,33 +176,46 @@ class Manager(StepCore):
         return self.tables.index.block_of_node[nodes]
 
     def check_admission(
-        self, tenant: str, token_ids: Int32Array | None, num_prompt_tokens: int, num_new_tokens: int
+        self,
+        tenant: str,
+        token_ids: Int32Array | None,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        retention: Retention | None = None,
     ) -> Admission:
-        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given."""
+        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given.
+
+        With retention it need not start whole: what it holds at once is enough.
+        """
         pool, block_size = self.tables.pool, self.config.block_size
         hits = np.empty(0, np.int32)
         if token_ids is not None:
             num_prompt_tokens = len(token_ids)
             hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
-        num_required = -(-num_prompt_tokens // block_size) - len(hits)
+        num_required = -(-num_prompt_tokens // block_size)
+        if retention is not None:
+            hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
+            num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
+        num_required -= len(hits)
         num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        limit = self.config.limit_with(retention)
         self.tables.progress.pass_time(self.now)
         if self.tables.progress.would_be_younger(priority=0):
             num_room = 0  # an elder one waits, and nobody starts before it
-        can_ever = num_prompt_tokens + num_new_tokens <= self.config.limit_tokens
+        can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
             can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
             can_ever=can_ever,
             num_hit_tokens=len(hits) * block_size,
             num_required_blocks=num_required,
             num_available_blocks=num_room,
-            limit_tokens=self.config.limit_tokens,
+            limit_tokens=limit,
         )
 
     def clear_prefix_cache(self) -> ClearResult:
         """Forgets every cached block that nothing holds; blocks in use lose their index entry."""
         self.revision += 1
-        return ClearResult(*self.tables.clear_index())
+        return ClearResult(*self.tables.publisher.clear_index())
 
     def evict_blocks(self, num_free_blocks: int) -> int:
         """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
@@ -267,6 +282,8 @@ class Manager(StepCore):
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
         reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        self.publish_pending()
+        owner.updates.clear()  # whoever asks is shown the table itself
         owner.complete(self.tables.pool, step_id)
         self._note_change()
         return reply
@@ -285,6 +302,7 @@ class Manager(StepCore):
             num_hit_tokens=int(seqs.num_hit[slot]),
             num_accesses=int(seqs.num_accesses[slot]),
             block_table=table,
+            retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             idle_seconds=max(0.0, self.now - float(seqs.last_access[slot])),
         )

@@ -1,17 +1,27 @@
 """What one session holds in one pool.
 
-Owns the session's sequence ids and its fences: blocks it dropped while a step in flight may still touch them. Rule: fences
-are lifted in the order of their steps. Does not know leases, epochs or the wire.
+Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), and the table
+updates it was not told of yet. Rule: fences are lifted in the order of their steps. Does not know leases, epochs or the wire.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from cache_service.block_pool import BlockPool
 from cache_service.sequence import IdMap
-from cache_service.types import Executor, Int32Array, SessionId
+from cache_service.types import Executor, Int32Array, Int64Array, SessionId
+
+
+class TableUpdates(NamedTuple):
+    """Table entries that were replaced behind the session's back; columns of equal length."""
+
+    slots: Int64Array
+    sequence_ids: Int64Array
+    table_idx: Int32Array
+    blocks: Int32Array
 
 
 @dataclass(slots=True)
@@ -25,6 +35,7 @@ class Owner:
     step_id: int = 0
     completed_step_id: int = 0
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
+    updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
 
     def drop(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
         """Gives up one reference per entry; nothing of it is reused before step `until` has completed."""

@@ -24,6 +24,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 log = structlog.get_logger()
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
+_SLICE_BLOCKS = 1024  # published in about a millisecond
 
 Allocate = Callable[[int], SharedMemoryArena]
 
@@ -53,6 +54,7 @@ class Pool:
         self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
         self.last_use = 0
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; nothing is granted until they are done
+        self._is_publishing = False
 
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that everything but this pool goes on.
@@ -71,6 +73,20 @@ class Pool:
             await asyncio.to_thread(copy_blocks, self.blocks, copies)
         finally:
             self.copying = None
+
+    def publish_soon(self) -> None:
+        """Publishes what steps committed when the reply being given is on its way, slice by slice, other calls between.
+
+        Then cached blocks above the configured share are evicted, so that the next step finds its blocks free.
+        """
+        if not self._is_publishing:
+            self._is_publishing = True
+            asyncio.get_running_loop().call_soon(self._publish_slice)
+
+    def _publish_slice(self) -> None:
+        self._is_publishing = False
+        if self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.evict_excess(_SLICE_BLOCKS):
+            self.publish_soon()
 
     @property
     def is_idle(self) -> bool:

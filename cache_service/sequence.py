@@ -8,7 +8,9 @@ objects, because a step over a thousand sequences must be array work. Does not k
 import numpy as np
 
 from cache_service.errors import InvalidField, UnknownSequence
-from cache_service.types import Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
+
+_ALL = 2**31 - 1
 
 
 class SequenceTable:
@@ -17,7 +19,7 @@ class SequenceTable:
     def __init__(self, config: PoolConfig) -> None:
         slots = config.max_sequences
         self.block_size = config.block_size
-        self.max_blocks = -(-config.limit_tokens // config.block_size)
+        self.max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
         self.ids: Int64Array = np.zeros(slots, np.int64)
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
         self.states = np.zeros(slots, np.int8)  # SequenceState
@@ -42,11 +44,19 @@ class SequenceTable:
         self.may_copy = np.zeros(slots, np.bool_)
         # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
         self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
+        # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be
+        # shared, because attention was whole up to there and no hole is among them.
+        self.num_sink: Int64Array = np.zeros(slots, np.int64)
+        self.num_window: Int64Array = np.zeros(slots, np.int64)
+        self.hole_ends: Int32Array = np.zeros(slots, np.int32)
+        self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
+        self.num_retaining = 0  # sequences with a window
         self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
-        self.tokens: Int32Array = np.zeros((slots, config.limit_tokens), np.int32)
+        self.tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_sink, self.num_window, self.hole_ends),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
 
@@ -69,6 +79,7 @@ class SequenceTable:
         for column in self._counters:
             column[slot] = 0
         self.may_copy[slot] = False
+        self.share_limits[slot] = _ALL
         return slot
 
     def touch(self, slot: int, now: float) -> None:
@@ -78,11 +89,35 @@ class SequenceTable:
 
     def free_slot(self, slot: int) -> None:
         self.states[slot] = SequenceState.FREE_SLOT
+        self.num_retaining -= int(self.num_window[slot] > 0)
         self._free_slots.append(slot)
 
+    def retain(self, slot: int, num_sink: int, num_window: int) -> None:
+        """From now on only so many leading and last tokens are kept. Not for a sequence with holes."""
+        self.num_retaining += int(not self.num_window[slot])
+        self.num_sink[slot], self.num_window[slot] = num_sink, num_window
+        self.close_hole(slot)
+
+    def close_hole(self, slot: int) -> None:
+        """No table entry is a hole any more."""
+        self.hole_ends[slot] = 0
+        if self.num_window[slot]:
+            limit = int(self.num_sink[slot] + self.num_window[slot]) // self.block_size
+            self.share_limits[slot] = min(limit, _ALL)
+
     def table(self, slot: int) -> Int32Array:
-        """[ceil(reserved / block size)] block ids; a view."""
+        """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole of retention; a view."""
         return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
+
+    def held(self, slot: int) -> Int32Array:
+        """The blocks that a table names, in order, without its holes."""
+        table = self.table(slot)
+        return table[table != NULL_BLOCK] if self.hole_ends[slot] else table
+
+    def retention(self, slot: int) -> Retention | None:
+        if not self.num_window[slot]:
+            return None
+        return Retention(int(self.num_sink[slot]), int(self.num_window[slot]))
 
     def live_slots(self) -> Int64Array:
         return np.flatnonzero(self.states)

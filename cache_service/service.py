@@ -16,6 +16,7 @@ from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from cache_service.retention import check_readable
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
@@ -64,7 +65,11 @@ class CacheService:
             convert.check_range("num_prompt_tokens", request.num_prompt_tokens, 1, 2**31 - 1)
         convert.check_range("num_new_tokens", request.num_new_tokens, 0, 2**31 - 1)
         answer = live.pool.manager.check_admission(
-            convert.tenant(request.tenant), tokens, request.num_prompt_tokens, request.num_new_tokens
+            convert.tenant(request.tenant),
+            tokens,
+            request.num_prompt_tokens,
+            request.num_new_tokens,
+            convert.retention(request),
         )
         verdict = pb.ADMISSION_VERDICT_NOW if answer.can_now else pb.ADMISSION_VERDICT_LATER
         return pb.CheckAdmissionResponse(
@@ -94,10 +99,11 @@ class CacheService:
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:
         convert.check_no_transfers(request)
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._keeper.require(request.session_id, request.epoch, published=False)
         if request.completed_step_id:
             live.core.complete(request.completed_step_id)
             live.pool.manager.complete(live.core.id, request.completed_step_id)
+            live.pool.publish_soon()  # what waited for a copy
         return pb.RenewSessionResponse(
             ttl_ms=_ms(live.core.ttl),
             expected_step_id=live.core.step_id + 1,
@@ -199,6 +205,8 @@ class CacheService:
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
+        for pool in pools:
+            pool.manager.publish_pending()
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
             uptime_seconds=now - self._started,
@@ -214,10 +222,11 @@ class CacheService:
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
-        committed = live.pool.manager.view(live.core.id, sequence_id).num_committed_tokens
-        first = request.first_token_idx
+        view = live.pool.manager.view(live.core.id, sequence_id)
+        committed, first = view.num_committed_tokens, request.first_token_idx
         convert.check_range("first_token_idx", first, 0, committed)
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
+        check_readable(view.retention, committed, first, request.num_tokens or committed - first)
         for layer_idx in request.layer_idx or range(num_layers):
             for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
                 await self._copies_done(request)  # one of them may fill the block that is read
@@ -259,6 +268,7 @@ class CacheService:
         except Exception:
             live.core.mode = mode
             raise
+        live.pool.publish_soon()
 
     async def _copies_done(self, request: _OfSession) -> None:
         """Waits until no large copy runs in the session's pool; see Pool.copy."""

@@ -14,7 +14,8 @@ def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_ses
     pool, seqs = tables.pool, tables.sequences
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
-    num_slots = int((-(-num_reserved // seqs.block_size)).sum()) * seqs.block_size
+    num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
+    num_slots = (int((-(-num_reserved // seqs.block_size)).sum()) - num_holes) * seqs.block_size
     return PoolStats(
         num_free_blocks=len(pool.free),
         num_cached_blocks=pool.num_evictable,
@@ -26,8 +27,8 @@ def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_ses
         num_shared_blocks=int(np.count_nonzero(pool.ref_counts > 1)),
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
         num_running_sequences=len(running),
-        slot_utilization=float(num_reserved.sum() / num_slots) if num_slots else 1.0,
-        num_evicted_blocks=pool.num_evicted,
+        slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
+        num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
         revision=revision,
         pressure=gauge.level,
         num_owed_blocks=tables.progress.num_owed,

@@ -12,6 +12,7 @@ import numpy as np
 
 from cache_service.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
 from cache_service.owner import Owner
+from cache_service.retention import Span, span
 from cache_service.sequence import SequenceTable
 from cache_service.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
@@ -22,11 +23,15 @@ _ZERO, _ONE = np.int32(0), np.int32(1)
 
 
 class StepPlan(NamedTuple):
-    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes."""
+    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes.
+
+    needs_published: it does more than commit and reserve, so what was committed before has to be in the index first.
+    """
 
     commit_slots: Int64Array
     start_slots: Int64Array
     reserve_slots: Int64Array | None
+    needs_published: bool
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class _Seen:
     num_tokens: int
     num_committed: int
     max_tokens: int
+    gone: Span
 
 
 def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> StepPlan:
@@ -44,8 +50,9 @@ def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Step
     commit_slots = _check_commits(sequences, owner, batch)
     start_slots = _check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids):
-        return StepPlan(commit_slots, start_slots, _check_in_order(sequences, owner, batch, commit_slots, start_slots))
-    return StepPlan(commit_slots, start_slots, _check_reservations(sequences, owner, batch))
+        reserve_slots = _check_in_order(sequences, owner, batch, commit_slots, start_slots)
+        return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
+    return StepPlan(commit_slots, start_slots, _check_reservations(sequences, owner, batch), len(start_slots) > 0)
 
 
 def wrong_state(sequence_id: int, state: int) -> WrongState:
@@ -149,12 +156,18 @@ def _check_in_order(
             slot = owner.ids.get(sequence_id)
             if slot is None:
                 raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
-            columns = (sequences.states, sequences.num_tokens, sequences.num_committed, sequences.max_tokens)
-            view = _Seen(*(int(column[slot]) for column in columns))
+            view = _Seen(
+                int(sequences.states[slot]),
+                int(sequences.num_tokens[slot]),
+                int(sequences.num_committed[slot]),
+                int(sequences.max_tokens[slot]),
+                span(sequences, slot),
+            )
             if sequence_id in committed:
                 at = committed[sequence_id]
                 view.num_tokens += int(batch.commit_num_new[at])
                 view.num_committed = int(batch.commit_lens[at])
+                view.gone = view.gone.after_commit(view.num_committed, sequences.block_size)
             seen[sequence_id] = view
         view = seen[sequence_id]
         if view.state == SequenceState.FREE_SLOT:
@@ -176,7 +189,9 @@ def _check_in_order(
                 field="fork_num_tokens",
                 limit=parent.num_committed,
             )
-        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens)
+        parent.gone.check_cut("fork_num_tokens", num_tokens)
+        gone = parent.gone.cut(num_tokens)
+        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, gone)
     _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
     for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
         target = look(sequence_id)
@@ -184,6 +199,7 @@ def _check_in_order(
             raise wrong_state(sequence_id, target.state)
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
+        target.gone.check_cut("truncate_num_tokens", num_tokens)
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT

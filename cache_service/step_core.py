@@ -71,6 +71,15 @@ class StepCore:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
         self.tables.progress.pass_time(self.now)
 
+    def publish_pending(self, max_blocks: int | None = None) -> bool:
+        """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
+
+        A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
+        sessions hear of in their next reply.
+        """
+        publisher = self.tables.publisher
+        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+
     # Sessions
 
     def open_session(self, session: SessionId, executor: Executor) -> None:
@@ -82,6 +91,7 @@ class StepCore:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
         owner = self._owner(session)
         self.revision += 1
+        self.publish_pending()
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
@@ -121,7 +131,7 @@ class StepCore:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         owner, seqs = self._owner(session), self.tables.sequences
         sequence_id = check_id(args.sequence_id, "sequence_id")
-        num_tokens, limit = len(args.token_ids), self.config.limit_tokens
+        num_tokens, limit = len(args.token_ids), self.config.limit_with(args.retention)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit
@@ -151,6 +161,8 @@ class StepCore:
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
+            if args.retention is not None:
+                seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
             seqs.start_numbers[slot] = args.start_number or self._start_numbers.draw()
             seqs.last_access[slot] = self.now
             owner.ids.add(sequence_id, slot)
@@ -183,7 +195,9 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, log, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+        if plan.needs_published:
+            tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
             forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -196,6 +210,8 @@ class StepCore:
         if len(plan.start_slots):
             starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
+        if owner.updates:
+            self._tell_updates(owner, log)
         num_give_back = 0
         if tables.progress.claims:
             tables.progress.end_step(owner)
@@ -217,6 +233,18 @@ class StepCore:
             self.tables.fork(parent, child_id, owner, num_tokens)
             results.append(ItemResult.OK)
         return results, refused
+
+    def _tell_updates(self, owner: Owner, log: StepLog) -> None:
+        """Table entries replaced by publishing since the last reply, but for those that have changed again."""
+        seqs = self.tables.sequences
+        for slots, ids, table_idx, blocks in owner.updates:
+            holds = (seqs.ids[slots] == ids) & (seqs.owners[slots] == owner.number)
+            holds &= (seqs.states[slots] == SequenceState.RUNNING) & (table_idx * seqs.block_size < seqs.num_reserved[slots])
+            holds &= seqs.tables[slots, table_idx] == blocks
+            log.update_ids.extend(ids[holds].tolist())
+            log.update_table_idx.extend(table_idx[holds].tolist())
+            log.update_blocks.extend(blocks[holds].tolist())
+        owner.updates.clear()
 
     def _start_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
         tables = self.tables
@@ -318,6 +346,7 @@ class StepCore:
             and seqs.num_prompt[slot] == len(args.token_ids)
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
+            and seqs.retention(slot) == args.retention
             and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)

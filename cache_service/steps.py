@@ -2,7 +2,8 @@
 
 Raw, because exactly once is a matter of bytes: a repeat of a request gets the recorded reply, and both are what travelled. The
 order within `apply` is the rule: state and reply are recorded before anything is awaited, so that whatever happens to the call
-afterwards, its repeat finds the step done. Nothing here loops over items.
+afterwards, its repeat finds the step done; what it committed is published once the reply is on its way. Nothing here loops over
+items.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class StepHandler:
             request = _parse(raw)
         except DecodeError:
             raise InvalidField("the bytes are not a StepRequest", field="request") from None
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._keeper.require(request.session_id, request.epoch, published=False)
         if live is not bound and bound is not None:
             raise InvalidField("a stream carries the steps of one session", field="session_id")
         if live.pool.copying is not None:
@@ -107,6 +108,7 @@ class StepHandler:
             raise
         answer = convert.step_response(reply, step_id, session.epoch)
         session.record(step_id, completed_step_id, raw, answer)
+        live.pool.publish_soon()
         if session.executor is Executor.CACHE and len(reply.copy_sources):
             copying = live.pool.copy(Copies(reply.copy_sources, reply.copy_destinations))
             if copying is not None:

@@ -112,13 +112,22 @@ class PoolConfig:
         """Most tokens that one sequence can ever have here."""
         return min(self.max_tokens_per_sequence, self.num_usable_blocks * self.block_size)
 
+    def limit_with(self, retention: "Retention | None") -> int:
+        """The same for a sequence that gives blocks back: what it holds at once has to fit, not all that it ever held."""
+        fits = retention is not None and retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return self.max_tokens_per_sequence if fits else self.limit_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The first num_sink_tokens and the last num_window_tokens committed stay readable (StreamingLLM, arXiv 2309.17453)."""
+    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (retention.py)."""
 
     num_sink_tokens: int
     num_window_tokens: int
+
+    def num_held_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence holds which grows by one token at a time."""
+        return -(-self.num_sink_tokens // block_size) + (self.num_window_tokens - 1) // block_size + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +238,8 @@ class SequenceView:
     priority: int
     num_hit_tokens: int
     num_accesses: int
-    block_table: Int32Array
+    block_table: Int32Array  # NULL_BLOCK for a hole of retention
+    retention: Retention | None = None
     start_number: int = 0
     idle_seconds: float = 0.0
 
@@ -270,6 +280,7 @@ class PoolStats:
     num_forks: int
     num_copies_on_write: int
     num_adopted_blocks: int
+    num_retention_dropped_blocks: int
     num_steps: int
     num_refusals: int
     revision: int

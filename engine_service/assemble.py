@@ -1,24 +1,84 @@
-"""From rows of running sequences to the model's Batch, by array work.
+"""From rows of running sequences to a step's Work and the model's Batch, by array work.
 
 One object per row would, for hundreds of decoding sequences, cost more than all the rest of a step's bookkeeping. Pure.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from engine_service.batch import Batch
-from engine_service.request import Int32Array
+from engine_service.plan import PromptScore, StepAnswer, Work
+from engine_service.request import Int32Array, Sequence
 from engine_service.running import IndexArray, RunningSequences, ranks
 
 
-def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, wanted: npt.NDArray[np.bool_]) -> Batch:
-    """The next num_new [S] tokens of rows [S]; of those in wanted [S] the last token's logits."""
+def assemble_work(
+    running: RunningSequences,
+    rows: IndexArray,
+    num_new: Int32Array,
+    answer: StepAnswer,
+    started: tuple[Sequence, ...],
+    preempted: tuple[Sequence, ...],
+) -> Work:
+    """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered."""
+    copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
+    computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
+    is_last = computed + num_new == running.num_tokens[rows]
+    num_logits = is_last.astype(np.int32)
+    scored = _scored(running, rows, computed)
+    num_logits[scored] = num_new[scored]
+    sampled = running.at(rows[is_last])
+    ends = np.cumsum(num_logits)
+    logit_idx = (ends[is_last] - 1).tolist()
+    for idx, sequence in enumerate(sampled[:]):
+        if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
+            children = sequence.request.unforked
+            sampled += children
+            logit_idx += [logit_idx[idx]] * len(children)
+    return Work(
+        rows=rows,
+        num_new=num_new,
+        num_prompt_tokens=int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum()),
+        copies=copies,
+        batch=assemble_batch(running, rows, num_new, num_logits) if len(rows) else None,
+        sample_rows=rows[is_last],
+        sampled=sampled,
+        logit_idx=np.array(logit_idx, np.int64),
+        scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),
+        sequences=running.at(rows),
+        num_context=computed,
+        started=started,
+        preempted=preempted,
+    )
+
+
+def _scored(running: RunningSequences, rows: IndexArray, computed: Int32Array) -> list[int]:
+    """Indices of rows that compute prompt tokens to be scored: all their new tokens' logits are wanted."""
+    scored = []
+    for at in (computed + 1 < running.num_prompt[rows]).nonzero()[0].tolist():
+        sequence = running.sequences[rows[at]]
+        if sequence is not None and sequence.request.num_prompt_logprobs is not None and not sequence.index:
+            scored.append(at)
+    return scored
+
+
+def _score(running: RunningSequences, row: int, computed: int, end: int, num_logits: int) -> PromptScore:
+    """Each computed token predicts the next one; the prompt's first is predicted by none."""
+    sequence = running.sequences[row]
+    assert sequence is not None
+    num_top = sequence.request.num_prompt_logprobs
+    assert num_top is not None
+    targets = sequence.request.prompt[computed + 1 : computed + 1 + num_logits].tolist()
+    return PromptScore(sequence, computed + 1, targets, end - num_logits, num_top)
+
+
+def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, num_logits: Int32Array) -> Batch:
+    """The next num_new [S] tokens of rows [S]; the logits of the last num_logits [S] of them."""
     computed, block_size = running.num_computed[rows], running.block_size
     seq_lens = computed + num_new
     query_start_loc = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(num_new, out=query_start_loc[1:])
     logit_start_loc = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(wanted, out=logit_start_loc[1:])
+    np.cumsum(num_logits, out=logit_start_loc[1:])
     row_of_token = np.repeat(rows, num_new)
     positions = (np.repeat(computed, num_new) + ranks(num_new)).astype(np.int64)
     block_idx, offsets = np.divmod(positions, block_size)
@@ -30,6 +90,6 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=running.tables[rows, :max_blocks],
-        logit_rows=(query_start_loc[1:][wanted] - 1).astype(np.int64),
+        logit_rows=(np.repeat(query_start_loc[1:] - num_logits, num_logits) + ranks(num_logits)).astype(np.int64),
         logit_start_loc=logit_start_loc,
     )

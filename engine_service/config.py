@@ -38,6 +38,8 @@ class EngineConfig:
     block_size: int = 16
     max_tokens_per_sequence: int | None = None
     max_waiting: int = 1000
+    max_results: int = 1000
+    result_ttl: float = 600.0
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
@@ -59,6 +61,8 @@ class EngineConfig:
         if self.max_tokens_per_sequence is not None:
             check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 2, 1 << 22)
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)
+        check_range("max_results", self.max_results, 1, 1 << 20)
+        check_range("result_ttl", self.result_ttl, 0, 86_400)
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)
         check_range("lease_ms", self.lease_ms, 500, 60_000)
@@ -78,6 +82,8 @@ _PARSERS: dict[str, Any] = {
     "block_size": int,
     "max_tokens_per_sequence": int,
     "max_waiting": int,
+    "max_results": int,
+    "result_ttl": float,
     "dtype": str,
     "threads": int,
     "lease_ms": int,
@@ -98,6 +104,8 @@ _HELP = {
     "block_size": "tokens per block; engines share KV only where it is equal",
     "max_tokens_per_sequence": "most tokens of a sequence (default: what the model and the pool allow)",
     "max_waiting": "most waiting sequences; a request beyond them is refused",
+    "max_results": "most ended requests of SubmitRequest whose results are kept",
+    "result_ttl": "seconds that they are kept",
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",

@@ -1,9 +1,9 @@
-"""Between messages and values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
+"""From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
 
 Raises Refusal for what the protocol forbids or this build leaves out; see unimplemented.py for the list.
 """
 
-import dataclasses
+import hashlib
 import re
 import secrets
 import uuid
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from engine_service.errors import SamplingParamsError
-from engine_service.generation import Piece
 from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
 from engine_service.request import Int32Array
 from engine_service.sampler import SamplingParams
@@ -22,9 +21,11 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_TIMEOUT_MS = 60_000
+MAX_WAIT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
+_MAX_LOGPROBS = 20
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
@@ -45,6 +46,8 @@ class RequestOptions:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
@@ -80,15 +83,21 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        num_logprobs=_num_logprobs(sampling, "num_logprobs"),
+        num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
     )
 
 
+def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
+    if not sampling.HasField(field):
+        return None
+    count = int(getattr(sampling, field))
+    _check_range(f"sampling.{field}", count, 0, _MAX_LOGPROBS)
+    return count
+
+
 def _check_implemented(request: pb.GenerateRequest) -> None:
-    sampling = request.sampling
-    asked = {
-        "retention": request.HasField("retention"),
-        "sampling.num_logprobs": sampling.HasField("num_logprobs") and sampling.num_logprobs != 0,
-    }
+    asked = {"retention": request.HasField("retention")}
     for field, feature in UNIMPLEMENTED_FIELDS.items():
         if asked[field]:
             raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
@@ -125,17 +134,18 @@ def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
     return token_ids.astype(np.int32)
 
 
-def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
-    """The message of a piece."""
-    reason = f"FINISH_REASON_{piece.finish_reason.name}" if piece.finish_reason is not None else None
-    return pb.GenerateResponse(
-        request_id=request_id,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        finish_reason=reason,
-        usage=pb.Usage(**dataclasses.asdict(piece.usage)) if piece.usage is not None else None,
-    )
+def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
+    """The request's id, which is needed, and a digest of its contents. Raises InvalidField."""
+    _check_name("request.request_id", message.request.request_id)
+    if not message.request.request_id:
+        raise InvalidField("request.request_id: needed, to ask for the results by", field="request.request_id")
+    return message.request.request_id, hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
+
+
+def wait_of(message: pb.GetRequestRequest) -> float:
+    """Seconds. Raises InvalidField."""
+    _check_range("wait_ms", message.wait_ms, 0, MAX_WAIT_MS)
+    return message.wait_ms / 1000
 
 
 def check_text(text: str, field: str) -> str:

@@ -8,6 +8,7 @@ Steps do not overlap yet: the work of a step is done before the next one is aske
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,11 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 import structlog
-import torch
 
+from engine_service.computing import Computed, copy_forward_sample
 from engine_service.generation import Generation
+from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
-from engine_service.model_runner import Runner
 from engine_service.plan import Limits, Work
 from engine_service.refusals import (
     CacheServiceDown,
@@ -32,7 +33,7 @@ from engine_service.refusals import (
     UnknownRequest,
 )
 from engine_service.request import Request, SequenceState
-from engine_service.sampler import SampledTokens, SamplingRow, sample
+from engine_service.sampler import SamplingRow
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.stats import EngineStats
@@ -43,7 +44,6 @@ T = TypeVar("T")
 
 _PACE_S = 0.005  # before the next step, when one was refused all that it asked for
 _RENEW_SHARE = 1 / 3  # of the lease
-_NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
 
 
 class Engine:
@@ -54,6 +54,7 @@ class Engine:
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
         self.memory: KvMemory | None = None  # of the session that is served on
+        self.last_iteration: Iteration | None = None
         self._max_waiting = max_waiting
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
         self._closed: list[Generation] = []
@@ -152,11 +153,16 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan.is_empty and not self.scheduler.room.is_giving_way:
             return await self._idle(memory.session)
+        began = time.perf_counter()
         answer = await memory.step(plan)
+        answered = time.perf_counter()
         work = self.scheduler.apply(plan, answer)
-        computing = self._in_worker(partial(_copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
+        computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
         self._deliver()
         self._emit(work, await self._while_renewing(memory.session, computing))
+        if work.batch is not None or work.preempted:
+            step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
+            self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
         if work.batch is None and plan.only_asks:
             await self._pause(_PACE_S)
         return None
@@ -175,21 +181,26 @@ class Engine:
             for sequence, tokens in zip(work.sampled, histories, strict=True)
         ]
 
-    def _emit(self, work: Work, sampled: SampledTokens | None) -> None:
+    def _emit(self, work: Work, computed: Computed | None) -> None:
         """Take the tokens over, as text for the streams."""
-        if sampled is None:
+        if computed is None:
             for sequence in self.scheduler.running.at(work.rows):
                 self._fail(sequence.request, RequestFailed("the forward pass failed"))
             return
+        sampled = computed.sampled
         self.scheduler.advance(work, sampled.token_ids.astype(np.int32))
+        for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
+            self._by_request[score.sequence.request].take_prompt_logprobs(score.first_position, found)
         self.stats.count_step(work)
         for row, (sequence, token_id) in enumerate(zip(work.sampled, sampled.token_ids.tolist(), strict=True)):
             generation = self._by_request[sequence.request]
             if row in sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))
+            elif row in sampled.stuck_rows:
+                generation.fail(RequestFailed("the constraint allows no token"))
             elif generation.is_open:
                 self._news[generation] = None
-                if generation.take(sequence.index, token_id):
+                if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
                     self.scheduler.end(sequence)
 
     def _deliver(self) -> None:
@@ -251,22 +262,3 @@ class Engine:
         self._wake.set()
         if self._creator is not None:
             self._creator.kick()
-
-
-def _copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> SampledTokens | None:
-    """In the worker thread. A failure is this batch's alone: it is logged, None says so, and the loop goes on.
-
-    The exception is not handed back, because its traceback holds views of the arena.
-    """
-    try:
-        runner.copy_blocks(work.copies)
-        if work.batch is None:
-            return _NO_TOKENS
-        logits = runner.forward(work.batch)
-        if not rows:
-            return _NO_TOKENS
-        # One prompt's row of logits serves all its continuations.
-        return sample(logits if len(rows) == len(logits) else logits[torch.from_numpy(work.logit_idx)], rows)
-    except Exception:
-        log.exception("batch_failed")
-        return None

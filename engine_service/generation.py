@@ -6,16 +6,33 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
+from engine_service.logprobs import TokenLogprobs
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import FinishReason, Int32Array, Request, RequestState
 from engine_service.sampler import SamplingParams, SamplingRow
 
 log = structlog.get_logger()
+
+
+class Constraint(Protocol):
+    """What a continuation has to be."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size] the tokens that may come next."""
+
+    def take(self, token_id: int) -> None:
+        """The next token."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more can follow."""
 
 
 class TextOutput(Protocol):
@@ -48,6 +65,8 @@ class Piece:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with its first piece
 
 
 def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
@@ -56,8 +75,13 @@ def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
     for piece in pieces:
         last = merged[-1] if merged else None
         if last is not None and last.index == piece.index:
-            text, token_ids = last.text + piece.text, last.token_ids + piece.token_ids
-            merged[-1] = Piece(piece.index, text, token_ids, piece.finish_reason, piece.usage)
+            merged[-1] = replace(
+                piece,
+                text=last.text + piece.text,
+                token_ids=last.token_ids + piece.token_ids,
+                logprobs=last.logprobs + piece.logprobs,
+                prompt_logprobs=last.prompt_logprobs + piece.prompt_logprobs,
+            )
         else:
             merged.append(piece)
     return merged
@@ -82,11 +106,15 @@ class Generation:
     outputs: list[TextOutput]  # one per continuation
     send: Callable[[Piece | Refusal], None]
     on_close: Callable[["Generation"], None] = lambda generation: None
+    num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
+    constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
     started_at: float = field(default_factory=time.monotonic)
     first_token_seconds: float | None = None
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
     _num_sent: int = 0
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _told_prompt: bool = False
     _outbox: list[Piece | Refusal] = field(default_factory=list)
 
     @property
@@ -109,20 +137,26 @@ class Generation:
 
     def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
         """How the next token of a continuation that holds token_ids is drawn."""
-        return SamplingRow(self.params, self.seed, index, token_ids, len(self.request.prompt))
+        constraint = self.constraints[index] if self.constraints else None
+        num_prompt = len(self.request.prompt)
+        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, self.num_logprobs, constraint)
 
-    def take(self, index: int, token_id: int) -> bool:
+    def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
+        """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
+        self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
+
+    def take(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
         if self.first_token_seconds is None:
             self.first_token_seconds = time.monotonic() - self.started_at
         try:
-            return self._take(index, token_id)
+            return self._take(index, token_id, () if logprobs is None else (logprobs,))
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)
             self.fail(RequestFailed("the tokens could not be turned into text"))
             return False  # its sequences end with the request
 
-    def _take(self, index: int, token_id: int) -> bool:
+    def _take(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         output = self.outputs[index]
         if token_id in self.stop.eos_token_ids:
             return self._finish(Piece(index, output.flush(), (), FinishReason.END_OF_SEQUENCE))
@@ -131,11 +165,22 @@ class Generation:
         self._num_sent += 1
         text, is_stopped = output.push(token_id)
         if is_stopped:
-            return self._finish(Piece(index, text, (token_id,), FinishReason.STOP))
+            return self._finish(Piece(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
+        if self.constraints:
+            self.constraints[index].take(token_id)
+            if self.constraints[index].is_complete:
+                return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
         if self.request.sequences[index].num_output == self.request.max_new_tokens:
-            return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH))
-        self._outbox.append(Piece(index, text, (token_id,)))
+            return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
+        self._put(Piece(index, text, (token_id,), logprobs=logprobs))
         return False
+
+    def _put(self, piece: Piece) -> None:
+        """The first piece of continuation 0 brings the prompt's log probabilities along."""
+        if piece.index == 0 and self._prompt_logprobs and not self._told_prompt:
+            self._told_prompt = True
+            piece = replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
+        self._outbox.append(piece)
 
     def deliver(self) -> None:
         """Hand over what has come since the last time."""
@@ -162,7 +207,7 @@ class Generation:
         assert piece.finish_reason is not None
         self._ended[piece.index] = piece.finish_reason
         usage = None if self.is_open else self._usage()
-        self._outbox.append(Piece(piece.index, piece.text, piece.token_ids, piece.finish_reason, usage))
+        self._put(replace(piece, usage=usage))
         if usage is not None:
             self.on_close(self)
         return True

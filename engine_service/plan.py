@@ -104,6 +104,20 @@ class StepAnswer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScore:
+    """Prompt tokens whose log probabilities are wanted: token_ids [n] at positions first_position .. of a sequence.
+
+    The logits that predict them are the batch's first_logit .. first_logit + n - 1.
+    """
+
+    sequence: Sequence
+    first_position: int
+    token_ids: list[int]
+    first_logit: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a step computes: copies first, then the batch, then one token for each of `sampled`.
 
@@ -114,6 +128,9 @@ class Work:
         sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
             whose first tokens come from their prompt's one row of logits.
         logit_idx: for each of them its row of the batch's logits.
+        scores: prompt tokens to tell the log probabilities of.
+        sequences, num_context: of each row, for whoever asks what the step did; context is what was computed before.
+        started, preempted: who began with this step, and who gave its blocks back in it.
     """
 
     rows: IndexArray
@@ -124,3 +141,8 @@ class Work:
     sample_rows: IndexArray
     sampled: list[Sequence]
     logit_idx: Int64Array
+    scores: tuple[PromptScore, ...]
+    sequences: list[Sequence]
+    num_context: Int32Array
+    started: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]

@@ -76,6 +76,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     look_up: bool = True
+    num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     arrival: int = 0  # rank, given by Scheduler.add
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
     num_copied_blocks: int = 0

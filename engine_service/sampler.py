@@ -7,6 +7,7 @@ whose logits are not finite is reported, and the others are sampled: one request
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,13 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0, repetition_penalty=1.0)
 
 
+class Allowing(Protocol):
+    """Says which tokens may come next."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size]; none where nothing can."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRow:
     """One row to sample.
@@ -68,6 +76,8 @@ class SamplingRow:
         sample_idx: which of the request's n samples.
         token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
         num_prompt_tokens: how many of them are the prompt's.
+        num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
+        constraint: what may be drawn; None: any token.
     """
 
     params: SamplingParams
@@ -75,14 +85,17 @@ class SamplingRow:
     sample_idx: int
     token_ids: npt.NDArray[np.integer]
     num_prompt_tokens: int
+    num_logprobs: int | None = None
+    constraint: Allowing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """token_ids: int64 [S], meaningless in bad_rows, the indices of rows whose logits were not finite."""
+    """token_ids: int64 [S], meaningless in bad_rows (their logits were not finite) and stuck_rows (nothing may be drawn)."""
 
     token_ids: npt.NDArray[np.int64]
     bad_rows: tuple[int, ...]
+    stuck_rows: tuple[int, ...] = ()
 
 
 @torch.inference_mode()
@@ -96,6 +109,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     assert logits.shape[0] == len(rows), "one row per row of logits"
     finite = torch.isfinite(logits.amax(dim=1)).numpy()  # NaN and +inf win a maximum; -inf only if all are
     logits = _apply_penalties(logits, rows)
+    logits, stuck = _apply_constraints(logits, rows)
+    bad_rows, finite = tuple(np.flatnonzero(~finite).tolist()), finite & ~stuck
     greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
     token_ids = np.zeros(len(rows), dtype=np.int64)
     if (picked := np.flatnonzero(greedy & finite)).size:
@@ -104,7 +119,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         chosen = [rows[index] for index in picked.tolist()]
         drawn = sample_rows(_rows_of(logits, picked), _tensors(chosen), torch.from_numpy(_uniforms(chosen)))
         token_ids[picked] = drawn.numpy()
-    return SampledTokens(token_ids, tuple(np.flatnonzero(~finite).tolist()))
+    return SampledTokens(token_ids, bad_rows, tuple(np.flatnonzero(stuck).tolist()))
 
 
 def _rows_of(logits: torch.Tensor, picked: npt.NDArray[np.intp]) -> torch.Tensor:
@@ -148,6 +163,22 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch
         presence = torch.tensor([params[index].presence_penalty for index in owner_rows])
         flat[cells] -= frequency * counts + presence
     return logits
+
+
+def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """Logits with -inf for what must not be drawn: a copy if any row is constrained; and which rows may draw nothing."""
+    stuck = np.zeros(len(rows), np.bool_)
+    constrained = [index for index, row in enumerate(rows) if row.constraint is not None]
+    if not constrained:
+        return logits, stuck
+    logits = logits.clone()
+    for index in constrained:
+        constraint = rows[index].constraint
+        assert constraint is not None
+        allowed = torch.from_numpy(constraint.allowed())
+        logits[index].masked_fill_(~allowed, -torch.inf)
+        stuck[index] = not bool((logits[index] > -torch.inf).any())
+    return logits, stuck
 
 
 def _history_cells(

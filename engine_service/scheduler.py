@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.assemble import assemble_batch
+from engine_service.assemble import assemble_work
 from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.room import Room
@@ -189,14 +189,16 @@ class Scheduler:
         granted = answer.reserve_reserved >= plan.reserve_min
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
+        preempted: tuple[Sequence, ...] = ()
         if granted.all():
             self.room.note_growth()
         elif victim := self.room.choose_victim(running.at(running.live), answer):
             kept = rows != victim.row
             rows, targets = rows[kept], targets[kept]
             self._preempt(victim)
+            preempted = (victim,)
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
-        return self._work(rows, num_new, answer)
+        return assemble_work(running, rows, num_new, answer, tuple(running.at(start_rows)), preempted)
 
     def advance(self, work: Work, token_ids: Int32Array) -> None:
         """The work is done; token_ids [len(work.sampled)] were chosen."""
@@ -294,24 +296,6 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put(sequence)
         self._leave_children(sequence)
-
-    def _work(self, rows: IndexArray, num_new: Int32Array, answer: StepAnswer) -> Work:
-        running = self.running
-        copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
-        computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
-        wanted = computed + num_new == running.num_tokens[rows]
-        num_prompt_tokens = int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum())
-        batch = assemble_batch(running, rows, num_new, wanted) if len(rows) else None
-        sample_rows = rows[wanted]
-        sampled = running.at(sample_rows)
-        logit_idx = list(range(len(sampled)))
-        for idx, sequence in enumerate(sampled[:]):
-            if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
-                children = sequence.request.unforked
-                sampled += children
-                logit_idx += [idx] * len(children)
-        logits = np.array(logit_idx, np.int64)
-        return Work(rows, num_new, num_prompt_tokens, copies, batch, sample_rows, sampled, logits)
 
 
 def _rows(limits: Limits) -> RunningSequences:

@@ -9,20 +9,24 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from engine_service.config import EngineConfig
+from engine_service.constraint import Constraint, ConstraintCompiler
 from engine_service.convert import (
     DEFAULT_MAX_TOKENS,
     MAX_CHAT_MESSAGES,
     check_text,
     options_of,
     page_of,
-    response_of,
+    submission_of,
     token_array,
+    wait_of,
 )
 from engine_service.engine import Engine
 from engine_service.generation import Generation, Piece, StopRules, coalesce
 from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request, RequestState
+from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
+from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 
@@ -33,6 +37,8 @@ class EngineService:
         self._config = config
         self._model = model
         self._engine = engine
+        self._submissions = Submissions(config.max_results, config.result_ttl)
+        self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
@@ -53,6 +59,19 @@ class EngineService:
             timer.cancel()
             generation.cancel()
 
+    async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
+        request_id, digest = submission_of(request)
+        await self._submissions.submit(request_id, digest, lambda send: self._admit(request.request, send))
+        return pb.SubmitRequestResponse(request_id=request_id)
+
+    async def get_request(self, request: pb.GetRequestRequest) -> pb.GetRequestResponse:
+        generation, submission = await self._submissions.wait(request.request_id, wait_of(request))
+        return results_of(generation, submission, time.monotonic())
+
+    async def get_iteration_plan(self, request: pb.GetIterationPlanRequest) -> pb.GetIterationPlanResponse:
+        last = self._engine.last_iteration
+        return pb.GetIterationPlanResponse() if last is None else iteration_plan(last)
+
     async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
         self._engine.cancel(request.request_id)
         return pb.CancelRequestResponse()
@@ -61,18 +80,7 @@ class EngineService:
         page_size, after = page_of(request)
         now = time.monotonic()
         later = [other for other in self._engine.generations.values() if other.request.arrival > after]
-        rows = [
-            pb.RequestInfo(
-                request_id=generation.request.request_id,
-                state=f"REQUEST_STATE_{generation.state.name}",
-                prompt_tokens=len(generation.request.prompt),
-                new_tokens=generation.request.num_new_tokens,
-                n=generation.request.n,
-                priority=generation.request.priority,
-                age_ms=int((now - generation.started_at) * 1000),
-            )
-            for generation in later[:page_size]
-        ]
+        rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
 
@@ -131,6 +139,7 @@ class EngineService:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
         prompt = await self._prompt(message)
+        constraints = await self._constraints(message.sampling, options.n)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
@@ -142,15 +151,34 @@ class EngineService:
             n=options.n,
             priority=options.priority,
             tenant=options.tenant,
-            look_up=options.look_up,
+            look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
+            num_prompt_logprobs=options.num_prompt_logprobs,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
         outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
-        generation = Generation(request, options.params, options.seed, stop, outputs, send)
+        generation = Generation(
+            request,
+            options.params,
+            options.seed,
+            stop,
+            outputs,
+            send,
+            num_logprobs=options.num_logprobs,
+            constraints=constraints,
+        )
         self._engine.submit(generation)
         return generation, options.timeout_s
+
+    async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
+        """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""
+        kind = sampling.WhichOneof("constraint")
+        if kind is None:
+            return []
+        source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
+        compiled = await asyncio.to_thread(getattr(self._compiler, kind), source)
+        return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
     async def _prompt(self, message: pb.GenerateRequest) -> Int32Array:
         """Token ids, 1 or more. Text is turned into them beside the loop."""

@@ -86,6 +86,10 @@ class Tokenizer:
         """Text of `token_ids`; ids outside the vocabulary have none."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def to_json(self) -> str:
+        """The whole tokenizer as tokenizer.json would have it."""
+        return str(self._backend.to_str())
+
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Whether the token can stand for text at all."""
         if skip_special_tokens and token_id in self._skipped:

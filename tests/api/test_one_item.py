@@ -134,7 +134,7 @@ async def test_packed_and_plain_prompts_are_the_same(api: Api) -> None:
         ({"sequence_id": 1, "token_ids": [1, 2], "max_tokens": 1}, "INVALID_FIELD", "max_tokens"),
         ({"sequence_id": 1, "token_ids": [1] * 4097}, "NEVER_FITS", None),
         ({"sequence_id": 1, "token_ids": [1], "max_tokens": 5000}, "NEVER_FITS", None),
-        ({"sequence_id": 1, "token_ids": [1], "retention": pb.Retention()}, "NOT_IMPLEMENTED", None),
+        ({"sequence_id": 1, "token_ids": [1], "retention": pb.Retention()}, "INVALID_FIELD", "retention.num_window_tokens"),
     ],
 )
 async def test_prompts_that_are_refused(api: Api, fields: dict[str, object], reason: str, field: str | None) -> None:

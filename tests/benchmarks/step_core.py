@@ -15,25 +15,30 @@ _SESSION = SessionId("bench")
 
 def figures() -> Iterator[dict[str, object]]:
     for num_sequences in (1, 256, 1024):
-        took = _step_times(Growing(num_sequences))
+        took, published = _step_times(Growing(num_sequences))
         yield {
             "sequences": num_sequences,
             "median_us": round(float(np.median(took)), 1),
             "p99_us": round(float(np.percentile(took, 99)), 1),
+            "publish_median_us": round(float(np.median(published)), 1),
         }
 
 
-def _step_times(load: Growing) -> list[float]:
+def _step_times(load: Growing) -> tuple[list[float], list[float]]:
+    """Of each step until its answer, and of publishing after it."""
     config = PoolConfig(load.num_blocks(_NUM_STEPS), BLOCK_SIZE, max_sequences=load.num_sequences)
     manager = Manager(config)
     manager.open_session(_SESSION, Executor.ENGINE)
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
         manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
     manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
-    took = []
+    took, published = [], []
     for step_idx in range(_NUM_STEPS):
         batch = StepBatch(step_idx + 2, step_idx + 1, **load.grow_columns(step_idx))
         begin = time.perf_counter()
         manager.step(_SESSION, batch)
-        took.append((time.perf_counter() - begin) * 1e6)
-    return took
+        middle = time.perf_counter()
+        manager.publish_pending()
+        took.append((middle - begin) * 1e6)
+        published.append((time.perf_counter() - middle) * 1e6)
+    return took, published

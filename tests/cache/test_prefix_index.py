@@ -89,7 +89,7 @@ def test_a_sequence_whose_entries_went_with_a_parent_publishes_again_from_its_fi
     pool = CorePool()
     held = pool.prefill(1, range(8))
     tables = pool.manager.tables
-    lost = tables._forget(int32(held[:1]))
+    lost = tables.publisher.forget(int32(held[:1]))
     tables.pool.indexed[held[0]] = False
     tables.pool.unindex(lost)
     pool.audit()

@@ -29,6 +29,8 @@ def test_4_a_commit_of_known_content_takes_the_indexed_block() -> None:
     pool.step(commits=[(1, 8, [])])
     reply = pool.step(B, commits=[(2, 8, [])])
     assert pool.table(2, session=B) == pool.table(1)
+    assert reply.update_ids.tolist() == []  # it was answered before its commit was published
+    reply = pool.step(B)
     assert (reply.update_table_idx.tolist(), reply.update_block_ids.tolist()) == ([0, 1], pool.table(1))
     assert {pool.state(block) for block in own} == {BlockState.FREE}
     assert pool.manager.stats().num_adopted_blocks == 2
@@ -41,10 +43,40 @@ def test_4_a_duplicate_given_up_with_a_step_in_flight_is_fenced() -> None:
     pool.prefill(2, range(4), session=B)
     duplicate = pool.table(1)[0]
     pool.step(reserves=[(1, 5, 5)])
-    pool.step(lag=1, commits=[(1, 4, [])])
+    pool.step(lag=1, commits=[(1, 4, [])])  # this step, too, was told of the duplicate
+    assert pool.state(duplicate) is BlockState.FENCED
+    pool.step(lag=1)
     assert pool.state(duplicate) is BlockState.FENCED
     pool.step(lag=1)
     assert pool.state(duplicate) is BlockState.FREE
+
+
+def test_4_a_step_that_does_more_than_commit_and_reserve_tells_its_own_duplicates() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.create(1, range(4))
+    pool.step(starts=[(1, ALL, 0)])
+    known = pool.prefill(2, range(4), session=B)
+    duplicate = pool.table(1)[0]
+    pool.create(3, [9, 9])
+    pool.step(reserves=[(1, 5, 5)])
+    reply = pool.step(lag=1, commits=[(1, 4, [])], starts=[(3, ALL, 0)])
+    assert (reply.update_ids.tolist(), reply.update_block_ids.tolist()) == ([1], known)
+    pool.step(lag=1)
+    assert pool.state(duplicate) is BlockState.FREE  # no step that began since was told of it
+
+
+def test_4_a_table_update_is_told_only_while_it_holds() -> None:
+    pool = CorePool(num_blocks=17)
+    known = pool.prefill(9, range(8), session=B)
+    for sequence_id in (1, 2, 3):
+        pool.create(sequence_id, range(8))
+    pool.step(starts=[(1, ALL, 0), (2, ALL, 0), (3, ALL, 0)])
+    pool.step(commits=[(1, 8, []), (2, 8, []), (3, 8, [])])
+    reply = pool.step(releases=[1], truncates=[(2, 4)])
+    assert reply.update_ids.tolist() == [2, 3, 3]
+    assert reply.update_table_idx.tolist() == [0, 0, 1]
+    assert reply.update_block_ids.tolist() == [known[0], *known]
+    assert pool.step().update_ids.tolist() == []
 
 
 def test_4_three_commits_of_the_same_new_content_in_one_step_share_one_block() -> None:

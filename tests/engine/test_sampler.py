@@ -233,3 +233,21 @@ def test_params_out_of_range_are_refused(field, value):
 def test_defaults_are_the_documented_ones():
     found = SamplingParams()
     assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (0.7, 0.9, 40, 1.1)
+
+
+def test_a_constraint_is_obeyed_and_one_that_allows_nothing_harms_its_row_alone():
+    class Only:
+        def __init__(self, *token_ids):
+            self.token_ids = token_ids
+
+        def allowed(self):
+            return np.isin(np.arange(5), self.token_ids)
+
+    def constrained(params, *token_ids):
+        return SamplingRow(params, 0, 0, np.zeros(3, np.int64), 0, constraint=Only(*token_ids))
+
+    logits = torch.tensor([[9.0, 0.0, 1.0, 0.0, 0.0]] * 4)
+    rows = [constrained(GREEDY, 1, 2), constrained(GREEDY), row(GREEDY), constrained(PLAIN, 3)]
+    found = sample(logits, rows)
+    assert (found.token_ids[[0, 2, 3]].tolist(), found.stuck_rows, found.bad_rows) == ([2, 0, 3], (1,), ())
+    assert logits[0, 0] == 9, "the model's own logits stay as they were"

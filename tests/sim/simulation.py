@@ -46,6 +46,7 @@ class Counts:
     adopted: int = 0
     evicted: int = 0
     forks: int = 0
+    retention_dropped: int = 0
     claims: int = 0
     kept_for_elders: int = 0
     give_backs: int = 0
@@ -115,10 +116,12 @@ class Simulation:
         stats = self.driver.stats()
         expect(stats.num_copies_on_write, naive.num_copies, "copies on write")
         expect(stats.num_adopted_blocks, naive.num_adopted, "adopted blocks")
-        expect(stats.num_evicted_blocks, naive.num_evicted, "evicted blocks")
+        expect(stats.num_retention_dropped_blocks, naive.num_retention_dropped, "blocks dropped by retention")
+        expect(stats.num_evicted_blocks, naive.num_evicted + naive.num_retention_dropped, "evicted blocks")
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.retention_dropped = naive.num_retention_dropped
         counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
         counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
         counts.pressure_changes = naive.num_pressure_changes
@@ -140,6 +143,8 @@ class Simulation:
             self._stale_call(engine, session)
             return
         self._renew(session)
+        if self.choose(2):
+            self.world.publish(self.choose)
         event = self.choose(200)
         if event < 30:
             self.world.create(session, self.choose)

@@ -35,7 +35,8 @@ class CallsWorld(World):
         super().close(session, may_still_write=may_still_write)
 
     def call(self, session: SessionId, choose: Choose) -> None:
-        """One call on one sequence of the session."""
+        """One call on one sequence of the session; the service publishes before it."""
+        self.publish_blocks(None)
         engine = self.engines[session]
         if not engine.sequences or choose(6) == 5:
             self.create(session, choose)
@@ -99,6 +100,7 @@ class CallsWorld(World):
             self.driver.commit(session, q.sequence_id, length, first, int32(new))
             expect(self.snapshot(), before, "R7 state after a repeated commit")
         q.num_known, q.committed = told, length
+        q.drop(self.config.block_size)
 
     def _fork(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         child_id = engine.new_id(choose)
@@ -107,6 +109,9 @@ class CallsWorld(World):
             self.refused(reason, lambda: self.driver.fork(session, q.sequence_id, child_id, 1))
             return
         length = engine.length(choose, q.committed)
+        if not known.can_be_cut(length, self.config.block_size):
+            self.refused("INVALID_FIELD", lambda: self.driver.fork(session, q.sequence_id, child_id, length))
+            return
         if len(self.naive.sequences) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.fork(session, q.sequence_id, child_id, length))
             return
@@ -116,8 +121,7 @@ class CallsWorld(World):
             self.driver.fork(session, q.sequence_id, child_id, length)
             expect(self.snapshot(), before, "R7 state after a repeated fork")
         self.naive.fork_one(known, child_id, length)
-        child = EngineSequence(child_id, q.tenant, q.tokens[:length], length, q.max_tokens, True, length, length, length)
-        engine.sequences[child_id] = child
+        engine.sequences[child_id] = q.forked(child_id, length, self.config.block_size)
 
     def _truncate(
         self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose
@@ -126,9 +130,13 @@ class CallsWorld(World):
         if not q.running:
             self.refused("WRONG_STATE", lambda: self.driver.truncate(session, q.sequence_id, length))
             return
+        if not known.can_be_cut(length, self.config.block_size):
+            self.refused("INVALID_FIELD", lambda: self.driver.truncate(session, q.sequence_id, length))
+            return
         for _ in range(1 + choose(2)):  # idempotent
             self.driver.truncate(session, q.sequence_id, length)
         self.naive.truncate_one(known, length)
+        q.gone = {block_idx for block_idx in q.gone if block_idx * self.config.block_size < length}
         del q.tokens[length:]
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)

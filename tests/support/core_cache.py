@@ -49,4 +49,6 @@ class CoreCache:
         )
         reply = self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
         assert self.manager.check_invariants() == []
+        self.manager.publish_pending()
+        assert self.manager.check_invariants() == []
         return reply

@@ -78,12 +78,15 @@ class CorePool:
     def create(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> int:
         return self.manager.create_sequence(session, SequenceArgs(SequenceId(sequence_id), int32(tokens), **args))  # type: ignore[arg-type]
 
-    def step(self, session: SessionId = A, *, lag: int = 0, **items: Sequence[object]) -> StepReply:
-        """The session's next step; lag is how many steps before it are still in flight."""
+    def step(self, session: SessionId = A, *, lag: int = 0, publish: bool = True, **items: Sequence[object]) -> StepReply:
+        """The session's next step; lag is how many steps before it are still in flight. Its commits are published after it."""
         step_id = self.step_ids[session] + 1
         reply = self.manager.step(session, step_batch(step_id, step_id - 1 - lag, **items))  # type: ignore[arg-type]
         self.step_ids[session] = step_id
         self.audit()
+        if publish:
+            self.manager.publish_pending()
+            self.audit()
         return reply
 
     def prefill(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> list[int]:

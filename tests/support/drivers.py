@@ -42,6 +42,7 @@ class Driver(Protocol):
     """A pool with sessions. Every method raises the CacheError that the call was refused with."""
 
     config: PoolConfig
+    publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
 
     def memory(self) -> ShadowMemory:
         """What the pool's blocks hold."""
@@ -92,6 +93,9 @@ class Driver(Protocol):
 
     def check_invariants(self) -> list[str]: ...
 
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        """Whether more is left."""
+
     def advance(self, seconds: float) -> None:
         """Time passes, and what fell due by itself has happened."""
 
@@ -101,6 +105,8 @@ class Driver(Protocol):
 
 class CoreDriver:
     """The pure core behind its own exactly-once gate; `now` is the virtual clock of whoever drives it."""
+
+    publishes_itself = False
 
     def __init__(self, config: PoolConfig, *, max_sessions: int = 64) -> None:
         self.config = config
@@ -199,6 +205,9 @@ class CoreDriver:
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        return self.manager.publish_pending(max_blocks)
 
     def check_invariants(self) -> list[str]:
         return self.manager.check_invariants()

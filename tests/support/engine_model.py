@@ -11,13 +11,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_service.types import Executor, Int32Array, Int64Array, StepBatch
+from cache_service.types import Executor, Int32Array, Int64Array, Retention, StepBatch
 
 Choose = Callable[[int], int]  # n -> a number from 0 to n - 1; 0 is the simplest
 
 
 def int32(values: list[int]) -> Int32Array:
     return np.array(values, np.int32)
+
+
+def unread(retention: Retention | None, length: int) -> range:
+    """Positions that attention passes over when so many tokens are there."""
+    if retention is None:
+        return range(0)
+    return range(retention.num_sink_tokens, length - retention.num_window_tokens)
 
 
 def int64(values: list[int]) -> Int64Array:
@@ -38,6 +45,29 @@ class EngineSequence:
     reserved: int = 0
     num_computed: int = 0  # written, or to be written by steps already issued
     computed_at: dict[int, int] = field(default_factory=dict)  # num_computed after each step
+    retention: Retention | None = None
+    gone: set[int] = field(default_factory=set)  # table indices of the holes
+
+    def drop(self, block_size: int) -> None:
+        """A commit makes holes of the blocks of which nothing is read any more."""
+        passed = unread(self.retention, self.committed)
+        if len(passed):
+            self.gone.update(range(-(-passed.start // block_size), passed.stop // block_size))
+
+    def least_cut(self, length: int, block_size: int) -> int:
+        """The least length from this one on that the sequence can be cut to, or forked at."""
+        while self.gone and length < self.committed:
+            passed = unread(self.retention, length)
+            if all(position in passed or position // block_size not in self.gone for position in range(length)):
+                break
+            length += 1
+        return length
+
+    def forked(self, child_id: int, length: int, block_size: int) -> "EngineSequence":
+        gone = {block_idx for block_idx in self.gone if block_idx * block_size < length}
+        counters = (length, length, length)  # committed, reserved, computed
+        return EngineSequence(child_id, self.tenant, self.tokens[:length], length, self.max_tokens, True, *counters,
+                              retention=self.retention, gone=gone)  # fmt: skip
 
     def certain_at(self, completed: int) -> int:
         """Computed tokens that were there when step `completed` ended, and that nothing has touched since."""
@@ -160,21 +190,22 @@ class EngineModel:
             return None
         new = q.tokens[q.num_known : told]
         q.num_known, q.committed = told, length
+        q.drop(self.block_size)
         return q.sequence_id, length, new
 
     def _forks(self, choose: Choose) -> list[tuple[int, int, int]]:
         forks = []
         for parent in list(self.sequences.values()):
             while parent.running and parent.committed and choose(8) == 7:
-                length = self.length(choose, parent.committed)
-                child = EngineSequence(self.new_id(choose), parent.tenant, parent.tokens[:length], length,
-                                       parent.max_tokens, True, length, length, length)  # fmt: skip
+                length = parent.least_cut(self.length(choose, parent.committed), self.block_size)
+                child = parent.forked(self.new_id(choose), length, self.block_size)
                 forks.append((parent.sequence_id, child.sequence_id, length))
                 self.sequences[child.sequence_id] = child
         return forks
 
     def _truncate(self, choose: Choose, q: EngineSequence) -> int:
-        length = self.length(choose, min(len(q.tokens) + 1, q.max_tokens))
+        length = q.least_cut(self.length(choose, min(len(q.tokens) + 1, q.max_tokens)), self.block_size)
+        q.gone = {block_idx for block_idx in q.gone if block_idx * self.block_size < length}
         del q.tokens[max(length, 0) :]
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)

@@ -22,6 +22,7 @@ from cache_service.types import (
     PoolConfig,
     PoolStats,
     PressureLevel,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceState,
@@ -116,8 +117,21 @@ class _Slots(list[int]):
         return (self[slot] for slot in range(len(self)))
 
 
+def _retention_message(retention: Retention | None) -> pb.Retention | None:
+    if retention is None:
+        return None
+    return pb.Retention(num_sink_tokens=retention.num_sink_tokens, num_window_tokens=retention.num_window_tokens)
+
+
+def _retention_of(info: pb.SequenceInfo) -> Retention | None:
+    kept = info.retention
+    return Retention(kept.num_sink_tokens, kept.num_window_tokens) if info.HasField("retention") else None
+
+
 class GrpcDriver:
     """See drivers.Driver. The service's eviction policy and threshold are the default ones."""
+
+    publishes_itself = True
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
@@ -192,7 +206,9 @@ class GrpcDriver:
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         call = self._sessions[session].create_sequence(
-            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority, args.start_number
+            *(args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority),
+            _retention_message(args.retention),
+            args.start_number,
         )
         return self._run(call).num_matched_tokens
 
@@ -252,6 +268,7 @@ class GrpcDriver:
             num_hit_tokens=info.num_hit_tokens,
             num_accesses=info.num_accesses,
             block_table=np.array(info.block_table, np.int32),
+            retention=_retention_of(info),
             start_number=info.start_number,
         )
 
@@ -274,6 +291,9 @@ class GrpcDriver:
         (pool,) = self._run(self._client.stats()).pools
         values = {field.name: getattr(pool, field.name) for field in fields(PoolStats)}
         return PoolStats(**values | {"pressure": PressureLevel(pool.pressure)})
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        return False
 
     def check_invariants(self) -> list[str]:
         return list(self._run(self._client.check_invariants()).violations)

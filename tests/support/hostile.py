@@ -26,6 +26,7 @@ class Scene:
     waiting: list[NaiveSequence]
     completed: int
     choose: Choose
+    block_size: int
 
     def any(self, options: list[T]) -> T:
         return options[self.choose(len(options))]
@@ -41,7 +42,8 @@ def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
     ours = world.naive.of(session)
     lag = choose(2) if engine.executor is Executor.ENGINE and engine.step_id else 0
     completed = max(engine.completed, engine.step_id - lag)
-    scene = Scene([q for q in ours if q.running], [q for q in ours if not q.running], completed, choose)
+    running, waiting = [q for q in ours if q.running], [q for q in ours if not q.running]
+    scene = Scene(running, waiting, completed, choose, world.config.block_size)
     defect = scene.any(DEFECTS)(scene)
     if defect is None:
         return False
@@ -192,6 +194,16 @@ def _fork_wrong(scene: Scene) -> Defect:
     return scene.any(wrong)
 
 
+def _cut_into_holes(scene: Scene) -> Defect:
+    """A fork or a truncate whose window would need what retention has dropped."""
+    cuts = [(q, length) for q in scene.running for length in range(1, q.committed)
+            if not q.can_be_cut(length, scene.block_size)]  # fmt: skip
+    if not cuts:
+        return None
+    q, length = scene.any(cuts)
+    return scene.any([_fork(q.sequence_id, MAX_ID, length), _truncate([q.sequence_id], [length])]), INVALID
+
+
 def _lengths_wrong(scene: Scene) -> Defect:
     """Truncates, starts and reservations whose lengths cannot be."""
     if scene.waiting and scene.choose(2):
@@ -223,6 +235,7 @@ DEFECTS: list[Callable[[Scene], Defect]] = [
     _commit_out_of_bounds,
     _commit_of_what_still_runs,
     _fork_wrong,
+    _cut_into_holes,
     _lengths_wrong,
     _released,
 ]

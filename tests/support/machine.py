@@ -63,9 +63,16 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step(session, choose)
             self.holds()
+            if choose(2):
+                self.world.publish(choose)
+                self.holds()
             if self.world.config.evict_above < 1:
                 self.world.evict_excess()
                 self.holds()
+
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        self.world.publish(chooser(data))
 
     @precondition(lambda self: self.world.one_item)
     @rule(data=st.data(), count=st.integers(1, 8))

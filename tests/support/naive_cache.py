@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig
+from cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
@@ -46,6 +46,23 @@ class NaiveSequence:
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
+    published: int = 0  # leading blocks that the index names
+    retention: Retention | None = None
+
+    def readable(self, length: int) -> set[int]:
+        """Positions that may be read when so many tokens are committed."""
+        if self.retention is None:
+            return set(range(length))
+        sink, window = self.retention.num_sink_tokens, self.retention.num_window_tokens
+        return {i for i in range(length) if i < sink or i >= length - window}
+
+    def can_be_cut(self, length: int, block_size: int) -> bool:
+        """Whether what a sequence of this length reads is still there."""
+        if self.retention is None:
+            return True
+        length = min(length, self.committed)
+        return all(self.table[position // block_size] for position in self.readable(length))
+
     priority: int = 0
     start_number: int = 0
     claim: Any = None  # see naive_progress
@@ -62,6 +79,7 @@ class NaiveSession:
     number: int = 0  # in the order of opening
     step_id: int = 0
     completed: int = 0
+    updates: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, table index, block; not told yet
 
 
 class NaiveCache:
@@ -73,6 +91,7 @@ class NaiveCache:
         self.sessions: dict[str, NaiveSession] = {}
         self.sequences: dict[tuple[str, int], NaiveSequence] = {}
         self.index: dict[Key, int] = {}
+        self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
@@ -88,6 +107,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.num_retention_dropped = 0
         self.num_changes = 0  # items that changed one sequence
 
     # What the state says
@@ -97,6 +117,13 @@ class NaiveCache:
 
     def of(self, session: str) -> list[NaiveSequence]:
         return [q for q in self.sequences.values() if q.session == session]
+
+    def num_shareable(self, q: NaiveSequence) -> int:
+        """Leading blocks that may be published and hit: attention was whole for them, and no hole comes before."""
+        if q.retention is None:
+            return len(q.tokens)
+        limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
+        return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
 
     def num_holders(self, block: int) -> int:
         return sum(block in q.table for q in self.sequences.values())
@@ -154,14 +181,16 @@ class NaiveCache:
 
     # Changes that several operations share
 
-    def let_go(self, session: str, block: int, *, copied: bool = False) -> None:
+    def let_go(self, session: str, block: int, *, still_used: bool = False) -> None:
         """A table entry is given up: fenced while a step that may touch it is in flight (rule R6).
 
-        What is copied away is read by the step itself.
+        Still used: by the last step itself, which copies it away or was told of it.
         """
+        if block == NULL_BLOCK:
+            return
         self.ages.pop(block, None)
         s = self.sessions[session]
-        ends = s.step_id if copied else s.step_id - 1
+        ends = s.step_id if still_used else s.step_id - 1
         if s.completed < ends:
             fences = self.fences.setdefault(block, {})
             fences[session] = max(ends, fences.get(session, 0))
@@ -184,6 +213,45 @@ class NaiveCache:
         tenant, tokens = key
         for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
             del self.index[other]
+        for q in self.sequences.values():
+            if q.published and self.key(q, q.published - 1) not in self.index:
+                q.published = 0
+
+    def publish(self, max_blocks: int = 10**9, told_now: str = "") -> bool:
+        """Full committed blocks become shareable; of a block whose content is known already the known one is taken.
+
+        Whether more is left but for what waits for a copy. told_now: the session whose reply is yet to be written.
+        """
+        for q in list(self.pending):
+            session = self.sessions[q.session]
+            num_full = min(q.committed // self.block_size, self.num_shareable(q))
+            if max_blocks <= 0:
+                break
+            if q.published >= num_full:
+                self.pending.remove(q)
+            elif q.copied_at <= session.completed:  # else the copy of its block is still in flight
+                last = min(num_full, q.published + max_blocks)
+                max_blocks -= last - q.published
+                for block_idx in range(q.published, last):
+                    self._publish_block(q, block_idx, still_used=told_now != q.session)
+                q.published = last
+                if last == num_full:
+                    self.pending.remove(q)
+        self.settle()
+        return any(
+            q.published < min(q.committed // self.block_size, self.num_shareable(q))
+            and q.copied_at <= self.sessions[q.session].completed
+            for q in self.pending
+        )
+
+    def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
+        own = q.table[block_idx]
+        known = self.index.setdefault(self.key(q, block_idx), own)
+        if known != own:
+            self.num_adopted += 1
+            self.sessions[q.session].updates.append((q.sequence_id, block_idx, known))
+            q.table[block_idx] = known
+            self.let_go(q.session, own, still_used=still_used)
 
     def grant(self, blocks: list[int], tenant: str, what: str) -> None:
         """The core took these blocks, evicting what it had to, and no more."""

@@ -46,7 +46,7 @@ class NaiveCalls(NaiveSteps):
                 self.num_copies += 1
             self.grant(fresh, q.tenant, name)
             if copied_idx is not None:
-                self.let_go(q.session, before[copied_idx], copied=True)
+                self.let_go(q.session, before[copied_idx], still_used=True)
                 before[copied_idx] = shown[copied_idx]
                 self.foreign = [block for block in self.foreign if block != shown[copied_idx]]
             expect(shown[: len(before)], before, f"R5 {name}: the table it had")
@@ -59,8 +59,8 @@ class NaiveCalls(NaiveSteps):
 
     def commit_one(self, q: NaiveSequence, num_tokens: int, new_tokens: list[int], shown: list[int]) -> None:
         with self._one_step(q):
-            found = [(q.sequence_id, block_idx, block) for block_idx, block in enumerate(shown)]
-            self.commit(q.session, [(q.sequence_id, num_tokens, new_tokens)], found)
+            self.commit(q.session, [(q.sequence_id, num_tokens, new_tokens)])
+        expect(q.table, shown, f"table of {q.sequence_id} after a commit")
 
     def fork_one(self, parent: NaiveSequence, child_id: int, num_tokens: int) -> NaiveSequence:
         with self._one_step(parent):
@@ -86,14 +86,14 @@ class NaiveCalls(NaiveSteps):
         self.grant(shown[len(match) :], q.tenant, name)
         self.evict(name)
         self._check_copies(copies, [], name)
-        q.table, q.committed, q.reserved, q.hit = list(shown), hit, reserved, hit
+        q.table, q.committed, q.reserved, q.hit, q.published = list(shown), hit, reserved, hit, len(match)
         q.granted_at = {self.sessions[q.session].step_id: reserved}
         self.num_changes += 1
         return shown[len(match) :]
 
     def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:
         limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
-        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])
+        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
         states = self.states()
         revived = sum(states[block] is BlockState.CACHED for block in match)
         return match, self.num_available() - revived - self.watermark()
@@ -108,13 +108,15 @@ class NaiveCalls(NaiveSteps):
 
     @contextmanager
     def _one_step(self, q: NaiveSequence) -> Iterator[None]:
-        """A step of its own, complete at once."""
+        """A step of its own, complete at once; what was pending was published before it."""
         self.clock += 1
         self.sessions[q.session].step_id += 1
         self.complete(q.session, self.sessions[q.session].step_id - 1)
         yield
         self.evict(f"call on {q.sequence_id}")
         self.observe()
+        self.publish()
+        self.sessions[q.session].updates.clear()
         self.complete(q.session, self.sessions[q.session].step_id)
         self.settle()
         self.observe()

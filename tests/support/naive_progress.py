@@ -75,12 +75,12 @@ class NaiveProgress(NaiveCache):
         if not self.config.prefix_caching:
             return 0
         size = self.block_size
-        most = min(max_hit, len(q.tokens) - 1) // size * size
+        most = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
         best = len(self.match(q.tenant, q.tokens[:most])) * size
         found = 0
         for other in self.sequences.values():
             if other.running and other.tenant == q.tenant:
-                known = other.tokens[: min(other.reserved, most)]
+                known = other.tokens[: min(other.reserved, most, self.num_shareable(other) * size)]
                 same = next((i for i, (a, b) in enumerate(zip(known, q.tokens, strict=False)) if a != b), len(known))
                 found = max(found, same // size * size)
         return found if found > best else 0

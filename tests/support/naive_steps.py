@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache_service.types import BlockState, Executor, ItemResult, SequenceArgs, StartResult, StepBatch, StepReply
+from cache_service.types import (
+    NULL_BLOCK,
+    BlockState,
+    Executor,
+    ItemResult,
+    SequenceArgs,
+    StartResult,
+    StepBatch,
+    StepReply,
+)
 from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
 from tests.support.naive_progress import NaiveProgress
 
@@ -28,10 +37,10 @@ class NaiveSteps(NaiveProgress):
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
-        limit = args.max_tokens or self.config.limit_tokens
-        key = (tuple(tokens), limit, args.tenant, args.priority)
+        limit = args.max_tokens or self.config.limit_with(args.retention)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
+        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
         self.last_number += not args.start_number
-        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key)
         q.priority, q.start_number = args.priority, args.start_number or self.last_number
         self.sequences[session, q.sequence_id] = q
         self.num_changes += 1
@@ -40,6 +49,7 @@ class NaiveSteps(NaiveProgress):
     def close(self, session: str, *, may_still_write: bool) -> tuple[int, int]:
         """Answers (sequences released, blocks in quarantine): what a step in flight may still write is not reused."""
         self.clock += 1
+        self.publish()
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
@@ -69,6 +79,9 @@ class NaiveSteps(NaiveProgress):
         """Answers (blocks that came free, entries forgotten)."""
         num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
         self.index.clear()
+        self.pending.clear()
+        for q in self.sequences.values():
+            q.published = 0
         self.settle()
         return num_cached, num_entries
 
@@ -94,8 +107,9 @@ class NaiveSteps(NaiveProgress):
         found = list(
             zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
         )
-        copied = set(reply.copy_destinations.tolist())
-        updates = self.commit(session, commits_of(batch), [update for update in found if update[2] not in copied])
+        self.commit(session, commits_of(batch))
+        if any(len(ids) for ids in (batch.fork_children, batch.truncate_ids, batch.release_ids, batch.start_ids)):
+            self.publish(told_now=session)
         refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             if sequence_id not in refused:
@@ -105,7 +119,8 @@ class NaiveSteps(NaiveProgress):
                 self.release(self.sequences[session, sequence_id])
         self.settle()
         self._starts(session, batch, reply)
-        updates += self._reservations(session, batch, reply, refused)
+        updates = self._reservations(session, batch, reply, refused)
+        updates += self.told(session)
         self.settle()
         expect(sorted(found), sorted(updates), "table updates")
         self.end_of_step(session)
@@ -121,45 +136,54 @@ class NaiveSteps(NaiveProgress):
         expect(reply.num_evictable, states.count(BlockState.CACHED), "R1 evictable blocks")
         expect(reply.num_fenced, states.count(BlockState.FENCED), "R1 fenced blocks")
 
-    def commit(self, session: str, items: list[tuple[int, int, list[int]]], found: list[Update]) -> list[Update]:
-        """Full blocks become shareable; of a block whose content is known already the known one is taken.
-
-        Where several sequences commit the same new content at once, the core is free whose block it keeps.
-        """
-        sequences = [self.sequences[session, sequence_id] for sequence_id, _, _ in items]
-        for q, (_, length, new_tokens) in zip(sequences, items, strict=True):
+    def commit(self, session: str, items: list[tuple[int, int, list[int]]]) -> None:
+        for sequence_id, length, new_tokens in items:
+            q = self.sequences[session, sequence_id]
             self.num_changes += bool(new_tokens) or length > q.committed
             q.tokens += new_tokens
             q.committed = length
-        kept = {(sequence_id, block_idx): block for sequence_id, block_idx, block in found}
-        updates: list[Update] = []
-        for q in sequences if self.config.prefix_caching else ():
-            if q.copied_at > self.sessions[session].completed:
-                continue  # the copy of its block is still in flight: nothing of it may be shared yet
-            for block_idx in range(q.committed // self.block_size):
-                key, own = self.key(q, block_idx), q.table[block_idx]
-                if key not in self.index:
-                    answered = kept.get((q.sequence_id, block_idx), own)
-                    rivals = [other.table[block_idx] for other in sequences
-                              if other.committed >= len(key[1]) and self.key(other, block_idx) == key]  # fmt: skip
-                    self.index[key] = answered if answered in rivals else own
-                known = self.index[key]
-                if known != own:
-                    self.num_adopted += 1
-                    updates.append((q.sequence_id, block_idx, known))
-                    q.table[block_idx] = known
-                    self.let_go(session, own)
-        return updates
+            if self.config.prefix_caching and q not in self.pending:
+                self.pending.append(q)
+        self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
+
+    def retain(self, session: str, sequences: list[NaiveSequence]) -> None:
+        """Blocks without a readable position become holes; what may be shared of them is published before."""
+        size = self.block_size
+        due: list[tuple[NaiveSequence, int]] = []
+        for q in sequences:
+            if q.retention is not None:
+                needed = {position // size for position in q.readable(q.committed)}
+                due += [(q, idx) for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
+        if due:
+            self.publish(told_now=session)
+        for q, idx in due:
+            self.let_go(session, q.table[idx])
+            q.table[idx] = NULL_BLOCK
+            q.published = min(q.published, idx)
+            self.sessions[session].updates.append((q.sequence_id, idx, NULL_BLOCK))
+        self.num_retention_dropped += len(due)
+
+    def told(self, session: str) -> list[Update]:
+        """The replaced table entries that the session hears of now: those that still hold."""
+        updates = self.sessions[session].updates
+        holding = [(i, at, block) for i, at, block in updates if self.shows(session, i, at, block)]
+        updates.clear()
+        return holding
+
+    def shows(self, session: str, sequence_id: int, block_idx: int, block: int) -> bool:
+        q = self.sequences.get((session, sequence_id))
+        return q is not None and q.table[block_idx : block_idx + 1] == [block]
 
     def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
         """The child shares the blocks of its tokens, a partial one too."""
         child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
-        child.running = True
+        child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
         child.priority, child.start_number = parent.priority, parent.start_number
         child.table = parent.table[: self.num_blocks(length)]
         child.copied_at = parent.copied_at
+        child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
         self.sequences[parent.session, child_id] = child
@@ -170,6 +194,7 @@ class NaiveSteps(NaiveProgress):
         self.num_changes += length < max(len(q.tokens), q.reserved)
         del q.tokens[length:]
         q.committed, q.reserved = min(q.committed, length), min(q.reserved, length)
+        q.published = min(q.published, q.committed // self.block_size)
         q.granted_at = {step: min(granted, length) for step, granted in q.granted_at.items()}
         for block in q.table[self.num_blocks(q.reserved) :]:
             self.let_go(q.session, block)
@@ -178,10 +203,11 @@ class NaiveSteps(NaiveProgress):
     def release(self, q: NaiveSequence) -> int:
         """Answers how many of its blocks no other table names."""
         del self.sequences[q.session, q.sequence_id]
+        self.pending = [other for other in self.pending if other is not q]
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
-        return sum(not self.num_holders(block) for block in q.table)
+        return sum(not self.num_holders(block) for block in q.table if block != NULL_BLOCK)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""
@@ -224,7 +250,7 @@ class NaiveSteps(NaiveProgress):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])
+        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
         states = self.states()
         room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
         room -= sum(states[block] is BlockState.CACHED for block in match)
@@ -244,7 +270,7 @@ class NaiveSteps(NaiveProgress):
         q.table, q.running = list(match), True
         self.grant(table[len(match) :], q.tenant, f"start of {q.sequence_id}")
         self.evict(f"start of {q.sequence_id}")
-        q.table, q.committed, q.reserved, q.hit = table, hit, reserved, hit
+        q.table, q.committed, q.reserved, q.hit, q.published = table, hit, reserved, hit, len(match)
         q.granted_at = {self.sessions[q.session].step_id: reserved}
         self.num_hit_tokens += hit
         self.num_changes += 1
@@ -318,7 +344,7 @@ class NaiveSteps(NaiveProgress):
         if copied_idx is not None:
             self.grant(copied, q.tenant, f"copy for the {name}")
             self.foreign = [block for block in self.foreign if block not in copied]
-            self.let_go(q.session, q.table[copied_idx], copied=True)
+            self.let_go(q.session, q.table[copied_idx], still_used=True)
             q.table[copied_idx] = copied[0]
             q.copied_at = self.sessions[q.session].step_id
             self.num_copies += 1

@@ -12,9 +12,19 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from cache_service.errors import CacheError
-from cache_service.types import Executor, ItemResult, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from cache_service.types import (
+    Executor,
+    ItemResult,
+    PoolConfig,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StartResult,
+    StepReply,
+)
 from tests.support.drivers import Driver
-from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32
+from tests.support.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32, unread
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
 from tests.support.shadow_memory import Contents, DeviceStep, Read
@@ -35,6 +45,7 @@ class World:
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
+        self._told: dict[SessionId, dict[int, list[int]]] = {}  # tables as the session's last reply left them
 
     # Sessions
 
@@ -69,28 +80,48 @@ class World:
     def create(self, session: SessionId, choose: Choose) -> None:
         """A prompt arrives; or is refused for want of a slot."""
         engine = self.engines[session]
-        limit = self.config.limit_tokens
+        size = self.config.block_size
+        retention = Retention(choose(2 * size + 2), 1 + choose(2 * size + 2)) if choose(3) == 2 else None
+        limit = self.config.limit_with(retention)
         max_tokens = 0 if choose(2) else 1 + choose(limit)
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
         tenant = self.tenants[choose(len(self.tenants))]
         priority = (0, 0, -1, 1)[choose(4)]
         number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
         sequence_id = SequenceId(engine.new_id(choose))
-        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, start_number=number)
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number)
         if len(self.naive.sequences) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
         q = self.naive.create(session, args)
         expect(matched, len(self.naive.match(tenant, tokens)) * self.config.block_size, "matched tokens of a create")
-        engine.sequences[q.sequence_id] = EngineSequence(q.sequence_id, tenant, tokens, len(tokens), q.max_tokens)
+        engine.sequences[q.sequence_id] = EngineSequence(
+            q.sequence_id, tenant, tokens, len(tokens), q.max_tokens, retention=retention
+        )
 
     def step(self, session: SessionId, choose: Choose) -> StepReply:
         plan = self.plan(session, choose)
         reply = self.driver.step(session, plan.batch)
         self.executed(session, plan, reply)
+        self.published_by_itself()
         self.delivered(session, plan, reply, choose)
         return reply
+
+    def publish(self, choose: Choose) -> None:
+        """What steps committed is published, all of it or a few blocks."""
+        if not self.driver.publishes_itself:
+            self.publish_blocks(None if choose(2) == 0 else 1 + choose(3))
+
+    def publish_blocks(self, max_blocks: int | None) -> None:
+        self.naive.clock += 1
+        is_left = self.driver.publish_pending(max_blocks)
+        require(self.naive.publish(max_blocks or 10**9) <= is_left, "there is more to publish than the core says")
+
+    def published_by_itself(self) -> None:
+        """A pool that publishes by itself has done so by now."""
+        if self.driver.publishes_itself:
+            self.naive.publish()
 
     def plan(self, session: SessionId, choose: Choose) -> StepPlan:
         """Draws a step. What it says is completed has run when this returns."""
@@ -113,6 +144,7 @@ class World:
             self.memory.copy(copies)
             copies = []
         self.memory.issue(session, DeviceStep(plan.batch.step_id, copies))
+        self._told[session] = {q.sequence_id: list(q.table) for q in self.naive.of(session)}
 
     def delivered(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
         """The reply has reached the engine, which issues its device work."""
@@ -151,6 +183,7 @@ class World:
         self.naive.complete(session, engine.completed)
         self.naive.settle()
         self.naive.observe()
+        self.published_by_itself()
 
     def advance(self, seconds: float) -> None:
         """Time passes, and what falls due by itself happens."""
@@ -214,6 +247,7 @@ class World:
             expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
             expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
             expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
+            expect(view.retention, q.retention, f"retention of {sequence_id}")
             expect((view.priority, view.start_number), (q.priority, q.start_number), f"age of {sequence_id}")
         states = self.driver.block_states()
         if states is not None:
@@ -222,7 +256,8 @@ class World:
         expect((stats.pressure, stats.num_pressure_changes), (naive.pressure, naive.num_pressure_changes), "pressure")
         expect((stats.num_owed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "owed, computing")
         for session in self.engines:
-            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]))
+            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]),
+                          unread(q.retention, q.committed))
                      for q in self.naive.of(session)]  # fmt: skip
             self.fail_on(self.memory.check(session, reads))
         self._compare_index()
@@ -246,7 +281,8 @@ class World:
         """One sequence's part of the forward pass: attend to what is computed, write the rest."""
         q.reserved = max(q.reserved, granted)
         first, last = self.engines[session].compute(choose, q, granted)
-        table = list(self.naive.sequences[session, q.sequence_id].table)
+        table = self._told[session][q.sequence_id]
         contents = self.contents.spell(q.tenant, q.tokens[:last])
-        device.reads.append(Read(f"R6 step {device.step_id} of sequence {q.sequence_id}", table, contents[:first]))
+        label = f"R6 step {device.step_id} of sequence {q.sequence_id}"
+        device.reads.append(Read(label, table, contents[:first], unread(q.retention, first)))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]

@@ -11,7 +11,7 @@ from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
 from kvkeeper.cli.tables import table
 from kvkeeper.client import CacheClient
 
-_HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "priority", "steps")
+_HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "retention", "priority", "steps")
 
 
 def add_parser(commands: Any) -> None:
@@ -43,6 +43,14 @@ def _row(sequence: pb.SequenceInfo) -> tuple[object, ...]:
         sequence.num_committed_tokens,
         sequence.num_reserved_tokens,
         sequence.num_hit_tokens,
+        _retention(sequence),
         sequence.priority,
         sequence.num_accesses,
     )
+
+
+def _retention(sequence: pb.SequenceInfo) -> str:
+    """Sink + window, in tokens."""
+    if not sequence.HasField("retention"):
+        return "-"
+    return f"{sequence.retention.num_sink_tokens}+{sequence.retention.num_window_tokens}"

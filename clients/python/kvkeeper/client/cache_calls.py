@@ -71,7 +71,14 @@ class SessionCalls:
         return Call("CloseSession", pb.CloseSessionRequest(**self.head, drained=drained), _whole)
 
     def create_sequence(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int, tenant: str, priority: int, start_number: int
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int,
+        tenant: str,
+        priority: int,
+        retention: pb.Retention | None,
+        start_number: int,
     ) -> Call[pb.CreateSequenceResponse]:
         request = pb.CreateSequenceRequest(
             **self.head,
@@ -80,6 +87,7 @@ class SessionCalls:
             max_tokens=max_tokens,
             tenant=tenant,
             priority=priority,
+            retention=retention,
             start_number=start_number,
         )
         return Call("CreateSequence", request, _whole)
@@ -121,7 +129,12 @@ class SessionCalls:
         return Call("MatchPrefix", request, _whole)
 
     def check_admission(
-        self, token_ids: TokenIds, num_prompt_tokens: int, num_new_tokens: int, tenant: str
+        self,
+        token_ids: TokenIds,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        tenant: str,
+        retention: pb.Retention | None,
     ) -> Call[pb.CheckAdmissionResponse]:
         request = pb.CheckAdmissionRequest(
             **self.head,
@@ -129,6 +142,7 @@ class SessionCalls:
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
             tenant=tenant,
+            retention=retention,
         )
         return Call("CheckAdmission", request, _whole)
 

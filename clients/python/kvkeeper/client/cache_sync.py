@@ -116,10 +116,11 @@ class CacheSession:
         max_tokens: int = 0,
         tenant: str = "",
         priority: int = 0,
+        retention: pb.Retention | None = None,
         start_number: int = 0,
     ) -> pb.CreateSequenceResponse:
-        """Store a prompt. start_number keeps the age that an earlier create was answered; 0 draws the next one."""
-        call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, start_number)
+        """Store a prompt. No retention keeps everything; start_number keeps an age that was answered, 0 draws the next."""
+        call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
         return self._do(call)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
@@ -151,10 +152,15 @@ class CacheSession:
         return self._do(self._calls.match_prefix(token_ids, tenant))
 
     def check_admission(
-        self, token_ids: TokenIds = (), num_prompt_tokens: int = 0, num_new_tokens: int = 0, tenant: str = ""
+        self,
+        token_ids: TokenIds = (),
+        num_prompt_tokens: int = 0,
+        num_new_tokens: int = 0,
+        tenant: str = "",
+        retention: pb.Retention | None = None,
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
-        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant))
+        return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""

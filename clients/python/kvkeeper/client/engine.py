@@ -4,7 +4,10 @@ generate() gives a stream of pieces; when it has ended, its usage is set. Leave 
 left early is then cancelled, which frees the request's blocks. Every call raises KvkeeperError.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
@@ -12,12 +15,17 @@ from kvkeeper.client.engine_calls import (
     GenerateOptions,
     Piece,
     Prompt,
+    Result,
     Usage,
     generate_request,
+    get_request,
     piece_of,
+    result_of,
     stream_options,
+    submit_request,
     usage_of,
 )
+from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -43,6 +51,39 @@ class EngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
         return Generation(self._door.stream(self._door.stub.Generate, request, patience))
+
+    def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
+        """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
+        request = submit_request(prompt, options or GenerateOptions())
+        return self._call("SubmitRequest", request).request_id
+
+    def result(self, request_id: str, wait_s: float = 0.0) -> Result:
+        """What a submitted request has given: now, or when it has ended, or after wait_s."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            found = result_of(self._call("GetRequest", get_request(request_id, left, self._door.options)))
+            if found.has_ended or time.monotonic() >= deadline:
+                return found
+
+    def call_back(
+        self,
+        prompt: Prompt,
+        on_piece: Callable[[Piece], None],
+        on_end: Callable[[Usage | KvkeeperError], None],
+        options: GenerateOptions | None = None,
+    ) -> "Generation":
+        """Continue a prompt in the background: on_piece hears each piece, on_end how it ended, exactly once.
+
+        Both are called from one place, one at a time, and hold nothing up but this request. Ended early by close().
+        """
+        generation = self.generate(prompt, options)
+        threading.Thread(target=_call_back, args=(generation, on_piece, on_end), daemon=True).start()
+        return generation
+
+    def iteration_plan(self) -> pb.GetIterationPlanResponse:
+        """What the engine's last iteration computed; its `plan` is readable."""
+        return self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     def cancel(self, request_id: str) -> None:
         """End a request that waits or runs."""
@@ -111,6 +152,7 @@ class AsyncEngineClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._door = AsyncDoor(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._tasks: set[asyncio.Task[None]] = set()  # of call_back
 
     async def __aenter__(self) -> "AsyncEngineClient":
         return self
@@ -124,6 +166,41 @@ class AsyncEngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
         return AsyncGeneration(self._door.stream(self._door.stub.Generate, request, patience))
+
+    async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
+        """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
+        request = submit_request(prompt, options or GenerateOptions())
+        return (await self._call("SubmitRequest", request)).request_id
+
+    async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
+        """What a submitted request has given: now, or when it has ended, or after wait_s."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._door.options)))
+            if found.has_ended or time.monotonic() >= deadline:
+                return found
+
+    def call_back(
+        self,
+        prompt: Prompt,
+        on_piece: Callable[[Piece], None],
+        on_end: Callable[[Usage | KvkeeperError], None],
+        options: GenerateOptions | None = None,
+    ) -> "AsyncGeneration":
+        """Continue a prompt in the background: on_piece hears each piece, on_end how it ended, exactly once.
+
+        Both are called from one place, one at a time, and hold nothing up but this request. Ended early by close().
+        """
+        generation = self.generate(prompt, options)
+        task = asyncio.get_running_loop().create_task(_call_back_async(generation, on_piece, on_end))
+        self._tasks.add(task)  # the loop itself keeps no hold on it
+        task.add_done_callback(self._tasks.discard)
+        return generation
+
+    async def iteration_plan(self) -> pb.GetIterationPlanResponse:
+        """What the engine's last iteration computed; its `plan` is readable."""
+        return await self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     async def cancel(self, request_id: str) -> None:
         """End a request that waits or runs."""
@@ -185,3 +262,36 @@ class AsyncGeneration:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
+
+
+def _call_back(
+    generation: Generation, on_piece: Callable[[Piece], None], on_end: Callable[[Usage | KvkeeperError], None]
+) -> None:
+    try:
+        for piece in generation:
+            on_piece(piece)
+    except KvkeeperError as error:
+        on_end(error)
+        return
+    finally:
+        generation.close()
+    on_end(_usage_after(generation.usage))
+
+
+async def _call_back_async(
+    generation: AsyncGeneration, on_piece: Callable[[Piece], None], on_end: Callable[[Usage | KvkeeperError], None]
+) -> None:
+    try:
+        async for piece in generation:
+            on_piece(piece)
+    except KvkeeperError as error:
+        on_end(error)
+        return
+    finally:
+        generation.close()
+    on_end(_usage_after(generation.usage))
+
+
+def _usage_after(usage: Usage | None) -> Usage:
+    assert usage is not None, "a stream that ended well has told its usage"
+    return usage

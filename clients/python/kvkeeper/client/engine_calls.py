@@ -1,5 +1,6 @@
 """What the engine service is asked and what comes back: pure, shared by the synchronous and the asyncio client."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,17 +14,33 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Sequence[Mapping[str, str]]
 
 _DEFAULT_TIMEOUT_MS = 60_000  # the service's
+_LONGEST_WAIT_S = 60.0  # the service's
 _SLACK_S = 5.0  # the service's own deadline, with its reason, comes before the client's
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of its token, its rank (1 is the likeliest), and the likeliest (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of one continuation. finish_reason is set on its last piece."""
+    """A piece of one continuation. finish_reason is set on its last piece.
+
+    logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first piece.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None  # a name of FinishReason without its prefix, in lower case
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,29 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a submitted request has given so far: one Piece with everything per continuation, by index.
+
+    state is a name of RequestState without its prefix, in lower case; error is (reason, message) of one that failed.
+    """
+
+    request_id: str
+    state: str
+    outputs: tuple[Piece, ...]
+    usage: Usage | None
+    error: tuple[str, str] | None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +112,8 @@ class GenerateOptions:
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """A string is text, integers are token ids, mappings with role and content are a conversation."""
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
+    if "choices" in sampling:
+        sampling["choices"] = pb.Choices(texts=sampling["choices"])
     request = pb.GenerateRequest(
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),
@@ -93,18 +135,53 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     return request
 
 
+def submit_request(prompt: Prompt, options: GenerateOptions) -> pb.SubmitRequestRequest:
+    """The id is drawn here where none is given, so that a repeat after a lost answer is the same request."""
+    request = generate_request(prompt, options)
+    request.request_id = request.request_id or str(uuid.uuid4())
+    return pb.SubmitRequestRequest(request=request)
+
+
+def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetRequestRequest:
+    """Waits at most so long, and well within the deadline of one call."""
+    longest = min(_LONGEST_WAIT_S, options.timeout_s / 2)
+    return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
+
+
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
     """The deadline of a Generate: that of the request and a little more."""
     timeout_s = (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1000 + _SLACK_S
     return CallOptions(timeout_s, base.retry_s, base.first_pause_s, base.longest_pause_s)
 
 
-def piece_of(message: pb.GenerateResponse) -> Piece:
+def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> Piece:
     reason = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
-    return Piece(message.index, message.text, tuple(message.token_ids), None if reason == "unspecified" else reason)
+    return Piece(
+        message.index,
+        message.text,
+        tuple(message.token_ids),
+        None if reason == "unspecified" else reason,
+        tuple(map(_logprobs_of, message.logprobs)),
+        tuple(map(_logprobs_of, message.prompt_logprobs)),
+    )
 
 
-def usage_of(message: pb.GenerateResponse) -> Usage | None:
+def _logprobs_of(message: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
+
+
+def result_of(message: pb.GetRequestResponse) -> Result:
+    return Result(
+        request_id=message.request.request_id,
+        state=pb.RequestState.Name(message.request.state).removeprefix("REQUEST_STATE_").lower(),
+        outputs=tuple(map(piece_of, message.outputs)),
+        usage=usage_of(message),
+        error=(message.error.reason, message.error.message) if message.HasField("error") else None,
+    )
+
+
+def usage_of(message: pb.GenerateResponse | pb.GetRequestResponse) -> Usage | None:
     if not message.HasField("usage"):
         return None
     usage = message.usage

@@ -1,0 +1,68 @@
+"""What the worker thread does of a step: copy, forward, sample.
+
+Values in, values out; it never sees a request's stream or the session, and a failure is this batch's alone.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+import torch
+
+from engine_service.logprobs import TokenLogprobs, token_logprobs
+from engine_service.model_runner import Runner
+from engine_service.plan import PromptScore, Work
+from engine_service.sampler import SampledTokens, SamplingRow, sample
+
+log = structlog.get_logger()
+
+_NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A step's results. logprobs: by row of sampled, where asked for; prompt_logprobs: one list for each of work.scores."""
+
+    sampled: SampledTokens = _NO_TOKENS
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: SequenceOf[list[TokenLogprobs]] = ()
+
+
+def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> Computed | None:
+    """A failure is logged, None says so, and the loop goes on.
+
+    The exception is not handed back, because its traceback holds views of the arena.
+    """
+    try:
+        runner.copy_blocks(work.copies)
+        if work.batch is None:
+            return Computed()
+        logits = runner.forward(work.batch)
+        scores = [_score(logits, score) for score in work.scores]
+        if not rows:
+            return Computed(prompt_logprobs=scores)
+        # One prompt's row of logits serves all its continuations.
+        is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
+        logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx)]
+        sampled = sample(logits, rows)
+        return Computed(sampled, _logprobs(logits, rows, sampled), scores)
+    except Exception:
+        log.exception("batch_failed")
+        return None
+
+
+def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:
+    bad = {*sampled.bad_rows, *sampled.stuck_rows}
+    asked = [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None and index not in bad]
+    if not asked:
+        return {}
+    picked = [index for index, _ in asked]
+    found = token_logprobs(logits[picked], sampled.token_ids[picked].tolist(), [count for _, count in asked])
+    return dict(zip(picked, found, strict=True))
+
+
+def _score(logits: torch.Tensor, score: PromptScore) -> list[TokenLogprobs]:
+    """Non-finite logits show in the sampled row as well, so nothing is said of them here."""
+    part = logits[score.first_logit : score.first_logit + len(score.token_ids)]
+    return token_logprobs(part, score.token_ids, [score.num_top] * len(score.token_ids))

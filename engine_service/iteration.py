@@ -1,0 +1,69 @@
+"""Iteration: what one turn of the loop computed, for whom, and what it cost; a value to print, log and ask for.
+
+Made of what the step had at hand, so that keeping the last one costs nothing; the readable form is worked out when asked.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_service.plan import Work
+from engine_service.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One sequence's part: num_query tokens behind num_context ones whose K and V were there."""
+
+    sequence: Sequence
+    num_context: int
+    num_query: int
+
+    def __str__(self) -> str:
+        name = f"{self.sequence.request.request_id}[{self.sequence.index}]"
+        return f"{name}: {self.num_query} tokens behind {self.num_context}"
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """Seconds are of the whole turn, and of the part that waited for the cache service."""
+
+    step_id: int
+    work: Work
+    num_waiting: int
+    seconds: float
+    cache_wait_seconds: float
+
+    def prefills(self) -> list[Task]:
+        """Those that computed prompt tokens."""
+        return [task for task in self._tasks() if task.num_context < len(task.sequence.request.prompt)]
+
+    def decodes(self) -> list[Task]:
+        """Those that computed one new token, or more where they resumed or speculated."""
+        return [task for task in self._tasks() if task.num_context >= len(task.sequence.request.prompt)]
+
+    def started(self) -> list[Task]:
+        """Of both, those that were waiting before."""
+        chosen = set(self.work.started)
+        return [task for task in self._tasks() if task.sequence in chosen]
+
+    def preempted(self) -> list[Task]:
+        """Those that gave their blocks back so that others could go on."""
+        return [Task(sequence, 0, 0) for sequence in self.work.preempted]
+
+    def __str__(self) -> str:
+        prefills, decodes = self.prefills(), self.decodes()
+        num_tokens = int(self.work.num_new.sum())
+        lines = [
+            f"step {self.step_id}: {num_tokens} tokens, {len(prefills)} prefills, {len(decodes)} decodes, "
+            f"{len(self.work.started)} started, {len(self.work.preempted)} preempted, {self.num_waiting} waiting; "
+            f"{self.seconds * 1e3:.2f} ms, {self.cache_wait_seconds * 1e3:.2f} ms of it for the cache service"
+        ]
+        lines += [f"  prefill {task}" for task in prefills]
+        lines += [f"  decode {task}" for task in decodes]
+        lines += [f"  preempted {task.sequence.request.request_id}[{task.sequence.index}]" for task in self.preempted()]
+        return "\n".join(lines)
+
+    def _tasks(self) -> Iterator[Task]:
+        columns = (self.work.num_context.tolist(), self.work.num_new.tolist())
+        for sequence, num_context, num_query in zip(self.work.sequences, *columns, strict=True):
+            yield Task(sequence, num_context, num_query)

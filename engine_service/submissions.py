@@ -1,0 +1,122 @@
+"""Submissions: requests that outlive their client's connection, and what they gave, kept for a bounded time.
+
+Rules: the same id with the same contents is the same request, however often and however close together it comes; with other
+contents it is refused while the first is remembered. What ended is forgotten after `keep_s` seconds, and the eldest of what
+ended before that when more than `max_kept` have. Knows no wire; who admits a request is handed in.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from engine_service.generation import Generation, Piece, TokenLogprobs, Usage
+from engine_service.refusals import DuplicateRequest, Refusal, TimedOut, UnknownRequest
+from engine_service.request import FinishReason
+
+Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[tuple[Generation, float]]]
+
+
+@dataclass(slots=True)
+class Output:
+    """What one continuation has given so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """One submitted request. generation is None while it is being admitted."""
+
+    digest: bytes
+    admitted: asyncio.Future[None]
+    generation: Generation | None = None
+    outputs: dict[int, Output] = field(default_factory=dict)
+    usage: Usage | None = None
+    refusal: Refusal | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    def take(self, news: Piece | Refusal) -> None:
+        """What the loop hands over."""
+        if isinstance(news, Refusal):
+            self.refusal = news
+            return self._end()
+        output = self.outputs.setdefault(news.index, Output())
+        output.texts.append(news.text)
+        output.token_ids.extend(news.token_ids)
+        output.logprobs.extend(news.logprobs)
+        output.prompt_logprobs.extend(news.prompt_logprobs)
+        output.finish_reason = news.finish_reason
+        if news.usage is not None:
+            self.usage = news.usage
+            self._end()
+        return None
+
+    def _end(self) -> None:
+        self.ended_at = time.monotonic()
+        self.ended.set()
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Submissions:
+    """See the module."""
+
+    def __init__(self, max_kept: int, keep_s: float) -> None:
+        self._max_kept = max_kept
+        self._keep_s = keep_s
+        self._by_id: dict[str, Submission] = {}  # in order of submission
+
+    async def submit(self, request_id: str, digest: bytes, admit: Admit) -> None:
+        """Takes the request once. Raises DuplicateRequest, or what admit raises, which leaves nothing behind."""
+        self._forget_old()
+        known = self._by_id.get(request_id)
+        if known is not None:
+            if known.digest != digest:
+                raise DuplicateRequest("a request of this id was submitted with other contents")
+            await asyncio.shield(known.admitted)
+            return
+        loop = asyncio.get_running_loop()
+        submission = self._by_id[request_id] = Submission(digest, loop.create_future())
+        try:
+            submission.generation, timeout_s = await admit(submission.take)
+        except BaseException as error:
+            del self._by_id[request_id]
+            submission.admitted.set_exception(error if isinstance(error, Refusal) else UnknownRequest("it was not admitted"))
+            submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
+            raise
+        if not submission.ended.is_set():
+            too_late = TimedOut("the request took too long")
+            submission.timer = loop.call_later(timeout_s, submission.generation.fail, too_late)
+        submission.admitted.set_result(None)
+
+    async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
+        """The submission when it has ended, or after so long. Raises UnknownRequest."""
+        self._forget_old()
+        submission = self._by_id.get(request_id)
+        if submission is None:
+            raise UnknownRequest("no request of this id was submitted, or its results are no longer kept")
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(submission.admitted)
+                await submission.ended.wait()
+        except TimeoutError:
+            pass
+        if submission.generation is None:
+            raise UnknownRequest("the request is being admitted")
+        return submission.generation, submission
+
+    def _forget_old(self) -> None:
+        now = time.monotonic()
+        ended = [(key, value) for key, value in self._by_id.items() if value.ended.is_set()]
+        surplus = len(ended) - self._max_kept
+        by_age = sorted(ended, key=lambda item: item[1].ended_at)
+        for place, (request_id, submission) in enumerate(by_age):
+            if place < surplus or now - submission.ended_at >= self._keep_s:
+                del self._by_id[request_id]
