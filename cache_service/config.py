@@ -22,6 +22,7 @@ from kvkeeper.service.config import (
     ConfigSource,
     check_address,
     check_choice,
+    check_metrics_address,
     check_range,
     parse_switch,
 )
@@ -56,12 +57,14 @@ class CacheConfig:
     evict_above: float = 1.0  # share of a pool; cached blocks above it are evicted before they are needed
     pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_caching: bool = True
+    metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         check_address("listen", self.listen)
+        check_metrics_address(self.metrics_listen)
         if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
@@ -119,6 +122,7 @@ _PARSERS: dict[str, Any] = {
     "evict_above": float,
     "pressure_levels": parse_shares,
     "prefix_caching": parse_switch,
+    "metrics_listen": str,
     "reflection": parse_switch,
     "drain_timeout": float,
     "log_level": str,
@@ -138,6 +142,7 @@ _HELP = {
     "pressure_levels": "shares of a pool, held, at which pressure is medium, high and critical (default: 0.6,0.8,0.95)",
     "eviction_policy": "which cached block is forgotten first",
     "prefix_caching": "share committed prefixes between sequences",
+    "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "drain_timeout": "seconds that live sessions have to close once the service is asked to stop",
     "log_level": ", ".join(LOG_LEVELS),

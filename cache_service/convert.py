@@ -4,12 +4,17 @@ Checks what the core cannot see any more once it has values: sizes of columns, r
 core checks what the values mean. Columns are not copied on the way in and once on the way out.
 """
 
+from typing import Any
+
 import numpy as np
 
 from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.explain import Explanation, in_words
 from cache_service.session import Session
 from cache_service.types import (
     MAX_ID,
+    BlockState,
+    BlockView,
     Executor,
     Int32Array,
     Int64Array,
@@ -35,6 +40,8 @@ EXECUTORS = {
     pb.EXECUTOR_ENGINE: Executor.ENGINE,
 }
 _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
+
+_BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
 
 
 def step_batch(request: pb.StepRequest) -> StepBatch:
@@ -244,6 +251,30 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         retention=retention,
         idle_ms=round(view.idle_seconds * 1000),
         start_number=view.start_number,
+    )
+
+
+def explanation(found: Explanation) -> pb.ExplainMatchResponse:
+    """In numbers and in words."""
+    return pb.ExplainMatchResponse(
+        num_matched_tokens=found.num_matched,
+        explanation=in_words(found),
+        end=int(found.end),  # type: ignore[arg-type]  # the numbers are the protocol's
+        num_host_tokens=found.num_host,
+        num_hit_tokens=found.num_hit,
+        num_common_tokens=found.num_common,
+        ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
+    )
+
+
+def block_info(view: BlockView) -> pb.GetBlockResponse:
+    """A block as people see it."""
+    return pb.GetBlockResponse(
+        state=_BLOCK_STATES[view.state],
+        num_references=view.num_references,
+        num_fences=view.num_fences,
+        num_quarantines=view.num_quarantines,
+        indexed=view.indexed,
     )
 
 

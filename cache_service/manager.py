@@ -13,7 +13,8 @@ import numpy as np
 
 from cache_service import invariants
 from cache_service.block_tables import StepLog
-from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownSequence
+from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownBlock, UnknownSequence
+from cache_service.explain import Explanation, explain_match
 from cache_service.owner import Owner
 from cache_service.stats import pool_stats
 from cache_service.step import too_long
@@ -22,6 +23,7 @@ from cache_service.types import (
     Admission,
     BlockId,
     BlockState,
+    BlockView,
     Copies,
     Int32Array,
     ItemResult,
@@ -174,6 +176,23 @@ class Manager(StepCore):
         root = self.tables.index.find_root(tenant)
         nodes = self.tables.index.match(root, token_ids, len(token_ids) // self.config.block_size)
         return self.tables.index.block_of_node[nodes]
+
+    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
+        """Why the longest cached prefix ends where it does. May take a millisecond."""
+        return explain_match(self.tables, self.config, tenant, token_ids)
+
+    def block_view(self, block: int) -> BlockView:
+        """Raises UnknownBlock."""
+        pool = self.tables.pool
+        if not 0 < block < pool.num_blocks:
+            raise UnknownBlock(f"the pool has no block {block}", limit=pool.num_blocks - 1)
+        return BlockView(
+            state=pool.state(block),
+            num_references=int(pool.ref_counts[block]),
+            num_fences=int(pool.fence_counts[block]),
+            num_quarantines=int(pool.quarantine_counts[block]),
+            indexed=bool(pool.indexed[block]),
+        )
 
     def check_admission(
         self,

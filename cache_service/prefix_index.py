@@ -13,7 +13,9 @@ import struct
 
 import numpy as np
 
-from cache_service.types import Int32Array
+from cache_service.gone import GoneBlocks
+from cache_service.journal import Journal
+from cache_service.types import Int32Array, MatchEnd
 
 NO_NODE = 0
 MAX_TENANTS = 65_536
@@ -32,7 +34,10 @@ class PrefixIndex:
         self._unused = list(range(num_blocks - 1, 0, -1))
         self.block_of_node: Int32Array = np.zeros(num_blocks, np.int32)
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
-        self._first_child: Int32Array = np.zeros(num_blocks, np.int32)
+        self.gone = GoneBlocks(num_blocks, MAX_TENANTS, block_size)
+        self.journal: Journal | None = None  # while somebody watches
+        # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
+        self._first_child: Int32Array = np.zeros(num_blocks + MAX_TENANTS, np.int32)
         self._next_sibling: Int32Array = np.zeros(num_blocks, np.int32)
         self._prev_sibling: Int32Array = np.zeros(num_blocks, np.int32)
 
@@ -45,7 +50,10 @@ class PrefixIndex:
 
     def root(self, tenant: str) -> int:
         """The root of a tenant's tree, made when it is first asked for."""
-        return self._roots.setdefault(tenant, -len(self._roots) - 1)
+        if tenant not in self._roots:
+            self._roots[tenant] = -len(self._roots) - 1
+            self.gone.add_root(self._roots[tenant])
+        return self._roots[tenant]
 
     def has_room_for(self, tenant: str) -> bool:
         """Whether the tenant has a root or may get one. Roots are kept for good, so their number is bounded."""
@@ -80,6 +88,7 @@ class PrefixIndex:
         raw, width, find = rows.tobytes(), self._key_len, self._nodes.get
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
         nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
+        self.gone.add_each(nodes, parents, rows[:, 1:])
         self._link(nodes, parents, blocks)
         return nodes
 
@@ -98,12 +107,14 @@ class PrefixIndex:
         result = np.array(nodes, np.int32)
         if len(nodes):
             parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
+            self.gone.add_run(result, first_parent, tokens)
             self._link(result, parents, blocks)
         return result
 
-    def forget_blocks(self, blocks: Int32Array) -> Int32Array:
+    def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Forgets the nodes of these blocks and all below. Answers the other blocks that lost their node with them."""
         nodes = self.node_of_block[blocks].tolist()
+        below_them: list[int] = []
         extra: list[int] = []
         for node in nodes:
             if self._keys[node] is None:  # an earlier victim took it along as a descendant
@@ -117,7 +128,9 @@ class PrefixIndex:
                 if self._first_child[below]:
                     stack.append(int(self._first_child[below]))
                 extra.append(int(self.block_of_node[below]))
+                below_them.append(below)
                 self._remove(below)
+        self.gone.remove(np.array(below_them + nodes, np.int32), cause)
         if not extra:
             return np.empty(0, np.int32)
         return np.setdiff1d(np.array(extra, np.int32), blocks)
@@ -125,7 +138,10 @@ class PrefixIndex:
     def clear(self) -> Int32Array:
         """Forgets everything but the roots. Answers the blocks that had a node."""
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
+        self.gone.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
         blocks = self.block_of_node[nodes]
+        if self.journal is not None:
+            self.journal.cleared(self._nodes)
         self._unused.extend(nodes.tolist())
         for node in nodes.tolist():
             self._keys[node] = None
@@ -133,6 +149,8 @@ class PrefixIndex:
         self.node_of_block[blocks] = NO_NODE
         for links in (self.block_of_node, self._first_child, self._next_sibling, self._prev_sibling):
             links[nodes] = 0
+        if self._roots:
+            self._first_child[-len(self._roots) :] = NO_NODE
         return blocks
 
     def check(self) -> list[str]:
@@ -147,9 +165,8 @@ class PrefixIndex:
                 wrong.append(f"node {node} has no living parent")
             if self.node_of_block[self.block_of_node[node]] != node:
                 wrong.append(f"node {node} and its block disagree")
-            if parent > 0:
-                seen_children.setdefault(parent, set()).add(node)
-        for node in self._nodes.values():
+            seen_children.setdefault(parent, set()).add(node)
+        for node in [*self._nodes.values(), *self._roots.values()]:
             children, child, prev = set(), int(self._first_child[node]), 0
             while child and child not in children:
                 if self._prev_sibling[child] != prev:
@@ -164,8 +181,21 @@ class PrefixIndex:
             wrong.append("used and unused node numbers do not add up")
         return wrong
 
+    def children(self, parent: int, most: int) -> list[int]:
+        """The nodes below a node or root, the youngest first, at most so many."""
+        found: list[int] = []
+        child = int(self._first_child[parent])
+        while child and len(found) < most:
+            found.append(child)
+            child = int(self._next_sibling[child])
+        return found
+
+    def key(self, node: int) -> bytes | None:
+        """The parent's number and the tokens, all LE32; None for a number that is not in use."""
+        return self._keys[node]
+
     def key_tokens(self, node: int) -> tuple[int, Int32Array]:
-        """(parent, [block_size] tokens) of a node, for audits."""
+        """(parent, [block_size] tokens) of a node, for audits and explanations."""
         key = self._keys[node]
         assert key is not None
         words = np.frombuffer(key, "<i4")
@@ -188,22 +218,26 @@ class PrefixIndex:
             nodes, parents, blocks = nodes[first], parents[first], blocks[first]
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
-        below = parents > 0  # a root keeps no list: nothing but clear ever forgets from the root down
-        if np.count_nonzero(below) < len(below):
-            nodes, parents = nodes[below], parents[below]
-        if len(set(parents.tolist())) == len(parents):
-            self._link_below(nodes, parents)
-        else:
-            for row in range(len(nodes)):
-                self._link_below(nodes[row : row + 1], parents[row : row + 1])
+        self._link_below(nodes, parents)
+        if self.journal is not None:
+            self.journal.stored(nodes)
 
     def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
-        """Puts each node first among its parent's children; the parents are distinct."""
+        """Puts these distinct nodes first among their parents' children."""
+        youngest = eldest = nodes
+        if len(set(parents.tolist())) < len(parents):  # brothers are linked among themselves first
+            order = np.argsort(parents, kind="stable")
+            nodes, parents = nodes[order], parents[order]
+            is_brother = parents[1:] == parents[:-1]  # of the one before
+            before, after = nodes[:-1][is_brother], nodes[1:][is_brother]
+            self._next_sibling[before], self._prev_sibling[after] = after, before
+            heads = np.concatenate([[True], ~is_brother])
+            youngest, eldest, parents = nodes[heads], nodes[np.concatenate([~is_brother, [True]])], parents[heads]
         first = self._first_child[parents]
-        self._next_sibling[nodes] = first
-        self._prev_sibling[first] = nodes
+        self._next_sibling[eldest] = first
+        self._prev_sibling[first] = eldest
         self._prev_sibling[NO_NODE] = NO_NODE
-        self._first_child[parents] = nodes
+        self._first_child[parents] = youngest
 
     def _remove(self, node: int) -> None:
         key = self._keys[node]
@@ -212,10 +246,12 @@ class PrefixIndex:
         after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
         if before:
             self._next_sibling[before] = after
-        elif parent > 0 and self._first_child[parent] == node:
+        elif self._first_child[parent] == node:
             self._first_child[parent] = after
         if after:
             self._prev_sibling[after] = before
+        if self.journal is not None:
+            self.journal.removed(node, key)
         del self._nodes[key]
         self._keys[node] = None
         self.node_of_block[self.block_of_node[node]] = NO_NODE

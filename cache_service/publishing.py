@@ -15,7 +15,7 @@ from cache_service.counters import Counters
 from cache_service.owner import Owner, TableUpdates
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import Int32Array, Int64Array, PoolConfig, SequenceState
+from cache_service.types import Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 _ALL = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
@@ -71,9 +71,9 @@ class Publisher:
         self._sequences.last_nodes[running] = self._sequences.roots[running]
         return self._pool.unindex(blocks), len(blocks)
 
-    def forget(self, blocks: Int32Array) -> Int32Array:
+    def forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
-        lost = self._index.forget_blocks(blocks)
+        lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
             seqs = self._sequences
             running = seqs.running_slots()

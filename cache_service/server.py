@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -20,11 +21,13 @@ from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.config import CacheConfig
 from cache_service.door import make_door
 from cache_service.keeper import Clock, Keeper
+from cache_service.metrics import cache_metrics
 from cache_service.registry import Allocate, PoolRegistry
 from cache_service.service import CacheService
 from cache_service.steps import StepHandler
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
 log = structlog.get_logger()
@@ -39,6 +42,7 @@ class RunningServer:
     drain_timeout: float
     _endpoint: Endpoint
     _attach: AttachServer
+    metrics: MetricsServer | None = None
     _is_stopped: bool = False
 
     @property
@@ -62,6 +66,8 @@ class RunningServer:
         self._is_stopped = True
         self.keeper.is_draining = True
         self.keeper.stop()
+        if self.metrics is not None:
+            await self.metrics.stop()
         await self._endpoint.stop()
         await self._attach.close()
         self.keeper.registry.close()
@@ -75,17 +81,22 @@ async def start_server(
     """A service that is SERVING. clock and allocate are for tests. Raises StartError."""
     endpoint: Endpoint | None = None
     attach: AttachServer | None = None
+    metrics: MetricsServer | None = None
     registry = PoolRegistry(config, allocate)
     try:
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         keeper = Keeper(registry, clock or asyncio.get_running_loop(), time.time_ns() // 1000, config.max_sessions)
         attach = AttachServer(_attach_path(config, endpoint.address), keeper)
+        if config.metrics_listen:
+            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, keeper))
         door = make_door(CacheService(config, keeper, str(attach.path)), StepHandler(keeper))
         await endpoint.start(door, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
     except BaseException as error:
+        if metrics is not None:
+            await metrics.stop()
         if endpoint is not None:
             await endpoint.stop(grace=None)
         if attach is not None:
@@ -98,7 +109,7 @@ async def start_server(
             raise StartError(str(error)) from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach)
+    return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach, metrics)
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:

@@ -1,4 +1,4 @@
-"""CacheService but for its hot path: sessions, one-item calls and questions, as thin wrappers over the core.
+"""CacheService but for its hot path and what questions.py has: sessions and one-item calls, as thin wrappers over the core.
 
 One method per RPC, in the proto's order; each takes a parsed request and gives the response, and raises CacheError. A
 one-item call counts as a step whose device work is complete at once: its copies are run here before the answer, so it
@@ -16,6 +16,7 @@ from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from cache_service.questions import Questions
 from cache_service.retention import check_readable
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
@@ -33,12 +34,12 @@ class _OfSession(Protocol):
     epoch: int
 
 
-class CacheService:
+class CacheService(Questions):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
     def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str) -> None:
+        super().__init__(keeper)
         self._config = config
-        self._keeper = keeper
         self._attach_path = attach_path
         self._started = keeper.now()
 

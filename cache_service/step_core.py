@@ -65,7 +65,15 @@ class StepCore:
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
         self.revision = 0
-        self.now = 0.0  # seconds of a monotone clock, set by whoever calls before the call
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, set by whoever calls before the call."""
+        return self.tables.index.gone.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.tables.index.gone.now = seconds
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""

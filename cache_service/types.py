@@ -71,6 +71,38 @@ class PressureLevel(IntEnum):
     CRITICAL = 4
 
 
+class MatchEnd(IntEnum):
+    """Why a match stops where it stops. The numbers are the protocol's."""
+
+    COMPLETE = 1
+    PARTIAL_BLOCK = 2
+    NEVER_STORED = 3
+    EVICTED = 4
+    EXPIRED = 5
+    CLEARED = 6
+    COMPUTING = 7
+    BELOW_MINIMUM = 8
+    CACHING_OFF = 9
+
+
+class Tier(IntEnum):
+    """Where a cached block's bytes are. The numbers are the protocol's."""
+
+    DEVICE = 1
+    HOST = 2  # only there
+
+
+class EventKind(IntEnum):
+    """What an event of a watch tells. The numbers are the protocol's."""
+
+    SNAPSHOT = 1
+    SNAPSHOT_END = 2
+    STORED = 3
+    REMOVED = 4
+    TIER_CHANGED = 5
+    PRESSURE = 6
+
+
 class BlockState(Enum):
     """Every block is in exactly one of these (rule R1)."""
 
@@ -242,6 +274,17 @@ class SequenceView:
     retention: Retention | None = None
     start_number: int = 0
     idle_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block as people see it: its state, and who holds it in numbers."""
+
+    state: BlockState
+    num_references: int
+    num_fences: int
+    num_quarantines: int
+    indexed: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
-    "ExplainMatch": "match explanations",
-    "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
     "PinPrefix": "pins",
     "ReadLogits": "stored logits",

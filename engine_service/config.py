@@ -16,6 +16,7 @@ from kvkeeper.service.config import (
     ConfigSource,
     check_address,
     check_choice,
+    check_metrics_address,
     check_range,
     parse_switch,
 )
@@ -45,6 +46,7 @@ class EngineConfig:
     lease_ms: int = 10_000
     reconnect_timeout: float = 20.0
     drain_timeout: float = 5.0
+    metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     progress: bool = True
     log_level: str = "info"
@@ -54,6 +56,7 @@ class EngineConfig:
             raise ConfigError("--model: a folder with config.json, weights and tokenizer.json")
         check_address("cache", self.cache)
         check_address("listen", self.listen)
+        check_metrics_address(self.metrics_listen)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
         check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
@@ -89,6 +92,7 @@ _PARSERS: dict[str, Any] = {
     "lease_ms": int,
     "reconnect_timeout": float,
     "drain_timeout": float,
+    "metrics_listen": str,
     "reflection": parse_switch,
     "progress": parse_switch,
     "log_level": str,
@@ -111,6 +115,7 @@ _HELP = {
     "lease_ms": "lease of the session on the cache service, milliseconds",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
     "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
+    "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "progress": "show a progress bar while weights are loaded",
     "log_level": ", ".join(LOG_LEVELS),

@@ -32,7 +32,7 @@ from engine_service.refusals import (
     RequestFailed,
     UnknownRequest,
 )
-from engine_service.request import Request, SequenceState
+from engine_service.request import Request, RequestState, SequenceState
 from engine_service.sampler import SamplingRow
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
@@ -55,6 +55,7 @@ class Engine:
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
         self.memory: KvMemory | None = None  # of the session that is served on
         self.last_iteration: Iteration | None = None
+        self.kv_utilization = 0.0  # as of the last step
         self._max_waiting = max_waiting
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
         self._closed: list[Generation] = []
@@ -121,6 +122,24 @@ class Engine:
         for generation in list(self.generations.values()):
             generation.fail(refusal)
 
+    def counts(self) -> dict[str, float]:
+        """What GetStats and the metrics tell, by the protocol's names."""
+        stats, scheduler = self.stats, self.scheduler
+        states = [generation.state for generation in self.generations.values()]
+        names = (
+            *("num_completed_requests", "num_failed_requests", "num_cancelled_requests", "num_cached_tokens"),
+            *("num_prefill_tokens", "num_new_tokens", "num_steps", "num_copied_blocks"),
+        )
+        return {
+            **{name: getattr(stats, name) for name in names},
+            **stats.utilization(scheduler.limits.max_running, scheduler.limits.token_budget),
+            "num_running_requests": states.count(RequestState.RUNNING),
+            "num_waiting_requests": len(states) - states.count(RequestState.RUNNING),
+            "num_preempted_requests": states.count(RequestState.PREEMPTED),
+            "num_preemptions": scheduler.num_preemptions,
+            "kv_utilization": self.kv_utilization if self.memory is not None else 0.0,
+        }
+
     # -- the loop
 
     async def run_session(self, memory: KvMemory, limits: Limits, tell_ready: Callable[[], Awaitable[None]]) -> None:
@@ -156,6 +175,7 @@ class Engine:
         began = time.perf_counter()
         answer = await memory.step(plan)
         answered = time.perf_counter()
+        self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(memory.session.pool.num_blocks - 1, 1)
         work = self.scheduler.apply(plan, answer)
         computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
         self._deliver()
@@ -163,6 +183,7 @@ class Engine:
         if work.batch is not None or work.preempted:
             step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
             self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
+            self.stats.time_step(work, self.last_iteration.seconds, answered - began)
         if work.batch is None and plan.only_asks:
             await self._pause(_PACE_S)
         return None
@@ -192,6 +213,7 @@ class Engine:
         for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
             self._by_request[score.sequence.request].take_prompt_logprobs(score.first_position, found)
         self.stats.count_step(work)
+        now, first, between = time.monotonic(), list[float](), list[float]()
         for row, (sequence, token_id) in enumerate(zip(work.sampled, sampled.token_ids.tolist(), strict=True)):
             generation = self._by_request[sequence.request]
             if row in sampled.bad_rows:
@@ -200,8 +222,17 @@ class Engine:
                 generation.fail(RequestFailed("the constraint allows no token"))
             elif generation.is_open:
                 self._news[generation] = None
+                before = generation.last_token_at.get(sequence.index)
+                if before is not None:
+                    between.append(now - before)
+                elif not generation.last_token_at:
+                    first.append(now - generation.started_at)
+                generation.last_token_at[sequence.index] = now
                 if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
                     self.scheduler.end(sequence)
+
+        self.stats.first_token.take(first)
+        self.stats.between_tokens.take(between)
 
     def _deliver(self) -> None:
         """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""

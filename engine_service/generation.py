@@ -109,7 +109,7 @@ class Generation:
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
     started_at: float = field(default_factory=time.monotonic)
-    first_token_seconds: float | None = None
+    last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
     _num_sent: int = 0
@@ -147,8 +147,6 @@ class Generation:
 
     def take(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
-        if self.first_token_seconds is None:
-            self.first_token_seconds = time.monotonic() - self.started_at
         try:
             return self._take(index, token_id, () if logprobs is None else (logprobs,))
         except Exception:

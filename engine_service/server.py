@@ -23,6 +23,7 @@ from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
 log = structlog.get_logger()
@@ -40,6 +41,7 @@ class RunningServer:
     _ready: asyncio.Event
     _endpoint: Endpoint
     _client: AsyncCacheClient
+    metrics: MetricsServer | None = None
     _is_stopped: bool = False
 
     @property
@@ -77,6 +79,8 @@ class RunningServer:
         self.engine.stop()
         self.engine.fail_all(Draining("the service is stopping"))
         await asyncio.wait((self._serving,), timeout=_LAST_STEP_S)
+        if self.metrics is not None:
+            await self.metrics.stop()
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
@@ -91,12 +95,18 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     endpoint: Endpoint | None = None
+    metrics: MetricsServer | None = None
     try:
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         engine = Engine(config.max_waiting)
-        await endpoint.start(Door(CONTRACT, EngineService(config, served, engine)), has_reflection=config.reflection)
+        service = EngineService(config, served, engine)
+        if config.metrics_listen:
+            metrics = MetricsServer(config.metrics_listen, service.metrics)
+        await endpoint.start(Door(CONTRACT, service), has_reflection=config.reflection)
     except BaseException as error:
+        if metrics is not None:
+            await metrics.stop()
         if endpoint is not None:
             await endpoint.stop(grace=None)
             endpoint.release()
@@ -115,4 +125,4 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
-    return RunningServer(engine, config, serving, ready, endpoint, client)
+    return RunningServer(engine, config, serving, ready, endpoint, client, metrics)

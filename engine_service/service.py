@@ -6,7 +6,9 @@ comes, ends the request. Text and token limits are convert.py's, statuses the do
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from prometheus_client import Metric
 
 from engine_service.config import EngineConfig
 from engine_service.constraint import Constraint, ConstraintCompiler
@@ -22,8 +24,9 @@ from engine_service.convert import (
 )
 from engine_service.engine import Engine
 from engine_service.generation import Generation, Piece, StopRules, coalesce
+from engine_service.metrics import engine_metrics
 from engine_service.refusals import InvalidField, Refusal, TimedOut
-from engine_service.request import Int32Array, Request, RequestState
+from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
 from engine_service.submissions import Submissions
@@ -39,6 +42,10 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl)
         self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+
+    def metrics(self) -> Iterator[Metric]:
+        """For a scrape."""
+        return engine_metrics(self._engine, self._submissions.num_kept)
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
@@ -110,24 +117,15 @@ class EngineService:
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
         engine, stats = self._engine, self._engine.stats
-        states = [generation.state for generation in engine.generations.values()]
-        num_running = states.count(RequestState.RUNNING)
+        counts = {**engine.counts(), "num_kept_results": self._submissions.num_kept}
         return pb.GetStatsResponse(
             uptime_seconds=time.monotonic() - stats.started_at,
-            num_waiting_requests=len(states) - num_running,
-            num_running_requests=num_running,
-            num_completed_requests=stats.num_completed_requests,
-            num_failed_requests=stats.num_failed_requests,
-            num_cancelled_requests=stats.num_cancelled_requests,
-            num_preemptions=engine.scheduler.num_preemptions,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_prefill_tokens=stats.num_prefill_tokens,
-            num_new_tokens=stats.num_new_tokens,
-            num_steps=stats.num_steps,
-            time_to_first_token_p50_ms=stats.first_token_ms(50),
-            time_to_first_token_p99_ms=stats.first_token_ms(99),
-            num_copied_blocks=stats.num_copied_blocks,
+            time_to_first_token_p50_ms=stats.first_token.percentile_ms(50),
+            time_to_first_token_p99_ms=stats.first_token.percentile_ms(99),
+            time_between_tokens_p50_ms=stats.between_tokens.percentile_ms(50),
+            time_between_tokens_p99_ms=stats.between_tokens.percentile_ms(99),
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
+            **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )
 
     @property

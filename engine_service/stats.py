@@ -1,15 +1,14 @@
-"""EngineStats: sums over the engine's life, for GetStats. What is true now is asked of the scheduler instead."""
+"""EngineStats: sums over the engine's life, for GetStats and the metrics. What is true now is asked of the scheduler."""
 
 import time
 from collections import deque
 
-import numpy as np
-
 from engine_service.generation import Generation
 from engine_service.plan import Work
 from engine_service.request import RequestState
+from engine_service.timings import Timings
 
-_NUM_TIMES = 1024
+_NUM_STEPS = 256
 
 
 class EngineStats:
@@ -25,7 +24,12 @@ class EngineStats:
         self.num_new_tokens = 0
         self.num_steps = 0
         self.num_copied_blocks = 0
-        self._first_token_seconds: deque[float] = deque(maxlen=_NUM_TIMES)
+        self.first_token = Timings()
+        self.between_tokens = Timings()
+        self.requests = Timings()
+        self.steps = Timings()
+        self.cache_waits = Timings()
+        self._recent: deque[tuple[int, int, float, float]] = deque(maxlen=_NUM_STEPS)  # sequences, tokens, seconds, waited
 
     def count_step(self, work: Work) -> None:
         """A step that was computed."""
@@ -34,6 +38,12 @@ class EngineStats:
         self.num_copied_blocks += len(work.copies)
         self.num_prefill_tokens += work.num_prompt_tokens
 
+    def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:
+        """How long a turn that computed something took, and how much of that it waited for the cache service."""
+        self.steps.take(seconds)
+        self.cache_waits.take(cache_wait_seconds)
+        self._recent.append((len(work.rows), int(work.num_new.sum()), seconds, cache_wait_seconds))
+
     def count_end(self, generation: Generation) -> None:
         """A request that ended."""
         state = generation.state
@@ -41,11 +51,15 @@ class EngineStats:
         self.num_failed_requests += state is RequestState.FAILED
         self.num_cancelled_requests += state is RequestState.CANCELLED
         self.num_cached_tokens += generation.request.num_hit_tokens or 0
-        if generation.first_token_seconds is not None:
-            self._first_token_seconds.append(generation.first_token_seconds)
+        self.requests.take(time.monotonic() - generation.started_at)
 
-    def first_token_ms(self, percentile: int) -> float:
-        """Of the time from arrival to the first token; 0 without any."""
-        if not self._first_token_seconds:
-            return 0.0
-        return float(np.percentile(np.array(self._first_token_seconds), percentile) * 1000)
+    def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:
+        """Of the latest steps; names are the protocol's. All 0 before the first."""
+        count = max(len(self._recent), 1)
+        columns = list(zip(*self._recent, strict=True)) or [(0,)] * 4
+        sequences, tokens, seconds, waited = (sum(column) for column in columns)
+        return {
+            "batch_utilization": sequences / count / max_sequences,
+            "token_budget_utilization": tokens / count / token_budget,
+            "cache_wait_share": waited / seconds if seconds else 0.0,
+        }

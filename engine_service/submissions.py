@@ -112,6 +112,11 @@ class Submissions:
             raise UnknownRequest("the request is being admitted")
         return submission.generation, submission
 
+    @property
+    def num_kept(self) -> int:
+        """Submitted requests that are known, ended or not."""
+        return len(self._by_id)
+
     def _forget_old(self) -> None:
         now = time.monotonic()
         ended = [(key, value) for key, value in self._by_id.items() if value.ended.is_set()]

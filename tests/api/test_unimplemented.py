@@ -8,8 +8,6 @@ from tests.support.cache_api import DEADLINE, Api
 
 LEFT_OUT = {
     "CollectGarbage": "garbage collection",
-    "ExplainMatch": "match explanations",
-    "GetBlock": "looking at one block",
     "HandOffSequence": "hand-off between sessions",
     "PinPrefix": "pins",
     "ReadLogits": "stored logits",

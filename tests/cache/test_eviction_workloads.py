@@ -1,5 +1,7 @@
 """Eviction policies on generated workloads: hits, and leaves before parents once there is something learned."""
 
+from typing import Any
+
 import pytest
 
 from cache_service.eviction import POLICY_NAMES
@@ -39,10 +41,10 @@ def test_victims_are_leaves_in_the_core(policy: str) -> None:
     forget = index.forget_blocks
     num_forgotten = 0
 
-    def forget_leaves(blocks: Int32Array) -> Int32Array:
+    def forget_leaves(blocks: Int32Array, *why: Any) -> Int32Array:
         nonlocal num_forgotten
         num_forgotten += len(blocks)
-        lost = forget(blocks)
+        lost = forget(blocks, *why)
         assert len(lost) == 0
         return lost
 

@@ -61,6 +61,8 @@ async def live(client: Any, spec: pb.KvSpec) -> None:
     await settle(session.release(2))
     await settle(session.release(1))
     assert (await settle(session.renew())).ttl_ms > 0
+    assert (await settle(session.explain_match(PROMPT))).end == pb.MATCH_END_PARTIAL_BLOCK
+    assert (await settle(session.get_block(1))).state != pb.BLOCK_STATE_NULL
     num_blocks = session.pool.num_blocks
     assert (await settle(session.evict_blocks(num_blocks))).num_free_blocks == num_blocks - 1
     assert (await settle(session.clear_prefix_cache())).num_forgotten_blocks == 0

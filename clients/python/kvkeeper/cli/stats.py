@@ -121,6 +121,13 @@ def _show_engine(stats: Any) -> str:
             "time to first token p50, p99",
             f"{stats.time_to_first_token_p50_ms:.1f} ms, {stats.time_to_first_token_p99_ms:.1f} ms",
         ),
+        (
+            "time between tokens p50, p99",
+            f"{stats.time_between_tokens_p50_ms:.1f} ms, {stats.time_between_tokens_p99_ms:.1f} ms",
+        ),
+        ("batch, token budget in use", f"{stats.batch_utilization:.1%}, {stats.token_budget_utilization:.1%}"),
+        ("KV blocks held", f"{stats.kv_utilization:.1%}"),
+        ("waiting for the cache service", f"{stats.cache_wait_share:.1%} of a step"),
         ("blocks copied on write", stats.num_copied_blocks),
         ("cache session", stats.cache_session_id[:8] or "none"),
     ]

@@ -124,9 +124,16 @@ class SessionCalls:
         request = pb.GetSequenceRequest(**self.head, sequence_id=sequence_id, include_tokens=include_tokens)
         return Call("GetSequence", request, _sequence)
 
+    def get_block(self, block_id: int) -> Call[pb.GetBlockResponse]:
+        return Call("GetBlock", pb.GetBlockRequest(**self.head, block_id=block_id), _whole)
+
     def match_prefix(self, token_ids: TokenIds, tenant: str) -> Call[pb.MatchPrefixResponse]:
         request = pb.MatchPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
         return Call("MatchPrefix", request, _whole)
+
+    def explain_match(self, token_ids: TokenIds, tenant: str) -> Call[pb.ExplainMatchResponse]:
+        request = pb.ExplainMatchRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
+        return Call("ExplainMatch", request, _whole)
 
     def check_admission(
         self,

@@ -147,9 +147,17 @@ class CacheSession:
         """One sequence with its block table."""
         return self._do(self._calls.get(sequence_id, include_tokens))
 
+    def get_block(self, block_id: int) -> pb.GetBlockResponse:
+        """The state of one block of the pool, and who holds it in numbers."""
+        return self._do(self._calls.get_block(block_id))
+
     def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now."""
         return self._do(self._calls.match_prefix(token_ids, tenant))
+
+    def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
+        """Why the longest cached prefix of these tokens ends where it does."""
+        return self._do(self._calls.explain_match(token_ids, tenant))
 
     def check_admission(
         self,

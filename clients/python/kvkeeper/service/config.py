@@ -124,6 +124,14 @@ def check_address(name: str, address: str) -> None:
         )
 
 
+def check_metrics_address(address: str) -> None:
+    """Empty, or loopback and a port: a Unix socket speaks no HTTP to Prometheus. Raises ConfigError."""
+    if address.startswith("unix:"):
+        raise ConfigError(f"--metrics-listen: host:port, not {address!r}")
+    if address:
+        check_address("metrics_listen", address)
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,0 +1,122 @@
+"""Why a prompt's match ends where it ends: a question for people, that may take about a millisecond.
+
+Looks at the index, at what went from it lately (gone.py) and at the sequences that run, all of the asking tenant only: what
+others store shows in nothing here, neither in the end nor in how much the nearest block has in common. Changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache_service.block_tables import BlockTables
+from cache_service.prefix_index import PrefixIndex
+from cache_service.sequence import SequenceTable
+from cache_service.types import Int32Array, MatchEnd, PoolConfig, SequenceState
+
+_MAX_CHILDREN = 4096  # of the last matched block that are compared with what comes next, the youngest first
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Lengths are tokens. seconds_ago only where the next block is known to have gone."""
+
+    num_prompt: int
+    num_matched: int  # in any tier
+    num_host: int  # of them in the host tier only
+    num_hit: int  # that a start would take
+    num_common: int  # behind the matched ones, in the nearest cached block
+    end: MatchEnd
+    seconds_ago: float | None = None
+
+
+def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: Int32Array) -> Explanation:
+    """tokens [1 or more]."""
+    index, size = tables.index, config.block_size
+    root = index.find_root(tenant)
+    nodes = index.match(root, tokens, len(tokens) // size)
+    num_matched = len(nodes) * size
+    last = int(nodes[-1]) if len(nodes) else root
+    num_hit = min(num_matched, (len(tokens) - 1) // size * size)
+    if not config.prefix_caching or num_hit < config.min_prefix_tokens:
+        num_hit = 0
+    end, seconds_ago = _end(tables, config, tokens, root, last, num_matched)
+    return Explanation(
+        num_prompt=len(tokens),
+        num_matched=num_matched,
+        num_host=int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size,
+        num_hit=num_hit,
+        num_common=_num_common(index, last, tokens[num_matched : num_matched + size]),
+        end=end,
+        seconds_ago=seconds_ago,
+    )
+
+
+def in_words(found: Explanation) -> str:
+    """The same for people."""
+    first = f"{found.num_matched:,} of {found.num_prompt:,} tokens are cached"
+    if found.num_host:
+        first += f" ({found.num_host:,} of them in the host tier only)"
+    why = _WORDS[found.end]
+    if found.seconds_ago is not None:
+        why += f" {found.seconds_ago:,.1f} s ago"
+    if found.num_common:
+        why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
+    return f"{first}: {why}. A start would take {found.num_hit:,}."
+
+
+_WORDS = {
+    MatchEnd.COMPLETE: "all of them",
+    MatchEnd.PARTIAL_BLOCK: "what is left is less than a whole block",
+    MatchEnd.NEVER_STORED: "what comes next was never stored behind them, or went too long ago to be remembered",
+    MatchEnd.EVICTED: "the next block was evicted",
+    MatchEnd.EXPIRED: "the next block outlived its time",
+    MatchEnd.CLEARED: "the cache was cleared",
+    MatchEnd.COMPUTING: "a running sequence is computing the next block",
+    MatchEnd.BELOW_MINIMUM: "so short a prefix does not count on this pool",
+    MatchEnd.CACHING_OFF: "this pool does not cache prefixes",
+}
+
+
+def _end(
+    tables: BlockTables, config: PoolConfig, tokens: Int32Array, root: int, last: int, num_matched: int
+) -> tuple[MatchEnd, float | None]:
+    if not config.prefix_caching:
+        return MatchEnd.CACHING_OFF, None
+    if 0 < num_matched < config.min_prefix_tokens:
+        return MatchEnd.BELOW_MINIMUM, None
+    if num_matched == len(tokens):
+        return MatchEnd.COMPLETE, None
+    if len(tokens) - num_matched < config.block_size:
+        return MatchEnd.PARTIAL_BLOCK, None
+    if not root:
+        return MatchEnd.NEVER_STORED, None
+    needed = tokens[: num_matched + config.block_size]
+    seqs = tables.sequences
+    if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
+        return MatchEnd.COMPUTING, None
+    gone = tables.index.gone.last_end(last, needed[num_matched:])
+    if gone is not None:
+        return gone[0], max(tables.index.gone.now - gone[1], 0.0)
+    if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
+        return MatchEnd.COMPUTING, None  # it is committed, and about to be published
+    return MatchEnd.NEVER_STORED, None
+
+
+def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarray) -> bool:
+    """Whether a sequence that computes, one of those in the mask `which`, has these tokens and will share them."""
+    computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
+    shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
+    slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    start = len(needed) - seqs.block_size
+    same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
+    return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())
+
+
+def _num_common(index: PrefixIndex, node: int, tokens: Int32Array) -> int:
+    """Most leading tokens that a block behind this node has in common with these."""
+    children = index.children(node, _MAX_CHILDREN) if node and len(tokens) else []
+    if not children:
+        return 0
+    rows = np.array([index.key_tokens(child)[1][: len(tokens)] for child in children])
+    differs = rows != tokens
+    return int(np.where(differs.any(axis=1), differs.argmax(axis=1), len(tokens)).max())

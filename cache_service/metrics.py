@@ -1,0 +1,37 @@
+"""The cache service's metrics as Prometheus families, one for each number of PoolStats, labelled by pool.
+
+The families follow the protocol: a field of 32 bits is what is true now, one of 64 bits a sum over the pool's life, but for
+those that are told apart here.
+"""
+
+from collections.abc import Iterator
+
+from google.protobuf.descriptor import FieldDescriptor
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from cache_service import convert
+from cache_service.keeper import Keeper
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+_FIELDS = [field for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
+_GAUGES = {"used_bytes", "peak_used_bytes"}  # of 64 bits, and not sums
+_PREFIX = "kvkeeper_cache_"
+
+
+def cache_metrics(keeper: Keeper) -> Iterator[Metric]:
+    """Everything of one scrape. Called on the loop that owns the core."""
+    rows = [
+        ((pool.info.spec.model_id, str(place)), convert.pool_stats(pool.manager.stats(), pool.info))
+        for place, pool in enumerate(keeper.registry.pools)
+    ]
+    for field in _FIELDS:
+        name, text = _PREFIX + field.name.removeprefix("num_"), f"PoolStats.{field.name} of the protocol."
+        is_sum = field.type == FieldDescriptor.TYPE_INT64 and field.name not in _GAUGES
+        family = (CounterMetricFamily if is_sum else GaugeMetricFamily)(name, text, labels=("model", "pool"))
+        for labels, stats in rows:
+            family.add_metric(labels, getattr(stats, field.name))
+        yield family
+    yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(keeper.sessions))
+    yield CounterMetricFamily(_PREFIX + "opened_sessions", "Sessions ever opened.", value=keeper.num_opened)
+    yield CounterMetricFamily(_PREFIX + "reaped_sessions", "Sessions that ended without CloseSession.", value=keeper.num_reaped)
