@@ -27,7 +27,7 @@ class BlockPool:
         self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
-        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks, self._is_evictable)
+        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
         self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
         self.num_evictable = 0
         self.num_referenced = 0

@@ -13,6 +13,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.counters import Counters
 from cache_service.eviction import Use
 from cache_service.owner import Owner
+from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.progress import Progress
 from cache_service.publishing import Publisher
@@ -54,22 +55,36 @@ class BlockTables:
 
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
+        self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
         self.prefix_caching = config.prefix_caching
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
         self.pool = BlockPool(config, lambda blocks: self.publisher.forget(blocks))
+        self.pins = Pins(self.pool)
         self.progress = Progress(self.sequences, self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
 
-    def commit(self, owner: Owner, slots: Int64Array, lens: Int32Array, num_new: Int32Array, tokens: Int32Array) -> None:
-        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet."""
+    def commit(
+        self,
+        owner: Owner,
+        slots: Int64Array,
+        lens: Int32Array,
+        num_new: Int32Array,
+        tokens: Int32Array,
+        *,
+        one_each: bool,
+    ) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence and commits it up to lens[i]; not published yet.
+
+        one_each: every num_new is 1.
+        """
         seqs = self.sequences
         if len(tokens):
             known = seqs.num_tokens[slots]
-            if len(tokens) == len(slots) and int(num_new.min()) == 1:
-                seqs.tokens[slots, known] = tokens
+            if one_each:
+                seqs.note_tokens(slots, known, tokens)
             else:
                 within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
                 seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
@@ -172,7 +187,10 @@ class BlockTables:
         if num_new > num_room:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
-        if most < least or (self.progress.claims and self.progress.is_younger(slot)):
+        is_younger = bool(self.progress.claims) and self.progress.is_younger(slot)
+        if most < least and not is_younger and self.pins_give_way(slot, seqs.num_blocks(least) - len(hits) - num_room, hits):
+            return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
+        if most < least or is_younger:
             self.counters.num_refusals += 1
             self.counters.num_refused_starts += 1
             if not exactly:
@@ -204,13 +222,11 @@ class BlockTables:
         seqs = self.sequences
         held = seqs.num_reserved[slots]
         wanted = np.maximum(held, most)
-        round_up = self._block_size - 1
-        table_lens = (held + round_up) // self._block_size
-        num_new = (wanted + round_up) // self._block_size - table_lens
+        table_lens = (held + self._round_up) // self._divisor
+        num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
-        seqs.num_accesses[slots] += 1
-        seqs.last_access[slots] = self.progress.now
+        seqs.note_access(slots, self.progress.now)
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         if self.progress.claims:
@@ -245,6 +261,23 @@ class BlockTables:
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
+    def could_pins_give_way(self, slot: int | None, num_short: int, hits: Int32Array) -> bool:
+        """Whether so many blocks, beside these hits, would come free of pins for a sequence that could not go on otherwise.
+
+        Only for one that runs alone: whatever else holds blocks ends some day, and fences are lifted soon.
+        """
+        if not self.pins or num_short <= self.pool.num_fenced:
+            return False
+        is_alone = all(other == slot for other in self.sequences.running_slots().tolist())
+        return is_alone and self.pins.could_give_way(num_short, hits)
+
+    def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:
+        """The same, done where it can be."""
+        gives_way = self.could_pins_give_way(slot, num_short, hits)
+        if gives_way:
+            self.pins.give_way(num_short, hits)
+        return gives_way
+
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
         self.last_roots[blocks] = _UNKNOWN_ROOT
@@ -261,16 +294,18 @@ class BlockTables:
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
             num_kept = progress.num_kept_from(slot) if progress.claims else 0
-            num_room = max(0, pool.num_available - num_kept) - len(due)
-            if starved and (num_kept or not progress.claims):
-                num_room = -len(due)
+            may_take = not starved or (progress.claims and not num_kept)
+            if may_take and not num_kept and num_least > pool.num_available:
+                self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
+            num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
                 granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
             if granted < low or num_room < 0:
                 # Whom only an elder one's blocks would help does not stand in anybody's way, the elder one's least of all.
-                starved = starved or max(0, seqs.num_blocks(low) - table_len) + len(due) > pool.num_available
+                starved = starved or num_least > pool.num_available
                 refused.append((slot, seqs.num_blocks(want) - table_len + len(due)))
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1

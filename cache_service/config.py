@@ -87,7 +87,7 @@ class CacheConfig:
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
         try:
-            make_policy(self.eviction_policy, 2, lambda blocks: blocks > 0)
+            make_policy(self.eviction_policy, 2)
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.events import Event
 from cache_service.explain import Explanation, in_words
 from cache_service.session import Session
 from cache_service.types import (
@@ -267,6 +268,18 @@ def explanation(found: Explanation) -> pb.ExplainMatchResponse:
     )
 
 
+def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
+    """One message of a watch."""
+    return pb.WatchEventsResponse(
+        revision=revision,
+        kind=int(event.kind),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
+        block_names=event.names,
+        parent_names=event.parents,
+        tier=int(event.tier or 0),  # type: ignore[arg-type]
+        pressure=int(event.pressure or 0),  # type: ignore[arg-type]
+    )
+
+
 def block_info(view: BlockView) -> pb.GetBlockResponse:
     """A block as people see it."""
     return pb.GetBlockResponse(
@@ -279,9 +292,15 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
 
 
 def pool_stats(stats: PoolStats, info: pb.PoolInfo) -> pb.PoolStats:
-    """Field names are the same on both sides."""
+    """Field names are the same on both sides; only bytes are not the core's to know."""
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
-    return pb.PoolStats(pool=info, **values)
+    num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
+    return pb.PoolStats(
+        pool=info,
+        used_bytes=num_used * info.block_bytes,
+        peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
+        **values,
+    )
 
 
 def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:

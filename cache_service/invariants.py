@@ -18,11 +18,13 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
         return wrong  # tables cannot be read by wrong counters
     running = tables.sequences.running_slots().tolist()
     rows = [tables.sequences.table(slot) for slot in running]
-    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, running)])
+    pins = [pin.blocks for pin in tables.pins.live()]
+    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, running), *pins])
     if len(named) and (int(named.min()) < 1 or int(named.max()) >= tables.pool.num_blocks):
-        return ["a block table names a block that is not there"]
+        return ["a block table or a pin names a block that is not there"]
     wrong.extend(_check_blocks(tables, owners, quarantines, named))
     wrong.extend(tables.index.check())
+    wrong.extend(_check_pins(tables, owners))
     wrong.extend(tables.publisher.check())
     wrong.extend(tables.progress.check())
     for slot, row in zip(running, rows, strict=True):
@@ -82,6 +84,24 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
     held[0] = False
     if pool.num_fenced + pool.num_quarantined != np.count_nonzero(held):
         wrong.append("the numbers of fenced and quarantined blocks are wrong")
+    return wrong
+
+
+def _check_pins(tables: BlockTables, owners: list[Owner]) -> list[str]:
+    pins, index = tables.pins, tables.index
+    wrong: list[str] = []
+    held = np.concatenate([np.empty(0, np.int32), *(pin.blocks for pin in pins.live())])
+    if (pins.counts != np.bincount(held, minlength=tables.pool.num_blocks)).any():
+        wrong.append("a block has the wrong number of pins")
+    if pins.num_blocks != len(set(held.tolist())) or pins.num_blocks > pins.max_blocks:
+        wrong.append("the number of pinned blocks is wrong, or above its limit")
+    sessions = {owner.session for owner in owners}
+    for pin in pins.live():
+        if pin.owner not in sessions:
+            wrong.append("a pin outlives its session")
+        nodes = index.node_of_block[pin.blocks].tolist()
+        if 0 in nodes or [index.key_tokens(node)[0] for node in nodes[1:]] != nodes[:-1]:
+            wrong.append("a pin keeps what is no cached prefix")
     return wrong
 
 

@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 
 class Stream(Protocol):
-    """The stream that a session steps on."""
+    """A call of a session that lasts: the one that it steps on, or one that tells it events."""
 
     def end(self, error: CacheError) -> None:
         """Ends it from outside, with this refusal."""
@@ -64,6 +64,7 @@ class LiveSession:
     stream: Stream | None = None
     is_mapped: bool = False  # its process maps the arena, also after the session's end
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents, which end with the session
 
 
 @dataclass(slots=True)
@@ -187,6 +188,13 @@ class Keeper:
             session_over=live.over,
         )
 
+    def start_draining(self) -> None:
+        """From now on no session and no watch is opened; the watches end, sessions go on."""
+        self.is_draining = True
+        for live in self.sessions:
+            for watch in list(live.watches):
+                watch.end(Draining("the service is stopping"))
+
     def stop(self) -> None:
         """Ends the streams and forgets the timers; sessions end with the process."""
         self._stop_timer()
@@ -216,6 +224,8 @@ class Keeper:
         if live.stream is not None:
             live.stream.end(UnknownSession("the session has ended"))
             live.stream = None
+        for watch in list(live.watches):
+            watch.end(UnknownSession("the session has ended"))
         live.over.set()
         if not self._live:
             self.no_session.set()

@@ -1,8 +1,8 @@
 """One pool: the facade of the pure core.
 
-Adds to the steps (step_core.py) the one-item calls, each a step of one item whose device work is complete at once, and the
-questions that change nothing. Who asks or calls publishes what is pending first, where the answer is to see it. Knows no grpc,
-asyncio, torch or clock.
+Adds to the steps (step_core.py) and the calls on the prefix cache (prefix_calls.py) the one-item calls, each a step of one item
+whose device work is complete at once, and the questions that change nothing. Who asks or calls publishes what is pending first,
+where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 
 import math
@@ -16,9 +16,9 @@ from cache_service.block_tables import StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownBlock, UnknownSequence
 from cache_service.explain import Explanation, explain_match
 from cache_service.owner import Owner
+from cache_service.prefix_calls import PrefixCalls
 from cache_service.stats import pool_stats
 from cache_service.step import too_long
-from cache_service.step_core import StepCore
 from cache_service.types import (
     Admission,
     BlockId,
@@ -47,7 +47,7 @@ class ClearResult(NamedTuple):
     num_forgotten_blocks: int
 
 
-class Manager(StepCore):
+class Manager(PrefixCalls):
     """See the module."""
 
     # One-item calls
@@ -216,25 +216,29 @@ class Manager(StepCore):
             hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         num_required -= len(hits)
-        num_room = max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
+        has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
         limit = self.config.limit_with(retention)
         self.tables.progress.pass_time(self.now)
         if self.tables.progress.would_be_younger(priority=0):
-            num_room = 0  # an elder one waits, and nobody starts before it
+            num_room, has_room = 0, False  # an elder one waits, and nobody starts before it
         can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
-            can_now=can_ever and num_required <= num_room and self.tables.sequences.num_free_slots > 0,
+            can_now=can_ever and has_room and self.tables.sequences.num_free_slots > 0,
             can_ever=can_ever,
             num_hit_tokens=len(hits) * block_size,
             num_required_blocks=num_required,
-            num_available_blocks=num_room,
+            num_available_blocks=max(0, num_room),
             limit_tokens=limit,
         )
 
     def clear_prefix_cache(self) -> ClearResult:
-        """Forgets every cached block that nothing holds; blocks in use lose their index entry."""
+        """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end."""
         self.revision += 1
-        return ClearResult(*self.tables.publisher.clear_index())
+        self.tables.pins.clear()
+        result = ClearResult(*self.tables.publisher.clear_index())
+        self._note_change()
+        return result
 
     def evict_blocks(self, num_free_blocks: int) -> int:
         """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""

@@ -10,7 +10,6 @@ from google.protobuf.descriptor import FieldDescriptor
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from cache_service import convert
 from cache_service.keeper import Keeper
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -21,10 +20,7 @@ _PREFIX = "kvkeeper_cache_"
 
 def cache_metrics(keeper: Keeper) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that owns the core."""
-    rows = [
-        ((pool.info.spec.model_id, str(place)), convert.pool_stats(pool.manager.stats(), pool.info))
-        for place, pool in enumerate(keeper.registry.pools)
-    ]
+    rows = [((pool.info.spec.model_id, str(place)), pool.stats()) for place, pool in enumerate(keeper.registry.pools)]
     for field in _FIELDS:
         name, text = _PREFIX + field.name.removeprefix("num_"), f"PoolStats.{field.name} of the protocol."
         is_sum = field.type == FieldDescriptor.TYPE_INT64 and field.name not in _GAUGES

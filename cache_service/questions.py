@@ -3,8 +3,12 @@
 One method per RPC, in the proto's order, as in service.py; CacheService is made of both.
 """
 
+from collections.abc import AsyncIterator
+
 from cache_service import convert
+from cache_service.errors import Draining
 from cache_service.keeper import Keeper
+from cache_service.watches import WatchDesk
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 
@@ -13,6 +17,7 @@ class Questions:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
+        self._watches = WatchDesk()
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -23,3 +28,9 @@ class Questions:
         live = self._keeper.require(request.session_id, request.epoch)
         tenant, tokens = convert.tenant(request.tenant), convert.token_ids(request.token_ids)
         return convert.explanation(live.pool.manager.explain_match(tenant, tokens))
+
+    def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.WatchEventsResponse]:
+        live = self._keeper.require(request.session_id, request.epoch)
+        if self._keeper.is_draining:
+            raise Draining("the service is stopping")
+        return self._watches.watch(live, convert.tenant(request.tenant))

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from cache_service import kv_spec
+from cache_service import convert, kv_spec
 from cache_service.arena import memory_limit
 from cache_service.arena.memory_limit import OutOfMemory
 from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy_blocks
@@ -53,8 +53,17 @@ class Pool:
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
         self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
         self.last_use = 0
+        self.num_watches = 0
+        self.num_lagged_watches = 0  # cut off over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; nothing is granted until they are done
         self._is_publishing = False
+
+    def stats(self) -> pb.PoolStats:
+        """Costs a look at every block."""
+        self.manager.publish_pending()
+        stats = convert.pool_stats(self.manager.stats(), self.info)
+        stats.num_watches, stats.num_lagged_watches = self.num_watches, self.num_lagged_watches
+        return stats
 
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that everything but this pool goes on.

@@ -6,11 +6,13 @@ objects, because a step over a thousand sequences must be array work. Does not k
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_service.errors import InvalidField, UnknownSequence
 from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
 
 _ALL = 2**31 - 1
+_MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
 class SequenceTable:
@@ -35,9 +37,12 @@ class SequenceTable:
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
+        self._num_accesses: Int64Array = np.zeros(slots, np.int64)
+        # What steps leave for later: accesses not counted (slots, when), tokens (slots, positions, tokens) not written yet.
+        self._accessed: list[tuple[Int64Array, float]] = []
+        self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals; elder is smaller
-        self.num_accesses: Int64Array = np.zeros(slots, np.int64)
-        self.last_access = np.zeros(slots, np.float64)  # when a step or a read last named it
+        self._last_access = np.zeros(slots, np.float64)
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
@@ -52,13 +57,57 @@ class SequenceTable:
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
-        self.tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
+        self._tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self.num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
             *(self.num_sink, self.num_window, self.hole_ends),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def num_accesses(self) -> Int64Array:
+        """[slots] how many steps named each sequence."""
+        self.settle()
+        return self._num_accesses
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[slots, most tokens] token ids; a row holds num_tokens of them."""
+        if self._told:
+            self.settle()
+        return self._tokens
+
+    @property
+    def last_access(self) -> npt.NDArray[np.float64]:
+        """[slots] when a step or a read last named each sequence, or made it."""
+        self.settle()
+        return self._last_access
+
+    def note_access(self, slots: Int64Array, now: float) -> None:
+        """A step names these distinct sequences."""
+        self._accessed.append((slots, now))
+        if len(self._accessed) == _MOST_NOTED:
+            self.settle()
+
+    def note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
+        """Each of these distinct sequences gets one token at its position.
+
+        Written when somebody looks: a thousand rows are a thousand cache misses, and the engine need not wait for them.
+        """
+        self._told.append((slots, positions, tokens))
+        if len(self._told) == _MOST_NOTED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Does what steps have left for later."""
+        for slots, now in self._accessed:
+            self._num_accesses[slots] += 1
+            self._last_access[slots] = now
+        self._accessed.clear()
+        for slots, positions, tokens in self._told:
+            self._tokens[slots, positions] = tokens
+        self._told.clear()
 
     @property
     def num_free_slots(self) -> int:
@@ -75,6 +124,7 @@ class SequenceTable:
 
     def take_slot(self) -> int:
         """A slot whose counters are all 0."""
+        self.settle()
         slot = self._free_slots.pop()
         for column in self._counters:
             column[slot] = 0

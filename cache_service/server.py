@@ -51,7 +51,7 @@ class RunningServer:
 
     async def drain(self) -> None:
         """Refuses new sessions, and waits for the live ones to close, but no longer than configured."""
-        self.keeper.is_draining = True
+        self.keeper.start_draining()
         await self._endpoint.drain()
         try:
             async with asyncio.timeout(self.drain_timeout):
@@ -64,7 +64,7 @@ class RunningServer:
         if self._is_stopped:
             return
         self._is_stopped = True
-        self.keeper.is_draining = True
+        self.keeper.start_draining()
         self.keeper.stop()
         if self.metrics is not None:
             await self.metrics.stop()

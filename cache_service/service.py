@@ -18,6 +18,7 @@ from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
 from cache_service.questions import Questions
 from cache_service.retention import check_readable
+from cache_service.service_prefix import PrefixService
 from cache_service.session import SessionMode
 from cache_service.types import Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
@@ -34,7 +35,7 @@ class _OfSession(Protocol):
     epoch: int
 
 
-class CacheService(Questions):
+class CacheService(Questions, PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
     def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str) -> None:
@@ -206,12 +207,10 @@ class CacheService(Questions):
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
-        for pool in pools:
-            pool.manager.publish_pending()
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
             uptime_seconds=now - self._started,
-            pools=[convert.pool_stats(pool.manager.stats(), pool.info) for pool in pools],
+            pools=[pool.stats() for pool in pools],
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
             num_opened_sessions=self._keeper.num_opened,
             num_reaped_sessions=self._keeper.num_reaped,

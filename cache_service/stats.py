@@ -11,7 +11,7 @@ from cache_service.types import PoolStats, SequenceState
 
 def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
-    pool, seqs = tables.pool, tables.sequences
+    pool, seqs, counters = tables.pool, tables.sequences, tables.counters
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
     num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
@@ -24,7 +24,7 @@ def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_ses
         num_quarantined_blocks=pool.num_quarantined,
         num_indexed_blocks=len(tables.index),
         peak_used_blocks=pool.peak_used,
-        num_shared_blocks=int(np.count_nonzero(pool.ref_counts > 1)),
+        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - tables.pins.counts > 1)),
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
         num_running_sequences=len(running),
         slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
@@ -34,5 +34,10 @@ def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_ses
         num_owed_blocks=tables.progress.num_owed,
         num_pressure_changes=gauge.num_changes,
         num_sessions=num_sessions,
-        **asdict(tables.counters),
+        num_misses=counters.num_look_ups - counters.num_hits,
+        hit_rate=counters.num_hit_tokens / counters.num_look_up_tokens if counters.num_look_up_tokens else 0.0,
+        block_utilization=pool.num_used / (pool.num_blocks - 1),
+        num_pins=len(tables.pins),
+        num_pinned_blocks=tables.pins.num_blocks,
+        **asdict(counters),
     )

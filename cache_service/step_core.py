@@ -17,7 +17,7 @@ from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
 from cache_service.pressure import PressureGauge
 from cache_service.progress import StartNumbers
-from cache_service.step import StepPlan, check_id, check_step
+from cache_service.step import StepPlan, check_id, check_step, has_one_each
 from cache_service.types import (
     NO_INT32,
     NO_INT64,
@@ -60,6 +60,7 @@ class StepCore:
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
         self._start_numbers = start_numbers or StartNumbers()
         self.tables = BlockTables(config)
+        self.gauge.on_change = self._tell_pressure
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -77,16 +78,22 @@ class StepCore:
 
     def tick(self) -> None:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+        self.revision += self.tables.pins.expire(self.now) > 0
         self.tables.progress.pass_time(self.now)
+        self._note_change()
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
         """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
 
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
-        sessions hear of in their next reply.
+        sessions hear of in their next reply. When nothing is left, the eviction policy does what it put off.
         """
+        self.tables.sequences.settle()
         publisher = self.tables.publisher
-        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        is_left = publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        if not is_left:
+            self.tables.pool.policy.prepare()
+        return is_left
 
     # Sessions
 
@@ -115,6 +122,7 @@ class StepCore:
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
         self.tables.release(owner, slots.tolist())
+        self.tables.pins.end_of(session)
         del self._owners[session]
         self._note_change()
         return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
@@ -203,7 +211,7 @@ class StepCore:
         refused: set[int] = set()
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, plan.commit_slots, lens, num_new, tokens)
+            tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
         if len(batch.fork_children):
@@ -329,6 +337,10 @@ class StepCore:
     def _note_change(self) -> PressureLevel:
         """Blocks were taken, or came free."""
         return self.gauge.update(self.tables.pool.num_used)
+
+    def _tell_pressure(self, level: PressureLevel) -> None:
+        if self.tables.index.journal is not None:
+            self.tables.index.journal.pressure_changed(level)
 
     def num_give_back(self, session: SessionId) -> int:
         """Blocks that the eldest claim misses, where the session runs younger sequences."""

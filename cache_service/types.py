@@ -329,6 +329,11 @@ class PoolStats:
     revision: int
     pressure: PressureLevel
     num_sessions: int
+    num_misses: int
+    hit_rate: float
+    block_utilization: float
+    num_pins: int
+    num_pinned_blocks: int
     num_refused_starts: int = 0
     num_computing_answers: int = 0
     num_owed_blocks: int = 0

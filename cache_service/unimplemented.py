@@ -4,13 +4,10 @@
 UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.dense_attention import dense_attention
 from kernels.layout import NULL_BLOCK_ID
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
 from kernels.scratch import Scratch
@@ -110,6 +111,7 @@ def paged_attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attend one query per sequence, the last of its tokens, to the sequence's cached keys and values.
@@ -121,6 +123,7 @@ def paged_attention_decode(
         seq_lens: int32 [S], the query's token included; 0 gives a row of zeros.
         scale: factor of the scores.
         window: keys visible to the query, itself included; None: all.
+        soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
         plan: plan_decode of the same tables, lengths and window, to share its work over layers.
 
     Returns:
@@ -148,8 +151,8 @@ def paged_attention_decode(
         torch.index_select(rows, 0, group.kv_rows, out=gathered)
         kv = gathered.view(2, group.last - group.first, -1, num_kv_heads, head_dim).transpose(2, 3)
         outs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                grouped[group.first : group.last], kv[0], kv[1], attn_mask=group.mask, scale=scale
+            dense_attention(
+                grouped[group.first : group.last], kv[0], kv[1], group.mask, is_causal=False, scale=scale, soft_cap=soft_cap
             )
         )
     out = (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)

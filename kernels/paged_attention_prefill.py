@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.dense_attention import dense_attention
 from kernels.paged_rows import kv_slot_rows, require_tables
 from kernels.scratch import Scratch
 
@@ -85,6 +86,7 @@ def paged_attention_prefill(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
@@ -97,6 +99,7 @@ def paged_attention_prefill(
         query_start_loc: int32 [S + 1]; sequence s has the queries [query_start_loc[s], query_start_loc[s + 1]).
         scale: factor of the scores.
         window: keys visible to a query, itself included; None: all before it.
+        soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
         plan: plan_prefill of the same arguments, to share its work over layers.
 
     Returns:
@@ -125,8 +128,8 @@ def paged_attention_prefill(
         torch.index_select(rows, 0, chunk.kv_rows, out=gathered)
         kv = gathered.view(2, -1, num_kv_heads, 1, head_dim).permute(0, 2, 3, 1, 4).expand(-1, -1, group, -1, -1)
         heads = q[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            heads, kv[0], kv[1], attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale
+        attended = dense_attention(
+            heads, kv[0], kv[1], chunk.mask, is_causal=chunk.mask is None, scale=scale, soft_cap=soft_cap
         )
         out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out

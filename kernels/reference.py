@@ -1,5 +1,6 @@
 """Plain-torch references of the ops, with the same signatures. Written to be read: token by token, float64 inside."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,13 +31,14 @@ def paged_attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_decode.paged_attention_decode."""
     out = torch.zeros_like(q)
     for seq, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
             k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
-            out[seq] = _attend(q[seq], k, v, seq_len - 1, scale, window)
+            out[seq] = _attend(q[seq], k, v, seq_len - 1, scale, window, soft_cap)
     return out
 
 
@@ -49,6 +51,7 @@ def paged_attention_prefill(
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_prefill.paged_attention_prefill."""
     out = torch.zeros_like(q)
@@ -57,7 +60,7 @@ def paged_attention_prefill(
         k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
         context_len = seq_len - (locs[seq + 1] - locs[seq])
         for row in range(locs[seq], locs[seq + 1]):
-            out[row] = _attend(q[row], k, v, context_len + row - locs[seq], scale, window)
+            out[row] = _attend(q[row], k, v, context_len + row - locs[seq], scale, window, soft_cap)
     return out
 
 
@@ -86,6 +89,13 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Reference of gelu_and_mul.gelu_and_mul."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gelu = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return (gelu * up).to(gate_up.dtype)
+
+
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """Reference of linear.linear, for a weight that is not packed."""
     product = x.double() @ weight.data.double().T
@@ -101,7 +111,9 @@ def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) ->
     return k, v
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
     """One query [num_heads, head_dim] at `position` over the keys it may see."""
     first = 0 if window is None else max(0, position - window + 1)
     k, v = k[first : position + 1], v[first : position + 1]
@@ -109,5 +121,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, sc
     heads = []
     for head, query in enumerate(q.double()):
         scores = k[:, head // group] @ query * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         heads.append(torch.softmax(scores, dim=0) @ v[:, head // group])
     return torch.stack(heads).to(q.dtype)

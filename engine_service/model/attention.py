@@ -81,6 +81,7 @@ def attend(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """Store k and v [T, num_kv_heads, head_dim], then attend q [T, num_heads, head_dim] through the block tables.
 
@@ -91,25 +92,39 @@ def attend(
     decode, prefill = metadata.decode, metadata.prefill
     if prefill is None:
         assert decode is not None, "a batch has tokens"
-        return _decode(q, kv_layer, decode, scale, window)
+        return _decode(q, kv_layer, decode, scale, window, soft_cap)
     if decode is None:
-        return _prefill(q, kv_layer, prefill, scale, window)
+        return _prefill(q, kv_layer, prefill, scale, window, soft_cap)
     assert decode.token_rows is not None
     assert prefill.token_rows is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    out.index_copy_(0, decode.token_rows, _decode(q[decode.token_rows], kv_layer, decode, scale, window))
-    return out.index_copy_(0, prefill.token_rows, _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window))
+    decoded = _decode(q[decode.token_rows], kv_layer, decode, scale, window, soft_cap)
+    prefilled = _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window, soft_cap)
+    return out.index_copy_(0, decode.token_rows, decoded).index_copy_(0, prefill.token_rows, prefilled)
 
 
-def _decode(q: torch.Tensor, kv_layer: torch.Tensor, rows: DecodeRows, scale: float, window: int | None) -> torch.Tensor:
+def _decode(
+    q: torch.Tensor, kv_layer: torch.Tensor, rows: DecodeRows, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
     plan = rows.plans[window]
-    return paged_attention_decode(q, kv_layer, rows.block_tables, rows.seq_lens, scale=scale, window=window, plan=plan)
+    return paged_attention_decode(
+        q, kv_layer, rows.block_tables, rows.seq_lens, scale=scale, window=window, soft_cap=soft_cap, plan=plan
+    )
 
 
-def _prefill(q: torch.Tensor, kv_layer: torch.Tensor, rows: PrefillRows, scale: float, window: int | None) -> torch.Tensor:
-    plan = rows.plans[window]
+def _prefill(
+    q: torch.Tensor, kv_layer: torch.Tensor, rows: PrefillRows, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
     return paged_attention_prefill(
-        q, kv_layer, rows.block_tables, rows.seq_lens, rows.query_start_loc, scale=scale, window=window, plan=plan
+        q,
+        kv_layer,
+        rows.block_tables,
+        rows.seq_lens,
+        rows.query_start_loc,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        plan=rows.plans[window],
     )
 
 

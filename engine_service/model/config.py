@@ -10,25 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine_service.errors import ModelConfigError, UnsupportedModelError
+from engine_service.errors import UnsupportedModelError
+from engine_service.model.json_fields import CONFIG_FILE, bad, count, flag, number
 from engine_service.model.json_file import read_json_object
-
-CONFIG_FILE: Final = "config.json"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are scaled.
-
-    `kind` is default, linear or llama3. `factor` belongs to the last two, the rest to llama3 alone.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+from engine_service.model.rope_config import RopeConfig, parse_local_rope, parse_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +23,12 @@ class ModelConfig:
     Attributes:
         windows: per layer, the keys visible to a query, itself included; None: all.
         weights_dtype: name of the dtype that config.json states for the weights, or None.
+        local_rope: of layers with a window, where they have their own; None: `rope` for all.
+        activation: of the MLP's gate, silu or gelu_tanh.
+        norm_offset: norms multiply by 1 + weight; the loader adds the 1, which is exact in float32.
+        out_norms: what attention and MLP give is normalised before it is added.
+        embed_scale: factor of the embeddings. query_scalar: its -0.5th power scales the scores, instead of head_dim's.
+        attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
     """
 
     family: str
@@ -58,11 +49,19 @@ class ModelConfig:
     qk_norm: bool
     tied_embeddings: bool
     weights_dtype: str | None
+    local_rope: RopeConfig | None = None
+    activation: str = "silu"
+    norm_offset: bool = False
+    out_norms: bool = False
+    embed_scale: float | None = None
+    query_scalar: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
     @property
     def scale(self) -> float:
         """Factor of the attention scores."""
-        return self.head_dim**-0.5
+        return (self.query_scalar or self.head_dim) ** -0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,13 @@ class _Family:
     qk_norm: bool = False
     head_dim: int | None = None  # default where config.json has none; None: hidden_size / num_heads
     default_window: int | None = None
+    full_every: int | None = None  # windows on all layers but every so many; default where layer_types says nothing
+    is_gemma: bool = False  # scaled embeddings, norms with 1 + weight, a GELU gate, tied by default
+    query_scalar: float | None = None  # default of query_pre_attn_scalar; None: the family has none
+    soft_caps: tuple[float | None, float | None] = (None, None)  # defaults: of scores, of logits
+    out_norms: bool = False
+    local_theta: float | None = None  # windows have a rope of their own, with this base by default
+    default_theta: float = 10_000.0
 
 
 _FAMILIES: Final[Mapping[str, _Family]] = {
@@ -81,8 +87,33 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
     "mistral": _Family(qkv_bias=False, o_bias=False, default_window=4096),
     "qwen2": _Family(qkv_bias=True, o_bias=False, default_window=4096),
     "qwen3": _Family(qk_norm=True, head_dim=128, default_window=4096),
+    "gemma": _Family(is_gemma=True, head_dim=256),
+    "gemma2": _Family(
+        is_gemma=True,
+        head_dim=256,
+        default_window=4096,
+        full_every=2,
+        query_scalar=256,
+        soft_caps=(50.0, 30.0),
+        out_norms=True,
+    ),
+    "gemma3_text": _Family(
+        is_gemma=True,
+        head_dim=256,
+        default_window=4096,
+        full_every=6,
+        query_scalar=256,
+        out_norms=True,
+        qk_norm=True,
+        local_theta=10_000.0,
+        default_theta=1_000_000.0,
+    ),
 }
-_ROPE_KINDS: Final = ("default", "linear", "llama3")
+
+
+def is_native(model_type: object) -> bool:
+    """Whether the decoder has this family."""
+    return model_type in _FAMILIES
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -103,114 +134,90 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         found = family_name if isinstance(family_name, str) else raw.get("architectures")
         raise UnsupportedModelError("model type", found, ", ".join(_FAMILIES))
     family = _FAMILIES[family_name]
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModelError("hidden_act", activation, "silu")
+    _check_activation(raw, family)
     if raw.get("quantization_config") is not None:
         raise UnsupportedModelError("quantization_config", "present", "plain float32, bfloat16 or float16 weights")
-    hidden_size = _count(raw, "hidden_size")
-    num_heads = _count(raw, "num_attention_heads")
-    num_layers = _count(raw, "num_hidden_layers")
-    num_kv_heads = _count(raw, "num_key_value_heads", num_heads if family_name == "llama" else None)
+    hidden_size = count(raw, "hidden_size")
+    num_heads = count(raw, "num_attention_heads")
+    num_layers = count(raw, "num_hidden_layers")
+    num_kv_heads = count(raw, "num_key_value_heads", num_heads if family_name == "llama" else None)
     if num_heads % num_kv_heads:
-        raise _bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    head_dim = _count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
+        raise bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
-        raise _bad("head_dim", f"must be even, is {head_dim}")
-    attention_bias = _flag(raw, "attention_bias")
+        raise bad("head_dim", f"must be even, is {head_dim}")
+    attention_bias = flag(raw, "attention_bias")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
-    max_position = _count(raw, "max_position_embeddings")
+    max_position = count(raw, "max_position_embeddings")
     return ModelConfig(
         family=family_name,
-        vocab_size=_count(raw, "vocab_size"),
+        vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_count(raw, "intermediate_size"),
+        intermediate_size=count(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_parse_rope(raw, max_position),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope=parse_rope(raw, max_position, family.default_theta),
         windows=_parse_windows(raw, family_name, family, num_layers),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=family_name == "llama" and _flag(raw, "mlp_bias"),
+        mlp_bias=family_name == "llama" and flag(raw, "mlp_bias"),
         qk_norm=family.qk_norm,
-        tied_embeddings=_flag(raw, "tie_word_embeddings"),
+        tied_embeddings=family.is_gemma if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+        local_rope=parse_local_rope(raw, max_position, family.local_theta),
+        activation="gelu_tanh" if family.is_gemma else "silu",
+        norm_offset=family.is_gemma,
+        out_norms=family.out_norms,
+        embed_scale=hidden_size**0.5 if family.is_gemma else None,
+        query_scalar=None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar),
+        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family.soft_caps[0]) if family.out_norms else None,
+        logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family.soft_caps[1]) if family.out_norms else None,
     )
 
 
+def _check_activation(raw: Mapping[str, Any], family: _Family) -> None:
+    """Gemma's first releases say "gelu" and mean the tanh approximation, as transformers reads them."""
+    key = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
+    allowed = ("gelu_pytorch_tanh", "gelu") if family.is_gemma else ("silu",)
+    if (activation := raw.get(key, allowed[0])) not in allowed:
+        raise UnsupportedModelError(key, activation, ", ".join(allowed))
+    if raw.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
+
+
+def _soft_cap(raw: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    """Absent is the family's default, null is none."""
+    if key not in raw:
+        return default
+    return None if raw[key] is None else number(raw, key)
+
+
 def _parse_windows(raw: Mapping[str, Any], family_name: str, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral's window is on every layer; Qwen's on the layers from max_window_layers on, and only if switched on."""
+    """Mistral's window is on every layer; Qwen's on the layers from max_window_layers on, and only if switched on; Gemma
+    has layers without one in turn.
+    """
     if family.default_window is None or raw.get("sliding_window", family.default_window) is None:
         return (None,) * num_layers
-    window = _count(raw, "sliding_window", family.default_window)
+    window = count(raw, "sliding_window", family.default_window)
     if family_name == "mistral":
         return (window,) * num_layers
-    if not _flag(raw, "use_sliding_window"):
+    if not family.is_gemma and not flag(raw, "use_sliding_window"):
         return (None,) * num_layers
     kinds = raw.get("layer_types")
+    if kinds is None and family.full_every is not None:
+        every = count(raw, "sliding_window_pattern", family.full_every)
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
     if kinds is None:
         first = raw.get("max_window_layers", 28)
         if not isinstance(first, int):
-            raise _bad("max_window_layers", f"must be an integer, is {first!r}")
+            raise bad("max_window_layers", f"must be an integer, is {first!r}")
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise _bad("layer_types", f"must be a list of {num_layers}")
+        raise bad("layer_types", f"must be a list of {num_layers}")
     if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
         raise UnsupportedModelError("layer type", unknown[0], "full_attention, sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _parse_rope(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-    parameters = raw.get("rope_parameters")
-    if parameters is None:
-        scaling = raw.get("rope_scaling")
-        parameters = {"rope_theta": raw.get("rope_theta", 10000.0), **(scaling if isinstance(scaling, dict) else {})}
-    if not isinstance(parameters, dict):
-        raise _bad("rope_parameters", "must be an object")
-    parameters = {"rope_theta": raw.get("rope_theta", 10000.0), **parameters}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise UnsupportedModelError("rope type", kind, ", ".join(_ROPE_KINDS))
-    if (part := raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise UnsupportedModelError("partial_rotary_factor", part, "1.0")
-    theta = _number(parameters, "rope_theta")
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = _number(parameters, "factor")
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
-    if high <= low:
-        raise _bad("high_freq_factor", f"must exceed low_freq_factor {low}, is {high}")
-    original = _count(parameters, "original_max_position_embeddings", max_position)
-    return RopeConfig(theta, kind, factor, low, high, original)
-
-
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; a missing or null one is `default`, or refused."""
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise _bad(key, f"must be a positive integer, is {value!r}")
-    return value
-
-
-def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = raw.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise _bad(key, f"must be a positive number, is {value!r}")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _bad(key, f"must be true or false, is {value!r}")
-    return bool(value)
-
-
-def _bad(key: str, problem: str) -> ModelConfigError:
-    return ModelConfigError(CONFIG_FILE, f"{key} {problem}")

@@ -1,6 +1,6 @@
 """Decoder: the forward pass of a Llama-like decoder-only transformer, for every family in config.py.
 
-Follows transformers' modeling_llama in the order of its operations, so that float32 logits agree to 1e-5. Projections
+Follows transformers' models in the order of its operations, so that float32 logits agree to 1e-5. Projections
 that read the same input are one matrix. K and V live in the arena and nowhere else.
 """
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 from engine_service.model.attention import AttentionMetadata, attend
 from engine_service.model.config import ModelConfig
 from engine_service.model.rope import RotaryTable
+from kernels.gelu_and_mul import gelu_and_mul
 from kernels.linear import LinearWeight, linear, pack_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
@@ -24,6 +25,7 @@ class LayerWeights:
     """One layer. H hidden, D head_dim, N and M query and kv heads, I intermediate; a bias or norm may be absent.
 
     Attributes:
+        attention_out_norm, mlp_out_norm: [H], of what attention and MLP give, before it is added (Gemma 2 and 3).
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D]; gate_up: [2 I, H], gate first; down: [H, I].
@@ -36,6 +38,8 @@ class LayerWeights:
     post_norm: torch.Tensor
     gate_up: LinearWeight
     down: LinearWeight
+    attention_out_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ class Decoder:
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0)))
         self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype)
+        local_rope = config.local_rope
+        self._local_rotary = None if local_rope is None else RotaryTable(local_rope, config.head_dim, self.dtype)
+        # transformers rounds the factor to the model's dtype, and so does whoever trained the weights.
+        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype)
+        self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
     def forward(
         self,
@@ -83,20 +92,33 @@ class Decoder:
             Logits, float32 [R, vocab_size].
         """
         eps = self.config.rms_norm_eps
-        rotation = self._rotary.rows(positions, max_position)
+        rotation = local_rotation = self._rotary.rows(positions, max_position)
+        if self._local_rotary is not None:
+            local_rotation = self._local_rotary.rows(positions, max_position)
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
+        if self._embed_scale is not None:
+            x = x * self._embed_scale
         for index, layer in enumerate(self._layers):
             x, residual = rms_norm(x, layer.input_norm, eps, residual)
-            x = self._attention(x, layer, rotation, kv_view[:, index], metadata, self.config.windows[index])
+            window = self.config.windows[index]
+            turned = rotation if window is None else local_rotation
+            x = self._attention(x, layer, turned, kv_view[:, index], metadata, window)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = linear(x, layer.o)
+            if layer.attention_out_norm is not None:
+                x, _ = rms_norm(x, layer.attention_out_norm, eps)
             x, residual = rms_norm(x, layer.post_norm, eps, residual)
-            x = silu_and_mul(linear(x, layer.gate_up))
+            x = self._gate(linear(x, layer.gate_up))
             x = linear(x, layer.down)
+            if layer.mlp_out_norm is not None:
+                x, _ = rms_norm(x, layer.mlp_out_norm, eps)
         x, _ = rms_norm(x, self._norm, eps, residual)
-        return linear(x, self._lm_head).float()
+        logits = linear(x, self._lm_head)
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float()
 
     def _attention(
         self,
@@ -116,7 +138,7 @@ class Decoder:
             qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
         qk = rotary(qk, *rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return attend(q, k, v, kv_layer, metadata, config.scale, window).flatten(1)
+        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
 
 
 def _pack_layer(layer: LayerWeights) -> LayerWeights:

@@ -15,7 +15,7 @@ from engine_service.errors import ModelFileMissingError, UnsupportedModelError, 
 from engine_service.model.config import ModelConfig, read_model_config
 from engine_service.model.decoder import Decoder
 from engine_service.model.safetensors_files import iterate_tensors, list_weight_files
-from engine_service.model.weight_map import allocate_weights
+from engine_service.model.weight_map import allocate_weights, norms_of
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -43,7 +43,7 @@ def load_model(
         raise ModelFileMissingError(f"model folder {folder}")
     config = read_model_config(folder)
     files = list_weight_files(folder)
-    weights, destinations = allocate_weights(config, _compute_dtype(config, device, dtype), device)
+    weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device)
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
@@ -62,14 +62,18 @@ def load_model(
             destination.part.copy_(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
+    if config.norm_offset:
+        for norm in norms_of(weights):
+            norm.add_(1)
     return Decoder(config, weights), config
 
 
-def _compute_dtype(config: ModelConfig, device: torch.device, choice: DtypeChoice) -> torch.dtype:
+def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
+    """What to compute in; weights_dtype is the config's word. Raises UnsupportedModelError."""
     # On a CPU float32 is the fast one, and what numerics are held to.
     name: str = choice
     if choice == "auto":
-        name = "float32" if device.type == "cpu" else config.weights_dtype or "bfloat16"
+        name = "float32" if device.type == "cpu" else str(weights_dtype or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise UnsupportedModelError("dtype", name, ", ".join(("auto", *_DTYPES)))
     return _DTYPES[name]

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from engine_service.model.config import RopeConfig
+from engine_service.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -40,6 +40,14 @@ def allocate_weights(
     return DecoderWeights(embed, layers, norm, LinearWeight(lm_head)), destinations
 
 
+def norms_of(weights: DecoderWeights) -> Iterator[torch.Tensor]:
+    """Every norm's weight."""
+    yield weights.norm
+    for layer in weights.layers:
+        norms = (layer.input_norm, layer.post_norm, layer.qk_norm, layer.attention_out_norm, layer.mlp_out_norm)
+        yield from (norm for norm in norms if norm is not None)
+
+
 def _allocate_layer(config: ModelConfig, empty: _Empty) -> LayerWeights:
     hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     num_rotated = config.num_heads + config.num_kv_heads
@@ -55,6 +63,8 @@ def _allocate_layer(config: ModelConfig, empty: _Empty) -> LayerWeights:
         post_norm=empty(hidden),
         gate_up=projection(2 * intermediate, hidden, config.mlp_bias),
         down=projection(hidden, intermediate, config.mlp_bias),
+        attention_out_norm=empty(hidden) if config.out_norms else None,
+        mlp_out_norm=empty(hidden) if config.out_norms else None,
     )
 
 
@@ -62,7 +72,12 @@ def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tu
     """(name within the layer, destination) of every stored tensor."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "input_layernorm.weight", _whole(layer.input_norm)
-    yield "post_attention_layernorm.weight", _whole(layer.post_norm)
+    if layer.attention_out_norm is None or layer.mlp_out_norm is None:
+        yield "post_attention_layernorm.weight", _whole(layer.post_norm)
+    else:
+        yield "post_attention_layernorm.weight", _whole(layer.attention_out_norm)
+        yield "pre_feedforward_layernorm.weight", _whole(layer.post_norm)
+        yield "post_feedforward_layernorm.weight", _whole(layer.mlp_out_norm)
     intermediate = config.intermediate_size
     for fused, names, sizes in (
         (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_size, kv_size, kv_size)),

@@ -9,15 +9,12 @@ from tests.support.cache_api import DEADLINE, Api
 LEFT_OUT = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "PinPrefix": "pins",
     "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UnpinPrefix": "pins",
     "UpdateSequence": "changing priority or retention",
-    "WatchEvents": "events",
 }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -197,3 +198,32 @@ async def test_token_ids_of_another_kind_never_leave(cache_server: RunningServer
         for outside in ([-1], [1 << 31]):
             with pytest.raises(ValueError, match="token ids"):
                 await session.create_sequence(1, outside)
+
+
+async def test_events_come_through_both_clients(cache_server: RunningServer, spec: pb.KvSpec) -> None:
+    def kinds_until_stored() -> list[int]:
+        with CacheClient(cache_server.address) as client, client.open_session(spec) as session:
+            stream, kinds = session.watch_events(), []
+            for event in stream:
+                kinds.append(event.kind)
+                if event.kind == pb.EVENT_KIND_SNAPSHOT_END:
+                    session.create_sequence(1, PROMPT)
+                    session.extend(1, 6)
+                    session.commit(1, 6)
+                elif event.kind == pb.EVENT_KIND_STORED:
+                    break
+            stream.cancel()
+            return kinds
+
+    assert await asyncio.to_thread(kinds_until_stored) == [pb.EVENT_KIND_SNAPSHOT_END, pb.EVENT_KIND_STORED]
+    async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec) as session:
+        stream = session.watch_events()
+        first = await anext(stream)
+        assert (first.kind, len(first.block_names), first.revision) == (pb.EVENT_KIND_SNAPSHOT, 1, 1)
+        assert (await anext(stream)).kind == pb.EVENT_KIND_SNAPSHOT_END
+        stream.cancel()
+        short = session.watch_events(timeout_s=0.05)
+        with pytest.raises(KvkeeperError) as caught:
+            async for _ in short:
+                pass
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -6,6 +6,7 @@ difference in the same run; a dropped token must exceed it 1,000 times.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.support.tiny_models import (
     NumericsCase,
     ReferenceLogits,
     build_model_folder,
+    logits_of,
     numerics_cases,
     random_tokens,
     reference_logits,
@@ -119,7 +121,9 @@ def test_logits_are_those_of_transformers(world, chunk_size):
 
 
 def test_the_noise_is_not_nothing(world):
-    assert 1e-7 < world.reference.noise < 1e-5
+    """Where transformers has both kinds of attention; for capped scores it has eager alone."""
+    has_both = world.model.config.attention_soft_cap is None
+    assert (1e-7 < world.reference.noise < 1e-5) if has_both else world.reference.noise == math.inf
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])
@@ -127,8 +131,10 @@ def test_16_bit_computation_is_close(folder, dtype, bound):
     """Far below what a dropped token does (see below), in the same paths."""
     model, _ = load_model(folder, dtype=dtype, progress=False)
     cases = numerics_cases(4)
-    error = reference_logits(folder, cases).error(HandTables(model, 4).compute(cases, 7))
-    assert error < bound
+    reference = reference_logits(folder, cases)
+    if model.config.embed_scale is not None:  # larger numbers, larger errors: held to what transformers errs by itself
+        bound = 1.5 * reference.error(logits_of(folder, cases, getattr(torch, dtype)))
+    assert reference.error(HandTables(model, 4).compute(cases, 7)) < bound
 
 
 @pytest.mark.parametrize("chunk_size", [1, 64])

@@ -1,10 +1,11 @@
-"""rms_norm, rotary and silu_and_mul against their references."""
+"""rms_norm, rotary and the gates against their references."""
 
 import pytest
 import torch
 
 from kernels import reference
 from kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kernels.gelu_and_mul import gelu_and_mul
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul
@@ -42,6 +43,11 @@ def test_silu_and_mul():
     torch.testing.assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up), rtol=1e-6, atol=1e-6)
 
 
+def test_gelu_and_mul():
+    gate_up = torch.randn(5, 24)
+    torch.testing.assert_close(gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5, atol=1e-6)
+
+
 def test_refusals():
     x, table = torch.randn(3, 2, 8), torch.randn(3, 8)
     for call in (
@@ -51,6 +57,7 @@ def test_refusals():
         lambda: rotary(x, table[:2], table[:2]),
         lambda: rotary(x[:, :, :5], table, table),
         lambda: silu_and_mul(torch.randn(2, 3)),
+        lambda: gelu_and_mul(torch.randn(2, 3)),
     ):
         with pytest.raises(KernelArgumentError):
             call()
@@ -58,6 +65,7 @@ def test_refusals():
         lambda: rms_norm(x.to("meta"), torch.ones(8), 1e-5),
         lambda: rotary(x.to("meta"), table, table),
         lambda: silu_and_mul(x.to("meta")),
+        lambda: gelu_and_mul(x.to("meta")),
     ):
         with pytest.raises(UnsupportedDeviceError):
             call()

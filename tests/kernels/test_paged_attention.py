@@ -15,21 +15,21 @@ SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def check_decode(world, num_heads, window=None):
+def check_decode(world, num_heads, window=None, soft_cap=None):
     q = random_queries(len(world.seq_lens), num_heads, world.layout.head_dim, world.layout.dtype)
     args = (q, world.layer, world.block_tables, world.seq_lens)
-    expected = reference.paged_attention_decode(*args, scale=SCALE, window=window)
-    found = paged_attention_decode(*args, scale=SCALE, window=window)
+    expected = reference.paged_attention_decode(*args, scale=SCALE, window=window, soft_cap=soft_cap)
+    found = paged_attention_decode(*args, scale=SCALE, window=window, soft_cap=soft_cap)
     assert bool(found.isfinite().all())
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[world.layout.dtype])
 
 
-def check_prefill(world, num_queries, num_heads, window=None):
+def check_prefill(world, num_queries, num_heads, window=None, soft_cap=None):
     locs = torch.tensor([0, *num_queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q = random_queries(int(locs[-1]), num_heads, world.layout.head_dim, world.layout.dtype)
     args = (q, world.layer, world.block_tables, world.seq_lens, locs)
-    expected = reference.paged_attention_prefill(*args, scale=SCALE, window=window)
-    found = paged_attention_prefill(*args, scale=SCALE, window=window)
+    expected = reference.paged_attention_prefill(*args, scale=SCALE, window=window, soft_cap=soft_cap)
+    found = paged_attention_prefill(*args, scale=SCALE, window=window, soft_cap=soft_cap)
     assert bool(found.isfinite().all())
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[world.layout.dtype])
 
@@ -76,6 +76,15 @@ def test_decode_of_an_empty_sequence_is_zero_and_reads_nothing():
 def test_prefill_with_a_cached_prefix(num_queries, window):
     lengths = [n for n in edge_lengths(4) if n >= num_queries]
     check_prefill(make_world(lengths), [num_queries] * len(lengths), 4, window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_capped_scores(window, soft_cap):
+    check_decode(make_world([1, *edge_lengths(4)]), 4, window, soft_cap)
+    check_prefill(make_world(edge_lengths(4)), edge_lengths(4), 4, window, soft_cap)
+    lengths = [length + 3 for length in edge_lengths(4)]
+    check_prefill(make_world(lengths), [2] * len(lengths), 4, window, soft_cap)
 
 
 @pytest.mark.parametrize("window", [None, 4])

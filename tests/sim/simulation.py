@@ -46,6 +46,7 @@ class Counts:
     adopted: int = 0
     evicted: int = 0
     forks: int = 0
+    pins: int = 0
     retention_dropped: int = 0
     claims: int = 0
     kept_for_elders: int = 0
@@ -96,7 +97,7 @@ class Simulation:
 
     def tick(self) -> None:
         """One event of one engine, and what the clock brings."""
-        self.world.advance(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
+        self.world.pass_time(self.rng.choice([0.001, 0.01, 0.05, 0.2]))
         self._reap()
         engine = self.engines[self.choose(len(self.engines))]
         if self.driver.now < engine.wakes:
@@ -121,6 +122,7 @@ class Simulation:
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
         counts.retention_dropped = naive.num_retention_dropped
         counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
         counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
@@ -171,7 +173,11 @@ class Simulation:
             self._late_message(engine)
         elif event == 53:
             self.world.clear(session)
-        elif event < 64:
+        elif event < 60:
+            self.world.pin(session, self.choose)
+        elif event < 62:
+            self.world.unpin(session, self.choose)
+        elif event < 72:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

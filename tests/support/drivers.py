@@ -82,6 +82,10 @@ class Driver(Protocol):
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
 
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
+
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]: ...
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
@@ -113,7 +117,7 @@ class CoreDriver:
         self.manager = Manager(config)
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
-        self._num_opened = 0
+        self._num_opened = self._num_pins = 0
         self._last_raw: dict[SessionId, bytes] = {}
 
     @property
@@ -192,6 +196,13 @@ class CoreDriver:
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
         return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]
+
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        self._num_pins += 1
+        return tuple(self.manager.pin_prefix(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self.manager.unpin_prefix(session, pin_id)
 
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         result = self.manager.clear_prefix_cache()

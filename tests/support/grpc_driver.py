@@ -44,7 +44,7 @@ T = TypeVar("T")
 DEADLINE = 20.0
 _EXECUTORS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 _ITEMS = [field.name for field in fields(StepItems)]
-_REPLY = [field.name for field in fields(StepResult) if field.name in StepReply._fields]  # the others have their defaults
+_REPLY = [name for name in StepResult._fields if name in StepReply._fields]  # the others have their defaults
 
 
 class Refused(CacheError):
@@ -277,6 +277,13 @@ class GrpcDriver:
         assert match.num_matched_tokens == len(match.block_ids) * self.config.block_size
         return list(match.block_ids)
 
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        answer = self._run(self._sessions[session].pin_prefix(token_ids, round(ttl * 1000), tenant))
+        return answer.pin_id, answer.num_pinned_tokens
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self._run(self._sessions[session].unpin_prefix(pin_id))
+
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         cleared = self._run(self._sessions[session].clear_prefix_cache())
         return cleared.num_freed_blocks, cleared.num_forgotten_blocks
@@ -303,7 +310,8 @@ class GrpcDriver:
 
         async def pass_time(piece: float) -> None:
             self._clock.advance(piece)
-            for session in (self._observer, *self._sessions.values()):
+            live = [session for session_id, session in self._sessions.items() if session_id not in self._arenas]
+            for session in (self._observer, *live):
                 await session.renew()
 
         left = seconds

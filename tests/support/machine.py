@@ -137,9 +137,15 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.world.evict(session, num_free)
 
-    @rule(seconds=st.sampled_from([0.1, 5.0, 10.0]))
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data(), unpin=st.booleans())
+    def pin(self, data: st.DataObject, unpin: bool) -> None:
+        choose = chooser(data)
+        (self.world.unpin if unpin else self.world.pin)(self.any_session(choose), choose)
+
+    @rule(seconds=st.sampled_from([1.0, 2.0, 10.0]))
     def pass_time(self, seconds: float) -> None:
-        self.world.advance(seconds)
+        self.world.pass_time(seconds)
 
     @invariant()
     def holds(self) -> None:

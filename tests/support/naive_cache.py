@@ -94,6 +94,8 @@ class NaiveCache:
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
+        self.pins: dict[str, Any] = {}  # see naive_keeping
+        self.now = 0.0
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
         self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
         self.seen_tenants: set[str] = set()
@@ -126,7 +128,7 @@ class NaiveCache:
         return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
 
     def num_holders(self, block: int) -> int:
-        return sum(block in q.table for q in self.sequences.values())
+        return sum(block in q.table for q in self.sequences.values()) + sum(block in p.blocks for p in self.pins.values())
 
     def states(self) -> list[BlockState]:
         """Rule R1: the one state of every block."""
@@ -136,6 +138,7 @@ class NaiveCache:
             (self.fences, BlockState.FENCED),
             (self.quarantine, BlockState.QUARANTINED),
             *((q.table, BlockState.REFERENCED) for q in self.sequences.values()),
+            *((pin.blocks, BlockState.REFERENCED) for pin in self.pins.values()),
         ):
             for block in held:
                 states[block] = state

@@ -6,7 +6,6 @@ A call answers no table, so each method is shown the table that the pool shows a
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cache_service.types import BlockState
 from tests.support.naive_cache import NaiveSequence, expect
 from tests.support.naive_steps import NaiveSteps
 
@@ -18,15 +17,11 @@ class NaiveCalls(NaiveSteps):
 
     def fits(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> bool:
         """Whether an extend to num_tokens gets its blocks, all of them."""
-        if q.running:
-            target = max(q.reserved, num_tokens)
-            copies = self.must_copy(q, target) is not None
-            room = max(0, self.num_available() - self.kept_from(q))
-            return self.num_blocks(target) - len(q.table) + copies <= room
-        match, room = self._match_for(q, num_tokens, look_up=look_up)
+        match, num_short = self._shortage(q, num_tokens, look_up=look_up)
         if self.is_younger(q):
-            return False
-        return max(self.num_blocks(num_tokens), len(match)) - len(match) <= max(room, 0)  # a hit alone takes no new block
+            num_needed = num_short + self.num_available()
+            return q.running and num_needed <= max(0, self.num_available() - self.owed())
+        return num_short <= 0 or self.can_give_way(q, num_short, match)
 
     def extend(
         self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool
@@ -34,6 +29,8 @@ class NaiveCalls(NaiveSteps):
         """Answers the blocks that are new in the table; copies is None where the service does not tell them."""
         with self._one_step(q):
             name = f"extend of {q.sequence_id}"
+            match, num_short = self._shortage(q, num_tokens, look_up=look_up)
+            self.give_way(q, num_short, match)
             if not q.running:
                 return self._start_exactly(q, num_tokens, shown, copies, look_up=look_up, name=name)
             q_reserved = max(q.reserved, num_tokens)
@@ -77,7 +74,7 @@ class NaiveCalls(NaiveSteps):
     def _start_exactly(
         self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool, name: str
     ) -> list[int]:
-        match, _ = self._match_for(q, num_tokens, look_up=look_up)
+        match = self._match_for(q, num_tokens, look_up=look_up)
         hit = len(match) * self.block_size
         reserved = max(hit, num_tokens)
         expect(len(shown), self.num_blocks(reserved), f"R2 {name}")
@@ -91,12 +88,21 @@ class NaiveCalls(NaiveSteps):
         self.num_changes += 1
         return shown[len(match) :]
 
-    def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:
+    def _shortage(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> tuple[list[int], int]:
+        """The hit of an extend, and how many blocks it lacks beside it."""
+        if q.running:
+            target = max(q.reserved, num_tokens)
+            num_needed = self.num_blocks(target) - len(q.table) + (self.must_copy(q, target) is not None)
+            return [], num_needed - self.num_available()
+        match = self._match_for(q, num_tokens, look_up=look_up)
+        num_needed = self.num_blocks(num_tokens) - len(match)
+        if num_needed <= 0:
+            return match, 0  # a hit alone takes no new block
+        return match, num_needed - self.room_beside(match) + self.watermark()
+
+    def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> list[int]:
         limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
-        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
-        states = self.states()
-        revived = sum(states[block] is BlockState.CACHED for block in match)
-        return match, self.num_available() - revived - self.watermark()
+        return self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
 
     def _check_copies(self, copies: list[Pair] | None, wanted: list[Pair], name: str) -> None:
         if copies is None:  # not told: the oracle sees whether they were right

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from cache_service.types import BlockState, PressureLevel
-from tests.support.naive_cache import NaiveCache, NaiveSequence
+from tests.support.naive_cache import NaiveSequence
+from tests.support.naive_keeping import NaiveKeeping
 
 PATIENCE_STEPS, PATIENCE_SECONDS = 4, 10.0
 
@@ -20,10 +21,9 @@ class NaiveClaim:
     asked_at: float
 
 
-class NaiveProgress(NaiveCache):
+class NaiveProgress(NaiveKeeping):
     """See the module."""
 
-    now = 0.0
     last_number = 0  # drawn for a sequence so far
     num_claims_made = 0
     num_kept = 0  # times that somebody was refused for the sake of an elder one

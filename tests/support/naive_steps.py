@@ -62,6 +62,8 @@ class NaiveSteps(NaiveProgress):
                 self.quarantine.setdefault(block, set()).add(session)
         for q in sequences:
             self.release(q)
+        for pin_id in [pin_id for pin_id, pin in self.pins.items() if pin.session == session]:
+            self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
         self.observe()
@@ -74,27 +76,6 @@ class NaiveSteps(NaiveProgress):
         self.settle()
         if had_any:
             self.observe()
-
-    def clear(self) -> tuple[int, int]:
-        """Answers (blocks that came free, entries forgotten)."""
-        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
-        self.index.clear()
-        self.pending.clear()
-        for q in self.sequences.values():
-            q.published = 0
-        self.settle()
-        return num_cached, num_entries
-
-    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
-        """The core says it evicted so many, and these entries are gone."""
-        states = self.states()
-        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
-        expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
-        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
-        self.victims, self.num_granted = oldest_first[:wanted], wanted
-        self.evict("eviction on demand", gone)
-        self.settle()
 
     # Steps
 
@@ -251,9 +232,9 @@ class NaiveSteps(NaiveProgress):
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
         match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
-        states = self.states()
-        room = states.count(BlockState.FREE) + states.count(BlockState.CACHED) - self.watermark()
-        room -= sum(states[block] is BlockState.CACHED for block in match)
+        if not self.is_younger(q):
+            self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
+        room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
         if room <= 0 or self.is_younger(q):
@@ -314,10 +295,13 @@ class NaiveSteps(NaiveProgress):
     ) -> tuple[bool, list[Update]]:
         """The largest count that fits. Answers whether later items get nothing, and the table updates."""
         target = max(q.reserved, most)
-        kept, has_right = self.kept_from(q), bool(self.claimants()) and not self.is_younger(q)
-        available = self.num_available()
-        room = 0 if blocked and not has_right else max(0, available - kept)
         copied_idx = self.must_copy(q, target)
+        needed = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
+        has_right = bool(self.claimants()) and not self.is_younger(q)
+        if has_right or not (blocked or self.is_younger(q)):
+            self.give_way(q, needed - self.num_available(), [])
+        available = self.num_available()
+        room = 0 if blocked and not has_right else max(0, available - self.kept_from(q))
         room -= copied_idx is not None
         granted = min(target, (len(q.table) + max(room, 0)) * self.block_size)
         name = f"reservation of {q.sequence_id}"
@@ -326,7 +310,6 @@ class NaiveSteps(NaiveProgress):
             expect(answer, min(q.reserved, least - 1), f"{name}, refused")
             expect(new_blocks, [], f"R7 {name}, refused")
             self.refused.append((q, self.num_blocks(target) - len(q.table) + (copied_idx is not None)))
-            needed = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
             self.num_kept += needed <= available and not blocked
             return blocked or needed > available, []
         q.claim = None

@@ -7,6 +7,7 @@ reference, and its distance from SDPA in the same run says how much of a differe
 import contextlib
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+    TinyModel("gemma", "Gemma"),
+    TinyModel("gemma2", "Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
+    TinyModel("gemma3", "Gemma3Text", {"sliding_window": 8, "sliding_window_pattern": 2}),
 )
 
 
@@ -78,7 +82,7 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
     config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})
     torch.manual_seed(seed)
     with _quiet():
-        network = getattr(transformers, f"{model.family}ForCausalLM")(config)
+        network = getattr(transformers, f"{model.family.removesuffix('Text')}ForCausalLM")(config)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
                 if name.endswith("bias"):
@@ -94,6 +98,10 @@ def write_v4_config(folder: Path) -> None:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     rope = raw.pop("rope_parameters")
+    if "full_attention" in rope:  # Gemma 3: windows have a rope of their own, and come in turn
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        raw["sliding_window_pattern"] = raw["layer_types"].index("full_attention") + 1
+        rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     raw["torch_dtype"] = raw.pop("dtype")
@@ -164,9 +172,16 @@ class ReferenceLogits:
 
 
 def reference_logits(folder: Path, cases: Sequence[NumericsCase]) -> ReferenceLogits:
-    """Run every case whole, without a cache, through transformers with eager and with SDPA attention."""
-    eager, sdpa = _logits(folder, cases, "eager"), _logits(folder, cases, "sdpa")
+    """Run every case whole, without a cache, through transformers with eager and, where it has it, with SDPA attention."""
+    eager = logits_of(folder, cases)
+    if _softcaps(folder):  # which SDPA cannot do
+        return ReferenceLogits(eager, math.inf)
+    sdpa = logits_of(folder, cases, attention="sdpa")
     return ReferenceLogits(eager, max(float((a - b).abs().max()) for a, b in zip(eager, sdpa, strict=True)))
+
+
+def _softcaps(folder: Path) -> bool:
+    return json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -174,13 +189,14 @@ def random_tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def _logits(folder: Path, cases: Sequence[NumericsCase], attention: str) -> tuple[torch.Tensor, ...]:
+def logits_of(
+    folder: Path, cases: Sequence[NumericsCase], dtype: torch.dtype = torch.float32, attention: str = "eager"
+) -> tuple[torch.Tensor, ...]:
+    """Logits of transformers [T, vocab_size] of each case, float32, computed in dtype."""
     with _quiet():
-        network = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=attention, dtype=torch.float32
-        ).eval()
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
     with torch.no_grad():
-        return tuple(network(torch.tensor([case.tokens]), use_cache=False).logits[0] for case in cases)
+        return tuple(network(torch.tensor([case.tokens]), use_cache=False).logits[0].float() for case in cases)
 
 
 @contextlib.contextmanager

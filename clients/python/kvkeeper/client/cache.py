@@ -7,14 +7,15 @@ KvkeeperError. cache_sync.py has the same for threads.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
-from kvkeeper.client.cache_calls import Call, SessionCalls, TokenIds
-from kvkeeper.client.door import AsyncDoor
+from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, SessionCalls, TokenIds
+from kvkeeper.client.door import AsyncDoor, AsyncStream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.step_stream import StepStream
@@ -182,6 +183,14 @@ class AsyncCacheSession:
         """Why the longest cached prefix of these tokens ends where it does."""
         return await self._do(self._calls.explain_match(token_ids, tenant))
 
+    def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S) -> AsyncStream:
+        """Iterate over what is cached for the tenant, then every change of it; cancel() ends the watch.
+
+        The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
+        """
+        options = replace(self._door.options, timeout_s=timeout_s)
+        return self._door.stream(self._door.stub.WatchEvents, self._calls.watch_events(tenant), options)
+
     async def check_admission(
         self,
         token_ids: TokenIds = (),
@@ -192,6 +201,14 @@ class AsyncCacheSession:
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
         return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
+
+    async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return await self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    async def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        await self._do(self._calls.unpin_prefix(pin_id))
 
     async def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""

@@ -17,6 +17,7 @@ from kvkeeper.client.kv_chunks import KvTokens
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
+WATCH_TIMEOUT_S = 86_400.0  # a watch lasts as long as its session, but every call has a deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,9 @@ class SessionCalls:
         request = pb.ExplainMatchRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
         return Call("ExplainMatch", request, _whole)
 
+    def watch_events(self, tenant: str) -> pb.WatchEventsRequest:
+        return pb.WatchEventsRequest(**self.head, tenant=tenant)
+
     def check_admission(
         self,
         token_ids: TokenIds,
@@ -152,6 +156,13 @@ class SessionCalls:
             retention=retention,
         )
         return Call("CheckAdmission", request, _whole)
+
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str) -> Call[pb.PinPrefixResponse]:
+        request = pb.PinPrefixRequest(**self.head, token_ids=_checked(token_ids).tolist(), ttl_ms=ttl_ms, tenant=tenant)
+        return Call("PinPrefix", request, _whole)
+
+    def unpin_prefix(self, pin_id: str) -> Call[None]:
+        return Call("UnpinPrefix", pb.UnpinPrefixRequest(**self.head, pin_id=pin_id), lambda _: None)
 
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)

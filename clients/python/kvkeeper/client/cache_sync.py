@@ -4,6 +4,7 @@ A session is not for use from two threads at once.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -11,8 +12,8 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
 from kvkeeper.client.cache import DEFAULT_TARGET
-from kvkeeper.client.cache_calls import Call, SessionCalls, TokenIds
-from kvkeeper.client.door import Door
+from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, SessionCalls, TokenIds
+from kvkeeper.client.door import Door, Stream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
@@ -159,6 +160,14 @@ class CacheSession:
         """Why the longest cached prefix of these tokens ends where it does."""
         return self._do(self._calls.explain_match(token_ids, tenant))
 
+    def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S) -> Stream:
+        """Iterate over what is cached for the tenant, then every change of it; cancel() ends the watch.
+
+        The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
+        """
+        options = replace(self._door.options, timeout_s=timeout_s)
+        return self._door.stream(self._door.stub.WatchEvents, self._calls.watch_events(tenant), options)
+
     def check_admission(
         self,
         token_ids: TokenIds = (),
@@ -169,6 +178,14 @@ class CacheSession:
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
         return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
+
+    def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+        """Keep what is cached of a prefix from eviction, for a time."""
+        return self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
+
+    def unpin_prefix(self, pin_id: str) -> None:
+        """End a pin of this session."""
+        self._do(self._calls.unpin_prefix(pin_id))
 
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""

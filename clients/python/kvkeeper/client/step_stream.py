@@ -27,6 +27,9 @@ class StepStream:
         self._options = options
         self._call: Any = None
         self._busy = False
+        self._deadline = 0.0  # of the exchange under way, or of the last one
+        self._is_late = False
+        self._timer: asyncio.TimerHandle | None = None
 
     async def exchange(self, request: bytes) -> bytes:
         """The answer to a step. Raises KvkeeperError; the step's outcome is then known only if the service refused it.
@@ -36,47 +39,90 @@ class StepStream:
         if self._busy:
             raise RuntimeError("a session has one unanswered step at a time")
         self._busy = True
+        self._watch()
         try:
-            async with asyncio.timeout(self._options.timeout_s):
-                return await self._exchange(request)
-        except TimeoutError:
-            raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time") from None
+            return await self._write_and_read(request)
+        except KvkeeperError as error:
+            return await self._repeat(request, error)
         finally:
             self._busy = False
 
-    async def _exchange(self, request: bytes) -> bytes:
-        patience: Patience | None = None  # made only when something failed: this is the hot path
+    async def _repeat(self, request: bytes, error: KvkeeperError) -> bytes:
+        """The answer after the first try has failed."""
+        patience = Patience(self._options, time.monotonic())
         while True:
+            pause = patience.pause_after(error, time.monotonic())
+            if pause is None:
+                raise error
+            await asyncio.sleep(pause)
+            if self._is_late:
+                raise _late()
             try:
                 return await self._write_and_read(request)
-            except KvkeeperError as error:
-                now = time.monotonic()
-                patience = patience or Patience(self._options, now)
-                pause = patience.pause_after(error, now)
-                if pause is None:
-                    raise
-            await asyncio.sleep(pause)
+            except KvkeeperError as again:
+                error = again
+
+    def _watch(self) -> None:
+        """Sees to it that the exchange ends by its deadline.
+
+        One timer runs at a time and looks at where the deadline has moved meanwhile: a timer for each step, of which none
+        ever fires, costs more than the rest of this class.
+        """
+        loop = asyncio.get_running_loop()
+        self._is_late = False
+        self._deadline = loop.time() + self._options.timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._busy:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._deadline:
+            self._timer = loop.call_at(self._deadline, self._on_timer)
+        else:
+            self._is_late = True
+            self._end_call()
 
     async def _write_and_read(self, request: bytes) -> bytes:
-        if self._call is None:
-            self._call = self._open()  # its deadline is that of each step
+        call = self._call
+        if call is None:
+            call = self._call = self._open()  # its deadline is that of each step
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # ended since the last step: read() tells its status
-                await self._call.write(request)
-            answer = await self._call.read()
-        except grpc.RpcError as failure:
-            self.cancel()
-            raise error_of(failure) from None
-        except BaseException:
-            self.cancel()
+                await call.write(request)
+            answer = await call.read()
+        except BaseException as failure:
+            self._end_call()
+            if self._is_late and not _is_cancelled():
+                raise _late() from None
+            if isinstance(failure, grpc.RpcError):
+                raise error_of(failure) from None
             raise
         if answer is EOF:
-            self.cancel()
+            self._end_call()
             raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, message="the service ended the stream of steps")
         return answer
 
     def cancel(self) -> None:
         """End the stream. A session whose stream ends has a short grace to open another."""
+        self._end_call()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_call(self) -> None:
         if self._call is not None:
             self._call.cancel()
             self._call = None
+
+
+def _late() -> KvkeeperError:
+    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time")
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels the task that runs; a call that is cancelled here ends in the same exception."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

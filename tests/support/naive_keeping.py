@@ -1,0 +1,104 @@
+"""What the reference model makes of what keeps cached prefixes and what forgets them: pins, time, clearing, eviction on demand.
+
+A pin is a list of blocks that it holds until its time is over.
+"""
+
+from dataclasses import dataclass
+
+from cache_service.types import BlockState
+from tests.support.naive_cache import NaiveCache, NaiveSequence, expect, require
+
+
+@dataclass
+class NaivePin:
+    """One live pin."""
+
+    session: str
+    blocks: list[int]
+    deadline: float
+
+
+class NaiveKeeping(NaiveCache):
+    """The reference model, with pins and the time that ends them, and calls that forget."""
+
+    def pin(self, session: str, tenant: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
+        """The core says it pinned so many tokens under this id."""
+        self.clock += 1
+        taken = {block for pin in self.pins.values() for block in pin.blocks}
+        most = self.config.num_usable_blocks // 2
+        blocks: list[int] = []
+        for block in self.match(tenant, tokens):
+            if len(taken | {block}) > most:
+                break
+            taken.add(block)
+            blocks.append(block)
+        pin_id, num_tokens = found
+        expect(num_tokens, len(blocks) * self.block_size, "tokens pinned")
+        expect(bool(pin_id), bool(blocks), "a pin of nothing has no id")
+        if blocks:
+            self.pins[pin_id] = NaivePin(session, blocks, self.now + ttl)
+        self.settle()
+
+    def unpin(self, pin_id: str) -> None:
+        self.clock += 1
+        for block in self.pins.pop(pin_id).blocks:
+            self.ages.pop(block, None)
+        self.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        """What falls due by then has happened."""
+        self.now += seconds
+        for pin_id in self.soonest_first():
+            if self.pins[pin_id].deadline <= self.now:
+                self.unpin(pin_id)
+
+    def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
+        """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
+        if any(other.running for other in self.sequences.values() if other is not q):
+            return False
+        if num_short <= self.count(BlockState.FENCED):
+            return False
+        in_use = {block for other in self.sequences.values() for block in other.table} | set(besides)
+        in_use |= {*self.fences, *self.quarantine}
+        return len({block for pin in self.pins.values() for block in pin.blocks} - in_use) >= num_short
+
+    def give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
+        """Ends pins, the soonest to end first, until there is room, or changes nothing."""
+        if num_short <= 0 or not self.can_give_way(q, num_short, besides):
+            return False
+        target = self.room_beside(besides) + num_short
+        for pin_id in self.soonest_first():
+            if self.room_beside(besides) >= target:
+                break
+            self.unpin(pin_id)
+        return True
+
+    def soonest_first(self) -> list[str]:
+        return sorted(self.pins, key=lambda pin_id: self.pins[pin_id].deadline)
+
+    def room_beside(self, blocks: list[int]) -> int:
+        """Blocks that could be had if these were held."""
+        states = self.states()
+        return self.num_available() - sum(states[block] is BlockState.CACHED for block in blocks)
+
+    def clear(self) -> tuple[int, int]:
+        """Answers (blocks that came free, entries forgotten)."""
+        self.pins.clear()
+        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
+        self.index.clear()
+        self.pending.clear()
+        for q in self.sequences.values():
+            q.published = 0
+        self.settle()
+        return num_cached, num_entries
+
+    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
+        """The core says it evicted so many, and these entries are gone."""
+        states = self.states()
+        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
+        expect(answered, wanted, "blocks evicted on demand")
+        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
+        self.victims, self.num_granted = oldest_first[:wanted], wanted
+        self.evict("eviction on demand", gone)
+        self.settle()
