@@ -29,4 +29,4 @@ def computing_len(tables: BlockTables, slot: int, max_hit: int) -> int:
         differ = np.flatnonzero(seqs.tokens[rival, :known] != seqs.tokens[slot, :known])
         num_common = (int(differ[0]) if len(differ) else known) // size * size
         longest = max(longest, num_common)
-    return longest if longest > start else 0
+    return longest if longest > start and longest >= tables.min_prefix_tokens else 0

@@ -173,6 +173,11 @@ class PoolRegistry:
             evict_above=self._config.evict_above,
             pressure_levels=self._config.pressure_levels,
             prefix_caching=self._config.prefix_caching,
+            prefix_ttl=self._config.prefix_ttl,
+            min_prefix_tokens=self._config.min_prefix_tokens,
+            max_cached_blocks=self._config.max_cached_blocks,
+            tenant_quota=self._config.tenant_quota,
+            tenant_quotas=self._config.tenant_quotas,
         )
         return Pool(key, spec, config, await self._arena(num_bytes), self._start_numbers)
 

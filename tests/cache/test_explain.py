@@ -95,14 +95,15 @@ def test_what_went_is_known_again_under_a_parent_of_another_number() -> None:
 
 
 def test_a_sequence_that_computes_the_next_block_is_seen_until_it_has_committed() -> None:
-    world = cached()
+    world = cached(num_blocks=20)
     longer = [*PROMPT[:8], 10, 11, 12, 13, 14]
     world.create(2, longer, session=B)
     assert explain(world, longer).end is MatchEnd.NEVER_STORED  # it waits; nobody computes
     world.step(B, starts=[(2, 100, 100)])
     assert explain(world, longer).end is MatchEnd.COMPUTING
     assert explain(world, [*longer[:8], 10, 11, 12, 0]).end is MatchEnd.NEVER_STORED
-    assert explain(world, [0, *longer[1:]]).end is MatchEnd.NEVER_STORED
+    world.prefill(3, [0] * 9)
+    assert explain(world, [*[0] * 8, *longer[8:]]).end is MatchEnd.NEVER_STORED  # the same block behind another prefix
     world.step(B, commits=[(2, 12, [])])
     found = explain(world, longer)
     assert (found.num_matched, found.end) == (12, MatchEnd.PARTIAL_BLOCK)

@@ -47,7 +47,10 @@ class Counts:
     evicted: int = 0
     forks: int = 0
     pins: int = 0
+    expired: int = 0
+    quota_evictions: int = 0
     retention_dropped: int = 0
+    narrowed: int = 0
     claims: int = 0
     kept_for_elders: int = 0
     give_backs: int = 0
@@ -83,6 +86,10 @@ class Simulation:
             max_sequences=rng.choice([4, 8, 16, 32]),
             max_tokens_per_sequence=rng.choice([6, 12, 24, 48]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            prefix_ttl=rng.choice([None, None, 1.0, 10.0]),
+            min_prefix_tokens=rng.choice([0, 0, 3]),
+            max_cached_blocks=rng.choice([None, None, 0, 4]),
+            tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
             evict_above=rng.choice([1.0, 1.0, 0.9, 0.5]),
         )
         self.driver = CoreDriver(config)
@@ -119,9 +126,11 @@ class Simulation:
         expect(stats.num_adopted_blocks, naive.num_adopted, "adopted blocks")
         expect(stats.num_retention_dropped_blocks, naive.num_retention_dropped, "blocks dropped by retention")
         expect(stats.num_evicted_blocks, naive.num_evicted + naive.num_retention_dropped, "evicted blocks")
+        expect(stats.num_expired_blocks, naive.num_expired, "expired blocks")
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.expired, counts.quota_evictions = naive.num_expired, stats.num_quota_evictions
         counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
         counts.retention_dropped = naive.num_retention_dropped
         counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
@@ -177,7 +186,9 @@ class Simulation:
             self.world.pin(session, self.choose)
         elif event < 62:
             self.world.unpin(session, self.choose)
-        elif event < 72:
+        elif event < 64:
+            self.counts.narrowed += self.world.narrow(session, self.choose)
+        elif event < 74:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

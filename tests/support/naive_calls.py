@@ -102,7 +102,7 @@ class NaiveCalls(NaiveSteps):
 
     def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> list[int]:
         limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
-        return self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
+        return self.hit(q, limit)
 
     def _check_copies(self, copies: list[Pair] | None, wanted: list[Pair], name: str) -> None:
         if copies is None:  # not told: the oracle sees whether they were right
@@ -122,6 +122,7 @@ class NaiveCalls(NaiveSteps):
         self.evict(f"call on {q.sequence_id}")
         self.observe()
         self.publish()
+        self.observe()
         self.sessions[q.session].updates.clear()
         self.complete(q.session, self.sessions[q.session].step_id)
         self.settle()

@@ -76,14 +76,14 @@ class NaiveProgress(NaiveKeeping):
             return 0
         size = self.block_size
         most = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
-        best = len(self.match(q.tenant, q.tokens[:most])) * size
+        best = len(self.hit(q, most)) * size
         found = 0
         for other in self.sequences.values():
             if other.running and other.tenant == q.tenant:
                 known = other.tokens[: min(other.reserved, most, self.num_shareable(other) * size)]
                 same = next((i for i, (a, b) in enumerate(zip(known, q.tokens, strict=False)) if a != b), len(known))
                 found = max(found, same // size * size)
-        return found if found > best else 0
+        return found if found > best and found >= self.config.min_prefix_tokens else 0
 
     def observe(self) -> None:
         """Pressure after a change: entered at a ratio, left 0.05 below it."""

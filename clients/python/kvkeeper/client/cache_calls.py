@@ -117,6 +117,10 @@ class SessionCalls:
         request = pb.TruncateSequenceRequest(**self.head, sequence_id=sequence_id, num_tokens=num_tokens)
         return Call("TruncateSequence", request, _sequence)
 
+    def update(self, sequence_id: int, priority: int | None, retention: pb.Retention | None) -> Call[pb.SequenceInfo]:
+        request = pb.UpdateSequenceRequest(**self.head, sequence_id=sequence_id, priority=priority, retention=retention)
+        return Call("UpdateSequence", request, _sequence)
+
     def release(self, sequence_id: int) -> Call[int]:
         request = pb.ReleaseSequenceRequest(**self.head, sequence_id=sequence_id)
         return Call("ReleaseSequence", request, lambda answer: answer.num_dropped_blocks)
@@ -174,10 +178,6 @@ class SessionCalls:
             **self.head, num_free_blocks=num_free_blocks, num_blocks=num_blocks, max_utilization=max_utilization
         )
         return Call("EvictBlocks", request, _whole)
-
-    def update(self, sequence_id: int, priority: int | None) -> Call[pb.SequenceInfo]:
-        request = pb.UpdateSequenceRequest(**self.head, sequence_id=sequence_id, priority=priority)
-        return Call("UpdateSequence", request, _sequence)
 
     def select_victims(
         self, policy: "pb.VictimPolicy", num_blocks: int, max_utilization: float | None

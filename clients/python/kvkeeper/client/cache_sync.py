@@ -140,6 +140,10 @@ class CacheSession:
         """Cut to an absolute length."""
         return self._do(self._calls.truncate(sequence_id, num_tokens))
 
+    def update(self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None) -> pb.SequenceInfo:
+        """Change its priority, or keep less of it; None leaves as it is."""
+        return self._do(self._calls.update(sequence_id, priority, retention))
+
     def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return self._do(self._calls.release(sequence_id))
@@ -196,10 +200,6 @@ class CacheSession:
     ) -> pb.EvictBlocksResponse:
         """Evict until so many blocks are free, so many cached blocks, or until this share of the pool is held or cached."""
         return self._do(self._calls.evict_blocks(num_free_blocks, num_blocks, max_utilization))
-
-    def update(self, sequence_id: int, priority: int | None = None) -> pb.SequenceInfo:
-        """Change the sequence; None keeps what it is."""
-        return self._do(self._calls.update(sequence_id, priority))
 
     def select_victims(
         self,
