@@ -178,6 +178,7 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
+            logits_memory=self._config.logits_memory,
         )
         return Pool(key, spec, config, await self._arena(num_bytes), self._start_numbers)
 

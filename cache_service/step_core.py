@@ -256,7 +256,12 @@ class StepCore:
         if tables.progress.claims:
             tables.progress.end_step(owner)
             num_give_back = tables.progress.num_give_back(owner)
-        return self._reply(log, forks, starts, plan, grants, num_give_back)
+        reply = self._reply(log, forks, starts, plan, grants, num_give_back)
+        if owner.logits and len(batch.start_ids):
+            held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
+            has_logits = _int32([item is not None and item.step_id == owner.step_id for item in held])
+            reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
+        return reply
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""

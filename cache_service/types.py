@@ -320,6 +320,7 @@ class PoolStats:
     num_hits: int
     num_look_up_tokens: int
     num_hit_tokens: int
+    num_full_hits: int
     num_evicted_blocks: int
     num_forks: int
     num_copies_on_write: int
@@ -336,7 +337,10 @@ class PoolStats:
     num_pins: int
     num_pinned_blocks: int
     num_expired_blocks: int
+    num_cleared_blocks: int
+    num_tenants: int
     num_quota_evictions: int
+    num_stored_logits: int
     num_refused_starts: int = 0
     num_computing_answers: int = 0
     num_owed_blocks: int = 0

@@ -57,8 +57,9 @@ def test_other_tokens_were_never_stored_and_the_nearest_block_says_how_near_they
     assert explain(world, [*PROMPT[:4], 5, 6, 7, 1, 0]).num_common == 3  # the nearest of two
 
 
-def test_a_hit_is_what_a_start_takes() -> None:
-    world = cached()
+@pytest.mark.parametrize("min_prefix_tokens", [0, 4, 5, 8, 9])
+def test_a_hit_is_what_a_start_takes(min_prefix_tokens: int) -> None:
+    world = cached(min_prefix_tokens=min_prefix_tokens)
     for num_tokens in range(1, 10):
         found = explain(world, PROMPT[:num_tokens])
         world.create(7, PROMPT[:num_tokens])
@@ -79,6 +80,15 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -
     world.manager.clear_prefix_cache()
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.CLEARED, 0.0)
+
+
+def test_a_block_that_outlived_its_time_is_told_as_such() -> None:
+    world = cached(prefix_ttl=5.0)
+    world.manager.now = 20.0
+    world.manager.tick()
+    world.manager.now = 21.0
+    found = explain(world, PROMPT)
+    assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.EXPIRED, 1.0)
 
 
 def test_what_went_is_known_again_under_a_parent_of_another_number() -> None:
@@ -170,7 +180,7 @@ def test_a_pool_that_caches_nothing_says_so() -> None:
 
 def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
     world = cached(min_prefix_tokens=8)
-    for num_tokens, hit, end in ((5, 0, MatchEnd.BELOW_MINIMUM), (9, 8, MatchEnd.PARTIAL_BLOCK)):
+    for num_tokens, hit, end in ((4, 0, MatchEnd.COMPLETE), (5, 0, MatchEnd.BELOW_MINIMUM), (9, 8, MatchEnd.PARTIAL_BLOCK)):
         found = explain(world, PROMPT[:num_tokens])
         assert (found.num_hit, found.end) == (hit, end)
 
