@@ -54,7 +54,7 @@ class CacheConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     watermark: float = 0.01  # share of a pool kept free when admitting while something runs
     evict_above: float = 1.0  # share of a pool; cached blocks above it are evicted before they are needed
     pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
