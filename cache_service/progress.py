@@ -148,7 +148,7 @@ class Progress:
         seqs = self._sequences
         wrong: list[str] = []
         for slot, claim in self.claims.items():
-            if seqs.states[slot] not in (SequenceState.WAITING, SequenceState.RUNNING):
+            if seqs.states[slot] not in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED):
                 wrong.append("a sequence claims blocks that can take none")
             elif claim.age != self.age(slot) or claim.owner_number != seqs.owners[slot] or claim.num_blocks < 1:
                 wrong.append(f"the claim of sequence {int(seqs.ids[slot])} is not as old as its sequence")
