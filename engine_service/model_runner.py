@@ -11,9 +11,7 @@ import torch
 
 from engine_service.batch import Batch
 from engine_service.errors import ModelError
-from engine_service.model.attention import build_attention_metadata
-from engine_service.model.config import ModelConfig
-from engine_service.model.decoder import Decoder
+from engine_service.model.attention import AttentionMetadata, build_attention_metadata
 from kernels.copy_blocks import copy_blocks
 from kernels.layout import KvLayout
 from kernels.scratch import Scratch
@@ -33,7 +31,48 @@ class Runner(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
 
-def kv_layout_of(config: ModelConfig, dtype: torch.dtype, block_size: int) -> KvLayout:
+class Shape(Protocol):
+    """The part of a model's config that decides its K and V."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+class Model(Protocol):
+    """A Decoder, or a TransformersModel; the former explains forward."""
+
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Shape: ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        max_position: int,
+        kv_view: torch.Tensor,
+        metadata: AttentionMetadata,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int) -> KvLayout:
     """The layout of the blocks that a model of this config, computing in `dtype`, needs."""
     return KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
 
@@ -41,7 +80,7 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, block_size: int) -> Kv
 class ModelRunner:
     """A decoder on an arena."""
 
-    def __init__(self, model: Decoder, kv_view: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, model: Model, kv_view: torch.Tensor, layout: KvLayout) -> None:
         """
         Args:
             model: the loaded decoder.

@@ -10,20 +10,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.model.config import CONFIG_FILE, ModelConfig
-from engine_service.model.decoder import Decoder
+from engine_service.model.config import ModelConfig, is_native
 from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
+from engine_service.model.json_fields import CONFIG_FILE
 from engine_service.model.json_file import read_json_object
 from engine_service.model.loader import DtypeChoice, load_model
 from engine_service.model.safetensors_files import list_weight_files
-from engine_service.model_runner import ModelRunner, Runner, kv_layout_of
+from engine_service.model.transformers_model import load_transformers_model
+from engine_service.model_runner import Model, ModelRunner, Runner, kv_layout_of
 from engine_service.text import ModelText
 from engine_service.tokenizer import Tokenizer
 from kernels.layout import KvLayout
@@ -81,27 +82,32 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     """Load what --model names. Raises ModelError."""
     if config.model == HASH_TOY:
         return _hash_toy()
-    folder = Path(config.model).resolve()
-    decoder, model_config = load_model(folder, dtype=cast(DtypeChoice, config.dtype), progress=config.progress)
-    return _from_folder(folder, decoder, model_config)
+    folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    if (model_type := raw.get("model_type")) is not None and not is_native(model_type):
+        model = load_transformers_model(folder, model_type, dtype, progress=config.progress)
+        return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
+    decoder, model_config = load_model(folder, dtype=dtype, progress=config.progress)
+    ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
+    return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
 
 
-def _from_folder(folder: Path, decoder: Decoder, config: ModelConfig) -> ServedModel:
-    raw = read_json_object(folder / CONFIG_FILE)
-    architectures = raw.get("architectures") or [config.family]
+def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters: int, rope_parameters: str) -> ServedModel:
+    config, dtype = model.config, model.dtype
+    architectures = raw.get("architectures") or [raw.get("model_type")]
     return ServedModel(
         model_id=folder.name,
         revision=weights_digest(folder),
         architecture=str(architectures[0]),
-        num_parameters=_num_parameters(folder, config),
+        num_parameters=num_parameters,
         vocab_size=config.vocab_size,
         max_len=config.max_position,
-        compute_dtype=str(decoder.dtype).removeprefix("torch."),
+        compute_dtype=str(dtype).removeprefix("torch."),
         text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
-        layout=lambda block_size: kv_layout_of(config, decoder.dtype, block_size),
-        make_runner=lambda kv_view, layout: ModelRunner(decoder, kv_view, layout),
+        layout=lambda block_size: kv_layout_of(config, dtype, block_size),
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
-        rope_parameters=json.dumps([rope and dataclasses.asdict(rope) for rope in (config.rope, config.local_rope)]),
+        rope_parameters=rope_parameters,
     )
 
 

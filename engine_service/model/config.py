@@ -111,6 +111,11 @@ _FAMILIES: Final[Mapping[str, _Family]] = {
 }
 
 
+def is_native(model_type: object) -> bool:
+    """Whether the decoder has this family."""
+    return model_type in _FAMILIES
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """Read config.json of a model folder.
 

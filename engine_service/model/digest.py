@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from engine_service.errors import ModelFileMissingError, WeightsError
-from engine_service.model.config import CONFIG_FILE
+from engine_service.model.json_fields import CONFIG_FILE
 from engine_service.model.safetensors_files import list_weight_files
 
 _MEMORY_FILE: Final = "weights_digests.json"

@@ -43,7 +43,7 @@ def load_model(
         raise ModelFileMissingError(f"model folder {folder}")
     config = read_model_config(folder)
     files = list_weight_files(folder)
-    weights, destinations = allocate_weights(config, _compute_dtype(config, device, dtype), device)
+    weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device)
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
@@ -68,11 +68,12 @@ def load_model(
     return Decoder(config, weights), config
 
 
-def _compute_dtype(config: ModelConfig, device: torch.device, choice: DtypeChoice) -> torch.dtype:
+def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
+    """What to compute in; weights_dtype is the config's word. Raises UnsupportedModelError."""
     # On a CPU float32 is the fast one, and what numerics are held to.
     name: str = choice
     if choice == "auto":
-        name = "float32" if device.type == "cpu" else config.weights_dtype or "bfloat16"
+        name = "float32" if device.type == "cpu" else str(weights_dtype or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise UnsupportedModelError("dtype", name, ", ".join(("auto", *_DTYPES)))
     return _DTYPES[name]
