@@ -239,7 +239,9 @@ class Manager(PrefixCalls):
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
-        return invariants.violations(self.tables, list(self._owners.values()), list(self._quarantines.values()))
+        return invariants.violations(
+            self.tables, [*self._owners.values(), *self.reclaim.owners], list(self._quarantines.values())
+        )
 
     def block_state(self, block: BlockId) -> BlockState:
         return self.tables.pool.state(block)

@@ -14,6 +14,7 @@ from cache_service.block_tables import BlockTables, Grants, StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
+from cache_service.reclaim import Reclaim
 from cache_service.step import StepPlan, check_id, check_step, has_one_each
 from cache_service.types import (
     NO_INT32,
@@ -51,6 +52,7 @@ class StepCore:
             raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
         self.config = config
         self.tables = BlockTables(config)
+        self.reclaim = Reclaim(self.tables)
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -88,7 +90,10 @@ class StepCore:
         self._next_owner += 1
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
-        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+
+        Of a large one, some is left for `reclaim.some`.
+        """
         owner = self._owner(session)
         self.revision += 1
         self.publish_pending()
@@ -106,10 +111,10 @@ class StepCore:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
-        self.tables.release(owner, slots.tolist())
-        self.tables.pins.end_of(session)
         del self._owners[session]
-        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
+        self.reclaim.end(owner)
+        self.tables.pins.end_of(session)
+        return CloseResult(len(ids), self.tables.pool.num_distinct(self._quarantines.get(session, NO_INT32)))
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""

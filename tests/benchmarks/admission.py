@@ -1,4 +1,4 @@
-"""Admission of a prompt of 131,072 tokens, half of it cached: what its calls cost in the core, and publishing what it computed."""
+"""Admission of a prompt of 131,072 tokens, half of it cached: what its calls cost in the core, with publishing its blocks."""
 
 import time
 from collections.abc import Callable, Iterator

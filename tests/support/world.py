@@ -64,6 +64,11 @@ class World:
         if may_still_write:
             self.ended.append(session)
 
+    def reclaim(self, choose: Choose) -> None:
+        """Some of what ended sessions held is given back."""
+        max_blocks = 1 + choose(3)
+        expect(self.driver.reclaim(max_blocks), self.naive.reclaim(max_blocks), "more is to be given back")
+
     def run_ended(self, session: SessionId) -> None:
         self.memory.run_one(session, ended=True)
 
@@ -86,7 +91,7 @@ class World:
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
         tenant = self.tenants[choose(len(self.tenants))]
         args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
-        if len(self.naive.sequences) == self.config.max_sequences:
+        if len(self.naive.holders) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
