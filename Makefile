@@ -65,8 +65,9 @@ test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tes
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
-soak: $(VENV)/.dev $(GENERATED)  ## seeded simulation of the core; OPS=10000000 SEED=1
-	$(BIN)/python -m tests.sim.soak --ops $(or $(OPS),10000000) --seed $(or $(SEED),1)
+soak: $(VENV)/.dev $(GENERATED)  ## what the cache promises, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
+	$(BIN)/python -m tests.soak --rows "$(ROWS)" --minutes $(or $(MINUTES),10) --state $(or $(STATE),.soak.json) \
+	    $(if $(SEED),--seed $(SEED))
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from cache_service.eviction import EvictionPolicy, make_policy
 from cache_service.free_list import FreeList
-from cache_service.types import BlockState, Int32Array, PoolConfig, PressureLevel
+from cache_service.limits import CacheLimits
+from cache_service.prefix_index import PrefixIndex
+from cache_service.types import BlockState, Int32Array, MatchEnd, PoolConfig, PressureLevel
 
 _PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0.6, PressureLevel.MEDIUM))
 
@@ -21,21 +23,23 @@ _PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0
 class BlockPool:
     """All counts are arrays over block ids; block 0 is the null block and has none."""
 
-    def __init__(self, config: PoolConfig, forget: Callable[[Int32Array], Int32Array]) -> None:
-        """forget(blocks) un-indexes evicted blocks and answers which others lost their entry with them."""
+    def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], Int32Array]) -> None:
+        """forget(blocks, why) un-indexes blocks and answers which others lost their entry with them."""
         self.num_blocks = config.num_blocks
         self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
-        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks, self._is_evictable)
+        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
         self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
         self.num_evictable = 0
         self.num_referenced = 0
         self.num_evicted = 0
         self.peak_used = 0
         self._forget = forget
+        self.limits = CacheLimits(config, index)
+        self._watcher = self.limits if self.limits.wants_order else None
 
     @property
     def num_available(self) -> int:
@@ -78,7 +82,7 @@ class BlockPool:
         revived = idle[self._is_evictable(idle)]
         if len(revived):
             self.policy.hit(revived)
-            self.num_evictable -= len(revived)
+            self._lose(revived)
         self.num_referenced += len(idle)
         np.add.at(self.ref_counts, blocks, 1)
         self.peak_used = max(self.peak_used, self.num_used)
@@ -116,19 +120,32 @@ class BlockPool:
         return self.num_available - before
 
     def evict(self, count: int) -> None:
-        """Forgets the first count of the eviction order (num_evictable is at least count)."""
-        victims = self.policy.take(count)
-        self.num_evictable -= len(victims)
+        """Forgets the first count of the eviction order (num_evictable is at least count), of tenants with too many first."""
+        if self.limits.has_quotas and self.limits.over:
+            victims = self.limits.take_over(count)
+            self._lose(victims)
+            self.indexed[victims] = False
+            self.policy.forget(victims)
+            others = self.policy.take(count - len(victims))
+            self._lose(others)
+            victims = np.concatenate([victims, others])
+        else:
+            victims = self.policy.take(count)
+            self._lose(victims)
         self.indexed[victims] = False
-        self.num_evicted += len(victims) + self.unindex(self._forget(victims))
+        self.num_evicted += len(victims) + self.unindex(self._forget(victims, MatchEnd.EVICTED))
         self.free.put(victims)  # last, so that the oldest are taken before what went with them
+
+    def expire(self, blocks: Int32Array) -> int:
+        """These evictable blocks have outlived their time. Answers how many came free, what hung below them included."""
+        return self.unindex(np.concatenate([blocks, self._forget(blocks, MatchEnd.EXPIRED)]))
 
     def unindex(self, blocks: Int32Array) -> int:
         """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""
         cached = blocks[self._is_evictable(blocks)]
         self.indexed[blocks] = False
         self.policy.forget(blocks)
-        self.num_evictable -= len(cached)
+        self._lose(cached)
         self.free.put(cached)
         return len(cached)
 
@@ -166,6 +183,14 @@ class BlockPool:
         kept = idle[cached]
         self.num_evictable += len(kept)
         self.policy.add(kept)
+        if self._watcher is not None:
+            self._watcher.gained(kept)
+
+    def _lose(self, blocks: Int32Array) -> None:
+        """These evictable blocks are evictable no more."""
+        self.num_evictable -= len(blocks)
+        if self._watcher is not None:
+            self._watcher.lost(blocks)
 
     def _is_evictable(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
         held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.quarantine_counts[blocks]

@@ -55,9 +55,10 @@ class BlockTables:
         self._block_size = config.block_size
         self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
         self._prefix_caching = config.prefix_caching
+        self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
         self.index = PrefixIndex(config.num_blocks, config.block_size)
-        self.pool = BlockPool(config, lambda blocks: self.publisher.forget(blocks))
+        self.pool = BlockPool(config, self.index, lambda blocks, why: self.publisher.forget(blocks, why))
         self.pins = Pins(self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
@@ -152,12 +153,18 @@ class BlockTables:
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
-        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4)."""
+        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4).
+
+        None where they are too few to count as a hit.
+        """
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
         num_most = min(num_most, int(seqs.share_limits[slot]))
-        return self.index.block_of_node[self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)]
+        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        if len(nodes) * self._block_size < self._min_prefix_tokens:
+            return NO_INT32
+        return self.index.block_of_node[nodes]
 
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0

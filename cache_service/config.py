@@ -23,6 +23,7 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    flag,
     parse_switch,
 )
 
@@ -31,6 +32,7 @@ MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however sma
 _MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _POOL_MEMORY = 256 * MIB
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
+_MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -53,6 +55,11 @@ class CacheConfig:
     max_sessions: int = 64
     eviction_policy: str = "lru"
     prefix_caching: bool = True
+    prefix_ttl: float | None = None  # seconds that a cached block lives without being used
+    min_prefix_tokens: int = 0  # a shorter match is no hit
+    max_cached_blocks: int | None = None  # blocks that are cached and held by nobody
+    tenant_quota: float = 1.0  # share of a pool that a tenant may keep cached, at most half; 1 is no quota
+    tenant_quotas: tuple[tuple[str, float], ...] = ()  # tenants with another one
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
@@ -71,11 +78,22 @@ class CacheConfig:
         check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, 1 << 22)
         if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
             raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
+        if self.prefix_ttl is not None:
+            check_range("prefix_ttl", self.prefix_ttl, 0.001, 30 * 86_400)
+        check_range("min_prefix_tokens", self.min_prefix_tokens, 0, 1 << 22)
+        if self.max_cached_blocks is not None:
+            check_range("max_cached_blocks", self.max_cached_blocks, 0, MAX_POOL_BLOCKS)
+        for name, share in (
+            ("tenant_quota", self.tenant_quota),
+            *(("tenant_quotas", share) for _, share in self.tenant_quotas),
+        ):
+            if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
+                raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
         check_range("max_sessions", self.max_sessions, 1, 4096)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
         try:
-            make_policy(self.eviction_policy, 2, lambda blocks: blocks > 0)
+            make_policy(self.eviction_policy, 2)
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
 
@@ -86,6 +104,17 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError("a number of bytes such as 268435456, 256MiB or 2GiB")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
+    """Shares by tenant of "a=0.1,b=0.5". Raises ValueError."""
+    quotas: dict[str, float] = {}
+    for item in text.split(",") if text else ():
+        tenant, equals, share = item.rpartition("=")
+        if not equals or tenant in quotas or re.fullmatch(r"[\d.]{1,20}", share) is None:
+            raise ValueError("shares by tenant, each once, such as a=0.1,b=0.5")
+        quotas[tenant] = float(share)
+    return tuple(quotas.items())
 
 
 _PARSERS: dict[str, Any] = {
@@ -99,6 +128,11 @@ _PARSERS: dict[str, Any] = {
     "max_sessions": int,
     "eviction_policy": str,
     "prefix_caching": parse_switch,
+    "prefix_ttl": float,
+    "min_prefix_tokens": int,
+    "max_cached_blocks": int,
+    "tenant_quota": float,
+    "tenant_quotas": parse_quotas,
     "metrics_listen": str,
     "reflection": parse_switch,
     "drain_timeout": float,
@@ -116,6 +150,11 @@ _HELP = {
     "max_sessions": "most live sessions",
     "eviction_policy": "which cached block is forgotten first",
     "prefix_caching": "share committed prefixes between sequences",
+    "prefix_ttl": "seconds that a cached block lives without being used (default: for ever)",
+    "min_prefix_tokens": "a start takes nothing from the cache where it would take less",
+    "max_cached_blocks": "most blocks of a pool that are cached and held by nobody (default: all)",
+    "tenant_quota": "share of a pool that a tenant may keep cached, 0 to 0.5, or 1 for no quota",
+    "tenant_quotas": "tenants with another quota, such as a=0.1,b=0.5 (default: none)",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "drain_timeout": "seconds that live sessions have to close once the service is asked to stop",

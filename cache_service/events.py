@@ -163,7 +163,7 @@ class EventFeed:
 
     def _tell_stored(self, node: int, budget: int) -> tuple[int, bool]:
         cost, root = 1, self._root(node)
-        watches = [watch for watch in self.watches if watch.root == root and not (watch.told and watch.told[node])]
+        watches = [watch for watch in self.watches if watch.root == root]
         for watch in watches:
             above = self._untold(watch, node)[1:]
             cost += self._tell_all(watch, above[-budget:], EventKind.SNAPSHOT)

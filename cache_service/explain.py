@@ -37,9 +37,10 @@ def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: 
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_hit = min(num_matched, (len(tokens) - 1) // size * size)
-    if not config.prefix_caching or num_hit < config.min_prefix_tokens:
-        num_hit = 0
-    end, seconds_ago = _end(tables, config, tokens, root, last, num_matched)
+    if 0 < num_hit < config.min_prefix_tokens:
+        end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
+    else:
+        end, seconds_ago = _end(tables, config, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched,
@@ -82,8 +83,6 @@ def _end(
 ) -> tuple[MatchEnd, float | None]:
     if not config.prefix_caching:
         return MatchEnd.CACHING_OFF, None
-    if 0 < num_matched < config.min_prefix_tokens:
-        return MatchEnd.BELOW_MINIMUM, None
     if num_matched == len(tokens):
         return MatchEnd.COMPLETE, None
     if len(tokens) - num_matched < config.block_size:

@@ -76,6 +76,7 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
         wrong.append("the eviction order is not the indexed blocks that nothing holds")
     if pool.num_evictable != np.count_nonzero(idle & pool.indexed):
         wrong.append("the number of evictable blocks is wrong")
+    wrong.extend(pool.limits.check(idle & pool.indexed))
     if pool.num_referenced != np.count_nonzero(pool.ref_counts):
         wrong.append("the number of referenced blocks is wrong")
     held = (pool.ref_counts == 0) & ~idle

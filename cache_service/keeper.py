@@ -31,6 +31,7 @@ MAX_TTL = 60.0
 MAX_UNATTACHED_TTL = 3600.0
 _MAX_REMEMBERED = 4096  # ended sessions whose CloseSession may come again
 _TICK = 1.0  # seconds between two looks at what falls due by itself in the pools
+_BETWEEN_SLICES = 0.01  # while a look left something to do
 
 
 class TimerHandle(Protocol):
@@ -288,11 +289,12 @@ class Keeper:
     def _tick(self) -> None:
         """Lets what fell due in the pools happen, once a second while there is a pool."""
         now, self._ticker = self.now(), None
+        is_left = False
         for pool in self.registry.pools:
             pool.manager.now = now
-            pool.manager.tick()
+            is_left |= pool.manager.tick()
         if self.registry.pools:
-            self._ticker = self._clock.call_at(now + _TICK, self._tick)
+            self._ticker = self._clock.call_at(now + (_BETWEEN_SLICES if is_left else _TICK), self._tick)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -35,6 +35,15 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
+from cache_service.updating import SequenceUpdates
+
+_FIELDS = {
+    "commit_num_tokens": "num_tokens",
+    "commit_token_ids": "token_ids",
+    "fork_num_tokens": "num_tokens",
+    "truncate_num_tokens": "num_tokens",
+    "reserve_max_tokens": "num_tokens",
+}
 
 
 class ClearResult(NamedTuple):
@@ -44,7 +53,7 @@ class ClearResult(NamedTuple):
     num_forgotten_blocks: int
 
 
-class Manager(PrefixCalls):
+class Manager(PrefixCalls, SequenceUpdates):
     """See the module."""
 
     # One-item calls
@@ -204,6 +213,8 @@ class Manager(PrefixCalls):
         if retention is not None:
             hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
+        if len(hits) * block_size < self.config.min_prefix_tokens:
+            hits = hits[:0]
         num_required -= len(hits)
         num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
         has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
@@ -264,8 +275,12 @@ class Manager(PrefixCalls):
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
-        reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
-        self.publish_pending()
+        try:
+            reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        except InvalidField as error:  # names a column of the step, where the call has a field
+            error.metadata["field"] = _FIELDS.get(error.metadata["field"], error.metadata["field"])
+            raise
+        self._publish()
         owner.updates.clear()  # whoever asks is shown the table itself
         owner.complete(self.tables.pool, step_id)
         return reply

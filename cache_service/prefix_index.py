@@ -36,6 +36,7 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.gone = GoneBlocks(num_blocks, MAX_TENANTS, block_size)
         self.journal: Journal | None = None  # while somebody watches
+        self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
         self._first_child: Int32Array = np.zeros(num_blocks + MAX_TENANTS, np.int32)
         self._next_sibling: Int32Array = np.zeros(num_blocks, np.int32)
@@ -89,6 +90,8 @@ class PrefixIndex:
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
         nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
         self.gone.add_each(nodes, parents, rows[:, 1:])
+        if self.root_of_node is not None:
+            self.root_of_node[nodes] = np.where(parents < 0, parents, self.root_of_node[np.maximum(parents, 0)])
         self._link(nodes, parents, blocks)
         return nodes
 
@@ -108,6 +111,8 @@ class PrefixIndex:
         if len(nodes):
             parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
             self.gone.add_run(result, first_parent, tokens)
+            if self.root_of_node is not None:
+                self.root_of_node[result] = first_parent if first_parent < 0 else self.root_of_node[first_parent]
             self._link(result, parents, blocks)
         return result
 

@@ -17,7 +17,7 @@ from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
-_ALL = 2**31
+ALL_BLOCKS = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
 
 
@@ -42,7 +42,7 @@ class Publisher:
             self.publish()
         self._pending.append((owner, slots))
 
-    def publish(self, max_blocks: int = _ALL, *, told_now: Owner | None = None) -> bool:
+    def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: Owner | None = None) -> bool:
         """Publishes up to max_blocks of what is pending; whether more is left. Waits for copies in flight without being asked.
 
         told_now: whose reply, not written yet, will tell its table updates; others hear of theirs in their next one.

@@ -175,6 +175,11 @@ class PoolRegistry:
             max_tokens_per_sequence=self._config.max_tokens_per_sequence,
             eviction_policy=self._config.eviction_policy,
             prefix_caching=self._config.prefix_caching,
+            prefix_ttl=self._config.prefix_ttl,
+            min_prefix_tokens=self._config.min_prefix_tokens,
+            max_cached_blocks=self._config.max_cached_blocks,
+            tenant_quota=self._config.tenant_quota,
+            tenant_quotas=self._config.tenant_quotas,
         )
         return Pool(key, spec, config, await self._arena(num_bytes))
 

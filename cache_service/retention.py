@@ -41,7 +41,7 @@ class Span(NamedTuple):
         if self.end > self.first < num_tokens < self.end + self.num_window:
             limit = self.end + self.num_window
             raise InvalidField(
-                f"{field}: tokens {self.first} to {self.end - 1} are dropped, so keep up to {self.first} or {limit} and more",
+                f"tokens {self.first} to {self.end - 1} are dropped, so keep up to {self.first} or {limit} and more",
                 field=field,
                 limit=limit,
             )

@@ -5,12 +5,15 @@ Owns what is known of each sequence: its three counters, its tokens and its bloc
 objects, because a step over a thousand sequences must be array work. Does not know who holds a block or why.
 """
 
+import mmap
+
 import numpy as np
 
 from cache_service.errors import InvalidField, UnknownSequence
 from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
 
 _ALL = 2**31 - 1
+_LARGE = 4 << 20
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
@@ -53,8 +56,8 @@ class SequenceTable:
         self.hole_ends: Int32Array = np.zeros(slots, np.int32)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
-        self.tables: Int32Array = np.zeros((slots, self.max_blocks), np.int32)
-        self._tokens: Int32Array = np.zeros((slots, config.max_tokens_per_sequence), np.int32)
+        self.tables: Int32Array = _untouched(slots, self.max_blocks)
+        self._tokens: Int32Array = _untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
@@ -123,7 +126,7 @@ class SequenceTable:
         self._free_slots.append(slot)
 
     def retain(self, slot: int, num_sink: int, num_window: int) -> None:
-        """From now on only so many leading and last tokens are kept. Not for a sequence with holes."""
+        """From now on only so many leading and last tokens are kept. Whoever narrows it drops what is outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
         self.close_hole(slot)
@@ -220,3 +223,16 @@ class IdMap:
 
     def _forget_last(self) -> None:
         self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
+
+
+def _untouched(num_rows: int, num_columns: int) -> Int32Array:
+    """[num_rows, num_columns] zeros that take memory only where they are written, and give it all back.
+
+    np.zeros does so only while the allocator maps such sizes; once an array of a pool that is gone was freed, it writes the
+    zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row.
+    """
+    size = num_rows * num_columns * np.dtype(np.int32).itemsize
+    memory = mmap.mmap(-1, size)
+    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

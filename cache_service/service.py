@@ -152,6 +152,14 @@ class CacheService(Questions, PrefixService):
             live.pool.manager.truncate(live.core.id, sequence_id, request.num_tokens)
         return pb.TruncateSequenceResponse(sequence=_shown(live, sequence_id))
 
+    async def update_sequence(self, request: pb.UpdateSequenceRequest) -> pb.UpdateSequenceResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        sequence_id = convert.sequence_id(request.sequence_id)
+        priority = request.priority if request.HasField("priority") else None
+        retention = convert.retention(request)
+        live.pool.manager.update_sequence(live.core.id, sequence_id, priority=priority, retention=retention)
+        return pb.UpdateSequenceResponse(sequence=_shown(live, sequence_id))
+
     async def release_sequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
         with self._one_item(request) as live:
             num_dropped = live.pool.manager.release(live.core.id, convert.sequence_id(request.sequence_id))

@@ -14,6 +14,7 @@ from cache_service.block_tables import BlockTables, Grants, StepLog
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
+from cache_service.publishing import ALL_BLOCKS
 from cache_service.reclaim import Reclaim
 from cache_service.step import StepPlan, check_id, check_step, has_one_each
 from cache_service.types import (
@@ -31,6 +32,7 @@ from cache_service.types import (
     StepReply,
 )
 
+_TICK_BLOCKS = 512  # forgotten in one go
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
 
 
@@ -68,19 +70,39 @@ class StepCore:
     def now(self, seconds: float) -> None:
         self.tables.index.gone.now = seconds
 
-    def tick(self) -> None:
-        """What falls due by itself; called about once a second while the pool stands, after `now` was set."""
+    def tick(self) -> bool:
+        """What falls due by itself; called about once a second while the pool stands, after `now` was set.
+
+        Does as much as takes about a millisecond; whether more is left.
+        """
+        pool, limits = self.tables.pool, self.tables.pool.limits
         self.revision += self.tables.pins.expire(self.now) > 0
+        if not limits.is_on:
+            return False
+        before = len(self.tables.index)
+        is_left = limits.expire(pool, _TICK_BLOCKS) | limits.enforce(pool, _TICK_BLOCKS)
+        self.revision += len(self.tables.index) != before
+        return is_left
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
         """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
 
+        Then it evicts as much of what is above the cache's limits.
+
         A step that only commits and reserves leaves this to its caller, who answers first. What it replaces in tables their
-        sessions hear of in their next reply.
+        sessions hear of in their next reply. When nothing is left, the eviction policy does what it put off.
         """
+        tables, num_most = self.tables, ALL_BLOCKS if max_blocks is None else max_blocks
+        is_left = self._publish(num_most)
+        if tables.pool.limits.is_on:
+            is_left |= tables.pool.limits.enforce(tables.pool, num_most)
+        if not is_left:
+            tables.pool.policy.prepare()
+        return is_left
+
+    def _publish(self, max_blocks: int = ALL_BLOCKS) -> bool:
         self.tables.sequences.settle()
-        publisher = self.tables.publisher
-        return publisher.publish() if max_blocks is None else publisher.publish(max_blocks)
+        return self.tables.publisher.publish(max_blocks)
 
     # Sessions
 
@@ -96,7 +118,7 @@ class StepCore:
         """
         owner = self._owner(session)
         self.revision += 1
-        self.publish_pending()
+        self._publish()
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
@@ -158,6 +180,8 @@ class StepCore:
             seqs.ids[slot], seqs.owners[slot] = sequence_id, owner.number
             seqs.states[slot] = SequenceState.WAITING
             seqs.roots[slot] = self.tables.index.root(args.tenant)
+            if self.config.tenant_quotas:
+                self.tables.pool.limits.name_tenant(args.tenant, int(seqs.roots[slot]))
             seqs.tokens[slot, :num_tokens] = args.token_ids
             seqs.num_tokens[slot] = seqs.num_prompt[slot] = num_tokens
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority

@@ -131,8 +131,9 @@ class PoolConfig:
     pressure_levels: tuple[float, float, float] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
-    max_cached_blocks: int | None = None  # most blocks that the index names
+    max_cached_blocks: int | None = None  # most blocks that are cached and held by nobody
     tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
+    tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants that have another one
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
 
     @property
@@ -332,3 +333,5 @@ class PoolStats:
     block_utilization: float
     num_pins: int
     num_pinned_blocks: int
+    num_expired_blocks: int
+    num_quota_evictions: int

@@ -9,5 +9,4 @@ UNIMPLEMENTED_METHODS = {
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UpdateSequence": "changing priority or retention",
 }

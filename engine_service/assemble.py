@@ -23,7 +23,7 @@ def assemble_work(
     copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
     computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
     is_last = computed + num_new == running.num_tokens[rows]
-    num_logits = is_last.astype(np.int32)
+    num_logits = np.ones(len(rows), np.int32)
     scored = _scored(running, rows, computed)
     num_logits[scored] = num_new[scored]
     sampled = running.at(rows[is_last])
@@ -43,6 +43,8 @@ def assemble_work(
         sample_rows=rows[is_last],
         sampled=sampled,
         logit_idx=np.array(logit_idx, np.int64),
+        unfinished=running.at(rows[~is_last]),
+        check_idx=ends[~is_last] - 1,
         scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),
         sequences=running.at(rows),
         num_context=computed,

@@ -22,11 +22,18 @@ _NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A step's results. logprobs: by row of sampled, where asked for; prompt_logprobs: one list for each of work.scores."""
+    """A step's results.
+
+    Attributes:
+        logprobs: by row of sampled, where asked for.
+        prompt_logprobs: one list for each of work.scores.
+        broken: indices into work.unfinished of those that have computed K or V that are not finite.
+    """
 
     sampled: SampledTokens = _NO_TOKENS
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: SequenceOf[list[TokenLogprobs]] = ()
+    broken: SequenceOf[int] = ()
 
 
 def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> Computed | None:
@@ -40,16 +47,24 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
             return Computed()
         logits = runner.forward(work.batch)
         scores = [_score(logits, score) for score in work.scores]
+        broken = _not_finite(logits, work)
         if not rows:
-            return Computed(prompt_logprobs=scores)
+            return Computed(prompt_logprobs=scores, broken=broken)
         # One prompt's row of logits serves all its continuations.
         is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
         logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx)]
         sampled = sample(logits, rows)
-        return Computed(sampled, _logprobs(logits, rows, sampled), scores)
+        return Computed(sampled, _logprobs(logits, rows, sampled), scores, broken)
     except Exception:
         log.exception("batch_failed")
         return None
+
+
+def _not_finite(logits: torch.Tensor, work: Work) -> list[int]:
+    if not len(work.check_idx):
+        return []
+    finite = torch.isfinite(logits[torch.from_numpy(work.check_idx)].amax(dim=1))
+    return [index for index, is_finite in enumerate(finite.tolist()) if not is_finite]
 
 
 def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:

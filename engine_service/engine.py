@@ -231,6 +231,8 @@ class Engine:
                 if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
                     self.scheduler.end(sequence)
 
+        for index in computed.broken:
+            self._fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
         self.stats.first_token.take(first)
         self.stats.between_tokens.take(between)
 

@@ -190,7 +190,7 @@ class Generation:
         """End what is still under way. Nothing happens to a request that has ended."""
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
-                self._finish(Piece(index, "", (), FinishReason.CANCELLED))
+                self._finish(Piece(index, self.outputs[index].flush(), (), FinishReason.CANCELLED))
         self.deliver()
 
     def fail(self, refusal: Refusal) -> None:

@@ -129,6 +129,8 @@ class Work:
             whose first tokens come from their prompt's one row of logits.
         logit_idx: for each of them its row of the batch's logits.
         scores: prompt tokens to tell the log probabilities of.
+        unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
+            are not finite if any K or V before them was not: such K and V must not be shared.
         sequences, num_context: of each row, for whoever asks what the step did; context is what was computed before.
         started, preempted: who began with this step, and who gave its blocks back in it.
     """
@@ -142,6 +144,8 @@ class Work:
     sampled: list[Sequence]
     logit_idx: Int64Array
     scores: tuple[PromptScore, ...]
+    unfinished: list[Sequence]
+    check_idx: Int64Array
     sequences: list[Sequence]
     num_context: Int32Array
     started: tuple[Sequence, ...]

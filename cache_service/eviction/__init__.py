@@ -7,11 +7,11 @@ from cache_service.eviction.adaptive import AdaptivePolicy
 from cache_service.eviction.fifo import ClockPolicy, FifoPolicy
 from cache_service.eviction.keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
 from cache_service.eviction.lru import LruPolicy
-from cache_service.eviction.policy import EvictionPolicy, IsEvictable, Use
+from cache_service.eviction.policy import EvictionPolicy, Use
 
-__all__ = ["POLICY_NAMES", "EvictionPolicy", "IsEvictable", "Use", "make_policy"]
+__all__ = ["POLICY_NAMES", "EvictionPolicy", "Use", "make_policy"]
 
-_POLICIES: dict[str, Callable[[int, IsEvictable], EvictionPolicy]] = {
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "adaptive": AdaptivePolicy,
     "clock": ClockPolicy,
     "fifo": FifoPolicy,
@@ -23,8 +23,8 @@ _POLICIES: dict[str, Callable[[int, IsEvictable], EvictionPolicy]] = {
 POLICY_NAMES = tuple(_POLICIES)
 
 
-def make_policy(name: str, num_blocks: int, is_evictable: IsEvictable) -> EvictionPolicy:
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
     """Raises InvalidField for a name that is none of the policies'."""
     if name not in _POLICIES:
         raise InvalidField(f"unknown eviction policy {name!r}", field="eviction_policy", limit=", ".join(_POLICIES))
-    return _POLICIES[name](num_blocks, is_evictable)
+    return _POLICIES[name](num_blocks)

@@ -15,7 +15,7 @@ cache: they get what they are worth.
 
 Why it is not worse than LRU where LRU is right. If reuse depends on nothing but the time since the last one, all classes
 are worth the same at the same age, less with age, and comparing worth is comparing ages, but for the noise of the counts.
-So the least recently used block goes, unless another is worth less than half of it: a false alarm costs hits, and a real
+So the least recently used block goes, unless another is worth less than 0.4 of it: a false alarm costs hits, and a real
 difference between what returns and what does not is a multiple. (LeCaR, Vietri et al., HotStorage 2018, likewise
 overrules its expert LRU on evidence only.) A change of the workload shows in the counts, because blocks that wait in vain
 count as seen for so long without a reuse. And the result is watched: what LRU would have kept in the same room is known
@@ -23,35 +23,42 @@ count as seen for so long without a reuse. And the result is watched: what LRU w
 LRU was better of late, its order is taken.
 
 Leaves before parents. A sequence uses all blocks above one that it uses, so a parent has at least the uses of a child
-(`use` sees to that also where a ghost knew more), and was used no earlier. More uses are never worth less, more age is
+(history.py sees to that also where a ghost knew more), and was used no earlier. More uses are never worth less, more age is
 never worth more, and among equals the fewest uses go first, then the oldest. So a child is always before its parent,
 compared by worth as by age.
 
 Nothing is fitted to a workload: classes are counts, ages are octaves, and weights are a few requests' and a few
 turnovers' worth.
 
-Costs about 85 bytes a block: up to 31 in queues, 8 each for stamp and prefix hash, 1 for the uses, 36 for 4 ghosts. Worth
-is worked out anew every half turnover, in about a millisecond.
+What it costs. A step pays for little more than the stamps of its blocks: victims are chosen some hundreds ahead, and what
+happened is noted and taken in by the batch, after a step was answered (`prepare`) or when victims run out, because array
+operations cost the same for one block as for hundreds. So what is known is up to a thirty-second of the cache behind, which
+no curve over octaves of turnovers can tell. No call does work in proportion to the pool; worth is worked out anew every half
+turnover, in about a millisecond. About 55 bytes a block: up to 24 in queues, 16 for 4 ghosts, 8 each for stamp and prefix
+hash, 1 for the uses.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.eviction.ghosts import Ghosts, Traces, Uint8Array, Uint64Array, prefix_hashes, root_hash
-from cache_service.eviction.policy import IsEvictable, Use
-from cache_service.eviction.queue import BlockQueue, Stamps
+from cache_service.eviction.ghosts import Ghosts, Traces
+from cache_service.eviction.history import History
+from cache_service.eviction.policy import Use
+from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
 from cache_service.eviction.shadow import LruShadow
 from cache_service.eviction.worth import NUM_CLASSES, Worth, age_idx, first_age
-from cache_service.types import Int32Array, Int64Array
+from cache_service.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 
 _GHOSTS_PER_BLOCK = 4
-_OVERRULES_BELOW = 0.5  # of the worth of the least recently used block
+_OVERRULES_BELOW = 0.4  # of the worth of the least recently used block
 _ALLOWED_LOSS = 2  # requests' worth of hits behind LRU, before its order is taken
 _GAIN_SPAN = 1  # turnovers of the cache over which gain and loss are remembered
 _LEAST_LESSON = 256  # blocks between two lessons
 _SAMPLE = 4096  # waiting blocks looked at in a lesson, so that it does not grow with the pool
-_MOST_AHEAD = 64  # victims chosen ahead, and evicted ones that are no ghosts yet: a few cost as much as many
+_MOST_AHEAD = 512  # victims chosen ahead, because choosing a few costs as much as choosing many,
+_AHEAD_SHARE = 32  # but no more than this part of the cache
+_MOST_PENDING = 2048  # blocks of which news are put off
 
 
 class _Head(NamedTuple):
@@ -67,17 +74,16 @@ class AdaptivePolicy:
 
     wants_uses = True
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._is_evictable = is_evictable
-        self._uses: Uint8Array = np.zeros(num_blocks, np.uint8)  # 1 to NUM_CLASSES; 0 for what no sequence ended with
-        self._hashes: Uint64Array = np.zeros(num_blocks, np.uint64)
-        self._stamps = Stamps(num_blocks, is_evictable)
+        self._history = History(num_blocks, NUM_CLASSES)
+        self._stamps = Stamps(num_blocks)
         self._queues = [BlockQueue(self._stamps) for _ in range(NUM_CLASSES)]
-        self._chosen = BlockQueue(self._stamps)  # victims to be, in order
-        self._evicted: list[tuple[Uint64Array, Uint8Array, Int64Array]] = []  # hashes, uses, stamps: not ghosts yet
-        self._num_evicted = 0
-        self._ghosts = Ghosts(_GHOSTS_PER_BLOCK * num_blocks)
+        self._sweeper = Sweeper()
+        self._chosen: Int32Array = NO_INT32  # victims to be, in order, with their stamps
+        self._chosen_stamps: Int64Array = NO_INT64
+        self._num_ahead = min(_MOST_AHEAD, num_blocks // _AHEAD_SHARE)
+        self._ghosts = Ghosts(num_blocks, _GHOSTS_PER_BLOCK * num_blocks)
         self._worth = Worth()
         self._shadow = LruShadow(num_blocks)
         self._num_waiting = 0
@@ -85,69 +91,64 @@ class AdaptivePolicy:
         self._next_lesson = self._lesson_len = max(_LEAST_LESSON, num_blocks // 2)
         self._num_lessons = 0
         self._num_requests = self._num_used = 0
+        # What happened since it was last taken in.
+        self._new_uses: list[Use] = []
+        self._added: list[tuple[Int32Array, Int64Array]] = []  # with their stamps
+        self._reused: list[tuple[Traces, int]] = []  # with the time
+        self._evicted: list[tuple[Int32Array, Int64Array]] = []  # with the stamps that they had
+        self._num_pending = 0
 
     def use(self, use: Use) -> None:
-        count = len(use.blocks)
-        if not count:
-            return
-        self._num_requests += 1
-        self._num_used += count
-        uses = self._uses[use.blocks]
-        num_known = int(np.count_nonzero(uses))  # the first ones: a parent has at least a child's uses
-        if num_known < count:
-            block_size = len(use.tokens) // count
-            before = int(self._hashes[use.blocks[num_known - 1]]) if num_known else root_hash(use.root)
-            hashes = prefix_hashes(use.tokens[num_known * block_size :], block_size, num_known, before)
-            self._hashes[use.blocks[num_known:]] = hashes
-            self._make_ghosts()
-            found = self._ghosts.pop(hashes, self._stamps.clock)
-            self._worth.saw_reuse(found, self._stamps.clock)
-            self._gain -= np.count_nonzero(self._shadow.leave(found.stamps[found.uses > 0]))
-            uses[num_known:] = found.uses
-        uses = np.minimum(uses + 1, NUM_CLASSES).astype(np.uint8)
-        self._uses[use.blocks] = np.maximum.accumulate(uses[::-1])[::-1]
+        if len(use.blocks):
+            self._num_requests += 1
+            self._num_used += len(use.blocks)
+            self._new_uses.append(Use(use.blocks.copy(), use.tokens.copy(), use.root, use.priority, use.num_blocks))
+            self._note(len(use.blocks))
+            if len(self._new_uses) == self._history.most_in_batch:
+                self._catch_up()
 
     def add(self, blocks: Int32Array) -> None:
-        count = len(blocks)
-        if not count:
-            return
-        stamps = self._stamps.give(blocks)
-        self._num_waiting += count
-        self._shadow.enter(count, self._stamps.clock)
-        self._gain *= max(0, 1 - count / (_GAIN_SPAN * self._num_blocks))
-        classes = np.maximum(self._uses[blocks], 1)
-        for row in set(classes.tolist()):
-            same = classes == row
-            self._queues[row - 1].push(blocks[same], stamps[same])
-        if self._stamps.clock >= self._next_lesson:
-            self._learn()
+        if len(blocks):
+            self._num_waiting += len(blocks)
+            self._added.append((blocks, self._stamps.give(blocks)))
+            self._note(len(blocks))
 
     def hit(self, blocks: Int32Array) -> None:
-        stamps = self._stamps.newest[blocks]
-        self._worth.saw_reuse(Traces(self._uses[blocks], stamps), self._stamps.clock)
-        self._gain += np.count_nonzero(~self._shadow.leave(stamps))
+        traces = Traces(self._history.uses[blocks], self._stamps.newest[blocks])
+        self._reused.append((traces, self._stamps.clock))
         self._end_wait(blocks)
+        self._note(len(blocks))
 
     def forget(self, blocks: Int32Array) -> None:
-        waited = blocks[self._stamps.newest[blocks] > 0]
-        self._shadow.leave(self._stamps.newest[waited])
-        self._end_wait(waited)
-        self._uses[blocks] = 0
+        if len(blocks):
+            self._catch_up()
+            waited = blocks[self._stamps.newest[blocks] > 0]
+            self._shadow.leave(self._stamps.newest[waited])
+            self._end_wait(waited)
+            self._history.forget(blocks)
 
     def take(self, count: int) -> Int32Array:
-        victims = self._chosen.pop(count)
-        if len(victims) < count:
-            self._choose(count - len(victims) + min(_MOST_AHEAD, self._num_blocks // 128))
-            victims = np.concatenate([victims, self._chosen.pop(count - len(victims))])
-        assert len(victims) == count, "asked for more victims than are evictable"
-        self._remember(victims)
+        victims, stamps = self._chosen[:count], self._chosen_stamps[:count]
+        if len(victims) < count or np.count_nonzero(self._stamps.newest[victims] != stamps):
+            self._choose(count)
+            victims, stamps = self._chosen[:count], self._chosen_stamps[:count]
+            assert len(victims) == count, "asked for more victims than are evictable"
+        self._chosen, self._chosen_stamps = self._chosen[count:], self._chosen_stamps[count:]
+        self._evicted.append((victims, stamps))
         self._end_wait(victims)
-        self._shadow.shrink(self._num_waiting)
-        self._uses[victims] = 0
         return victims
 
+    def prepare(self) -> None:
+        if self._evicted and 2 * len(self._chosen) < self._num_ahead:
+            self._choose(0)
+        elif 2 * self._num_pending > _MOST_PENDING:
+            self._catch_up()
+
     def waiting(self) -> Int32Array:
-        return np.concatenate([self._chosen.live(), *(queue.live() for queue in self._queues)])
+        rows = [self._chosen[self._stamps.are_live(self._chosen, self._chosen_stamps)]]
+        rows += [queue.live() for queue in self._queues]
+        rows += [blocks[self._stamps.are_live(blocks, stamps)] for blocks, stamps in self._added]
+        return np.concatenate(rows)
 
     @property
     def _request_len(self) -> float:
@@ -155,21 +156,92 @@ class AdaptivePolicy:
         return self._num_used / max(self._num_requests, 1)
 
     def _end_wait(self, blocks: Int32Array) -> None:
-        self._stamps.newest[blocks] = 0
+        self._stamps.end(blocks)
         self._num_waiting -= len(blocks)
 
+    def _note(self, count: int) -> None:
+        """So much more is to be taken in; a bounded amount is put off."""
+        self._num_pending += count
+        if self._num_pending > _MOST_PENDING:
+            self._catch_up()
+
+    # What happened
+
+    def _catch_up(self) -> None:
+        """Takes in what happened since the last time, in the order that what depends on each other happened in."""
+        now = self._stamps.clock
+        if self._evicted:
+            self._make_ghosts(now)
+        if self._new_uses:
+            found = self._history.record(self._new_uses, self._ghosts, now)
+            self._new_uses = []
+            self._worth.saw_reuse(found, now)
+            self._gain -= np.count_nonzero(self._shadow.leave(found.stamps[found.uses > 0]))
+        if self._added:
+            self._queue_added(now)
+        if self._reused:
+            for traces, then in self._reused:
+                self._worth.saw_reuse(traces, then)
+            stamps = np.concatenate([traces.stamps for traces, _ in self._reused])
+            self._gain += np.count_nonzero(~self._shadow.leave(stamps))
+            self._reused = []
+        self._shadow.shrink(self._num_waiting)
+        self._num_pending = 0
+        if now >= self._next_lesson:
+            self._learn()
+
+    def _make_ghosts(self, now: int) -> None:
+        victims = np.concatenate([blocks for blocks, _ in self._evicted])
+        stamps = np.concatenate([stamps for _, stamps in self._evicted])
+        self._evicted = []
+        uses = self._history.uses[victims]
+        known = uses > 0
+        lost = self._ghosts.put(self._history.hashes[victims[known]], uses[known], stamps[known], now)
+        self._worth.lost_sight(lost, now)
+        self._history.forget(victims)
+
+    def _queue_added(self, now: int) -> None:
+        blocks = np.concatenate([blocks for blocks, _ in self._added])
+        stamps = np.concatenate([stamps for _, stamps in self._added])
+        self._added = []
+        self._shadow.enter(stamps)
+        self._gain *= max(0, 1 - len(blocks) / (_GAIN_SPAN * self._num_blocks))
+        live = self._stamps.are_live(blocks, stamps)
+        blocks, stamps = blocks[live], stamps[live]
+        classes = np.maximum(self._history.uses[blocks], 1)
+        for row in set(classes.tolist()):
+            same = classes == row
+            self._queues[row - 1].push(blocks[same], stamps[same])
+        self._sweeper.pay(len(blocks), self._queues)
+
+    def _learn(self) -> None:
+        now = self._stamps.clock
+        every = -(-self._num_blocks // _SAMPLE)
+        first = self._num_lessons % every
+        stamps = self._stamps.newest[first::every]
+        waits = stamps > 0
+        cached = Traces(self._history.uses[first::every][waits], stamps[waits])
+        ghosts = self._ghosts.sample(first, every, now)
+        self._worth.learn([(cached, every), (ghosts, every)], now, self._request_len)
+        self._num_lessons += 1
+        self._next_lesson = now + self._lesson_len
+
+    # Who goes next
+
     def _choose(self, count: int) -> None:
-        """Moves the next count victims, or all there are, to the end of the chosen ones."""
+        """Chooses count and as many ahead as there are to be: those still live of before, and the next victims."""
+        self._catch_up()
+        live = self._stamps.are_live(self._chosen, self._chosen_stamps)
+        chosen = [self._chosen[live]]
+        count += self._num_ahead - len(chosen[0])
         heads = [queue.oldest() for queue in self._queues]
-        while count > 0:
-            choice = self._lowest(heads)
-            if choice is None:
-                return
+        while count > 0 and (choice := self._lowest(heads)) is not None:
             row, until = choice
-            blocks = self._queues[row].pop(count, until)
-            self._chosen.push(blocks, self._stamps.newest[blocks])
-            count -= len(blocks)
+            chosen.append(self._queues[row].pop(count, until))
+            count -= len(chosen[-1])
             heads[row] = self._queues[row].oldest()
+        self._chosen = np.concatenate(chosen)
+        self._chosen_stamps = self._stamps.newest[self._chosen]
 
     def _lowest(self, heads: list[int | None]) -> tuple[int, int] | None:
         """The class whose head goes next, and the last stamp up to which its blocks follow without another comparison."""
@@ -190,31 +262,3 @@ class AdaptivePolicy:
             head, until = oldest, min((other.stamp for other in there if other is not oldest), default=now)
         same_age = now - first_age(age_idx(now - head.stamp))
         return head.row, max(head.stamp, min(until, same_age))
-
-    def _remember(self, victims: Int32Array) -> None:
-        self._evicted.append((self._hashes[victims], self._uses[victims], self._stamps.newest[victims]))
-        self._num_evicted += len(victims)
-        if self._num_evicted >= _MOST_AHEAD:
-            self._make_ghosts()
-
-    def _make_ghosts(self) -> None:
-        """Of the blocks evicted since the last time; before ghosts are looked for."""
-        if not self._evicted:
-            return
-        hashes, uses, stamps = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
-        self._evicted, self._num_evicted = [], 0
-        known = uses > 0
-        lost = self._ghosts.put(hashes[known], uses[known], stamps[known], self._stamps.clock)
-        self._worth.lost_sight(lost, self._stamps.clock)
-
-    def _learn(self) -> None:
-        now = self._stamps.clock
-        every = -(-self._num_blocks // _SAMPLE)
-        first = self._num_lessons % every
-        blocks = np.arange(first, self._num_blocks, every, dtype=np.int32)
-        blocks = blocks[self._is_evictable(blocks)]
-        cached = Traces(self._uses[blocks], self._stamps.newest[blocks])
-        ghosts = self._ghosts.sample(first, every, now)
-        self._worth.learn([(cached, every), (ghosts, every)], now, self._request_len)
-        self._num_lessons += 1
-        self._next_lesson = now + self._lesson_len

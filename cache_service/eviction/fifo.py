@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_service.eviction.keyed import UNUSED, KeyedPolicy
-from cache_service.eviction.policy import IsEvictable, Use
+from cache_service.eviction.policy import Use
 from cache_service.types import Int32Array, Int64Array
 
 _TURNS_PER_POOL = 256
@@ -18,8 +18,8 @@ _TURNS_PER_POOL = 256
 class FifoPolicy(KeyedPolicy):
     """Oldest first, however often it was used since."""
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
-        super().__init__(num_blocks, is_evictable)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self._turn_len = max(1, num_blocks // _TURNS_PER_POOL)
         self._num_arrived = 0
 
@@ -39,8 +39,8 @@ class ClockPolicy(FifoPolicy):
     block is marked, and goes to the end of the queue behind it. (Corbato, "A Paging Experiment with the Multics System", 1968.)
     """
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
-        super().__init__(num_blocks, is_evictable)
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self._used_again: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
 
     def forget(self, blocks: Int32Array) -> None:

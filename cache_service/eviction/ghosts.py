@@ -2,8 +2,11 @@
 
 A block is known by a hash of its whole prefix, so that it is found whatever block number it gets next. A table without
 chains: a newcomer takes the place of whoever is there. That loses some early, which is no harm to a statistic that knows how
-long each was watched, and makes every operation one array operation. 9 bytes an entry. A false match (2^-32) misleads a
-guess about the future, never a look-up.
+long each was watched, and makes every operation one array operation.
+
+An entry is 4 bytes: 13 bits of the hash, 4 of uses, 15 of the time in units of 1/256 of a turnover, which is finer than the
+half octaves that ages are counted in. A false match, one in 8192 looks at a place that is taken, misleads a guess about the
+future, never a look-up.
 """
 
 from typing import NamedTuple
@@ -11,13 +14,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Int32Array, Int64Array
+from cache_service.types import Int64Array
 
 Uint8Array = npt.NDArray[np.uint8]
+Uint32Array = npt.NDArray[np.uint32]
 Uint64Array = npt.NDArray[np.uint64]
 
 _LEAST_ENTRIES = 1024
+_UNITS_PER_TURNOVER = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_TAGS = np.uint32(0x1FFF)  # bits of the hash; above them 4 bits of uses, then the time
+_USES_SHIFT, _USES_MASK = np.uint32(13), np.uint32(0xF)
+_TIME_SHIFT, _TIME_MASK = np.uint32(17), 0x7FFF
 
 
 class Traces(NamedTuple):
@@ -28,64 +37,39 @@ class Traces(NamedTuple):
 
 
 class Ghosts:
-    """Times are low 32 bits of stamps: what is older than that was overwritten long ago."""
+    """Times wrap after 128 turnovers: what is older than that was overwritten long ago."""
 
-    def __init__(self, num_entries: int) -> None:
-        self._size = np.uint64(max(num_entries, _LEAST_ENTRIES))
-        size = int(self._size)
-        self._keys: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
-        self._stamps: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
-        self._uses: Uint8Array = np.zeros(size, np.uint8)
+    def __init__(self, num_blocks: int, num_entries: int) -> None:
+        self._entries: Uint32Array = np.zeros(max(num_entries, _LEAST_ENTRIES), np.uint32)
+        self._size = np.uint64(len(self._entries))
+        self._unit = max(1, num_blocks // _UNITS_PER_TURNOVER)
 
     def put(self, hashes: Uint64Array, uses: Uint8Array, stamps: Int64Array, now: int) -> Traces:
         """Remembers evicted blocks. Answers those that are forgotten for them."""
-        keys, at = self._places(hashes)
-        lost = Traces(self._uses[at], self._full(self._stamps[at], now))
-        self._keys[at], self._uses[at], self._stamps[at] = keys, uses, stamps.astype(np.uint32)
+        tags, at = self._places(hashes)
+        lost = self._traces(self._entries[at], now)
+        times = ((stamps // self._unit) & _TIME_MASK).astype(np.uint32)
+        self._entries[at] = tags | (uses.astype(np.uint32) << _USES_SHIFT) | (times << _TIME_SHIFT)
         return lost
 
     def pop(self, hashes: Uint64Array, now: int) -> Traces:
         """What is remembered of these blocks, which are cached again."""
-        keys, at = self._places(hashes)
-        known = self._keys[at] == keys
-        found = Traces(np.where(known, self._uses[at], np.uint8(0)), self._full(self._stamps[at], now))
-        self._uses[at[known]] = 0
-        self._keys[at[known]] = 0
-        return found
+        tags, at = self._places(hashes)
+        entries = self._entries[at]
+        known = (entries & _TAGS) == tags
+        self._entries[at[known]] = 0
+        return self._traces(np.where(known, entries, np.uint32(0)), now)
 
     def sample(self, first: int, every: int, now: int) -> Traces:
         """Every so many entries."""
-        return Traces(self._uses[first::every], self._full(self._stamps[first::every], now))
+        return self._traces(self._entries[first::every], now)
 
-    def _places(self, hashes: Uint64Array) -> tuple[npt.NDArray[np.uint32], Int64Array]:
+    def _places(self, hashes: Uint64Array) -> tuple[Uint32Array, Int64Array]:
         mixed = hashes * _GOLDEN
-        places = ((mixed >> np.uint64(32)) * self._size) >> np.uint64(32)
-        return mixed.astype(np.uint32) | np.uint32(1), places.astype(np.int64)
+        places = ((mixed >> _HALF) * self._size) >> _HALF
+        return mixed.astype(np.uint32) & _TAGS, places.astype(np.int64)
 
-    @staticmethod
-    def _full(stamps: npt.NDArray[np.uint32], now: int) -> Int64Array:
-        return now - ((np.int64(now) - stamps.astype(np.int64)) & np.int64(0xFFFFFFFF))
-
-
-def prefix_hashes(tokens: Int32Array, block_size: int, first: int, before: int) -> Uint64Array:
-    """[n] hashes of the prefixes that end with each block.
-
-    tokens [n * block_size] of the blocks from index `first` of the sequence on; before: the hash of the prefix in front of
-    them, or of the root. A sum of hashes of each block with its place, because sums of a thousand blocks are one operation.
-    """
-    words = tokens.reshape(-1, block_size).astype(np.uint64)
-    factors = (np.arange(1, block_size + 1).astype(np.uint64) * _GOLDEN) | np.uint64(1)
-    places = np.arange(first + 1, first + len(words) + 1).astype(np.uint64)
-    return np.uint64(before) + np.cumsum(_mix((words * factors).sum(1, dtype=np.uint64) ^ _mix(places)), dtype=np.uint64)
-
-
-def root_hash(root: int) -> int:
-    """Where the prefixes of a tenant's tree start."""
-    return int(_mix(np.array([root]).astype(np.uint64))[0])
-
-
-def _mix(values: Uint64Array) -> Uint64Array:
-    """The finalizer of splitmix64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    def _traces(self, entries: Uint32Array, now: int) -> Traces:
+        uses = ((entries >> _USES_SHIFT) & _USES_MASK).astype(np.uint8)
+        ages = (now // self._unit - (entries >> _TIME_SHIFT).astype(np.int64)) & _TIME_MASK
+        return Traces(uses, now - ages * self._unit)

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from cache_service.eviction.policy import IsEvictable, Use
-from cache_service.eviction.queue import BlockQueue, Stamps
+from cache_service.eviction.policy import Use
+from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
 from cache_service.types import Int32Array, Int64Array
 
 UNUSED = int(np.iinfo(np.int64).min)
@@ -22,9 +22,10 @@ class KeyedPolicy(ABC):
 
     wants_uses = True
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._keys: Int64Array = np.full(num_blocks, UNUSED, np.int64)
-        self._stamps = Stamps(num_blocks, is_evictable)
+        self._stamps = Stamps(num_blocks)
+        self._sweeper = Sweeper()
         self._queues: dict[int, BlockQueue] = {}
         self._order: list[int] = []  # heap of the keys in _queues
 
@@ -36,10 +37,11 @@ class KeyedPolicy(ABC):
     def add(self, blocks: Int32Array) -> None:
         self._push(blocks, self._keys[blocks])
 
-    def hit(self, blocks: Int32Array) -> None:  # noqa: B027  nothing is to be done in any of them
-        """Nothing: the sequence that wants them tells of its use when it ends."""
+    def hit(self, blocks: Int32Array) -> None:
+        self._stamps.end(blocks)
 
     def forget(self, blocks: Int32Array) -> None:
+        self._stamps.end(blocks)
         self._keys[blocks] = UNUSED
 
     def take(self, count: int) -> Int32Array:
@@ -50,9 +52,11 @@ class KeyedPolicy(ABC):
             victims.append(popped)
             count -= len(popped)
         taken = np.concatenate(victims) if victims else np.empty(0, np.int32)
-        self._stamps.newest[taken] = 0
         self.forget(taken)
         return taken
+
+    def prepare(self) -> None:  # noqa: B027  a base that is complete
+        """Nothing was put off."""
 
     def waiting(self) -> Int32Array:
         rows = [self._queues[key].live() for key in sorted(self._queues)]
@@ -70,6 +74,7 @@ class KeyedPolicy(ABC):
                 heapq.heappush(self._order, key)
             same = keys == key
             self._queues[key].push(blocks[same], stamps[same])
+        self._sweeper.pay(len(blocks), self._queues.values())
 
     def _pop_lowest(self, count: int) -> Int32Array:
         """At most count blocks of the lowest key."""

@@ -3,10 +3,8 @@
 Leaves before parents: a parent is held for as long as a child is, and becomes evictable with it or later.
 """
 
-import numpy as np
-
-from cache_service.eviction.policy import IsEvictable, Use
-from cache_service.eviction.queue import BlockQueue, Stamps
+from cache_service.eviction.policy import Use
+from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
 from cache_service.types import Int32Array
 
 
@@ -15,27 +13,32 @@ class LruPolicy:
 
     wants_uses = False
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
-        self._stamps = Stamps(num_blocks, is_evictable)
+    def __init__(self, num_blocks: int) -> None:
+        self._stamps = Stamps(num_blocks)
         self._queue = BlockQueue(self._stamps)
+        self._sweeper = Sweeper()
 
     def use(self, use: Use) -> None:
         """Nothing: only the order of releases matters."""
 
     def add(self, blocks: Int32Array) -> None:
         self._queue.push(blocks, self._stamps.give(blocks))
+        self._sweeper.pay(len(blocks), [self._queue])
 
     def hit(self, blocks: Int32Array) -> None:
-        """Nothing: the entry went stale by itself."""
+        self._stamps.end(blocks)
 
     def forget(self, blocks: Int32Array) -> None:
-        """Nothing, likewise."""
+        self._stamps.end(blocks)
 
     def take(self, count: int) -> Int32Array:
         victims = self._queue.pop(count)
         assert len(victims) == count, "asked for more victims than are evictable"
-        self._stamps.newest[victims] = 0
+        self._stamps.end(victims)
         return victims
 
+    def prepare(self) -> None:
+        """Nothing was put off."""
+
     def waiting(self) -> Int32Array:
-        return self._queue.live() if self._stamps.clock else np.empty(0, np.int32)
+        return self._queue.live()

@@ -8,10 +8,7 @@ the tree. What they build on: a sequence that names a block names its ancestors,
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache_service.eviction.queue import IsEvictable
 from cache_service.types import Int32Array
-
-__all__ = ["EvictionPolicy", "IsEvictable", "Use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ class Use:
 
 
 class EvictionPolicy(Protocol):
-    """Orders the evictable blocks. Told what becomes evictable; asks `is_evictable` about what no longer is."""
+    """Orders the evictable blocks. Told of every block that becomes evictable, and of every one that is no longer."""
 
     wants_uses: bool  # whether `use` does anything: finding out what to tell it costs a look at the tokens
 
@@ -47,6 +44,9 @@ class EvictionPolicy(Protocol):
 
     def take(self, count: int) -> Int32Array:
         """The first count victims (the pool has at least so many), which are evictable no more."""
+
+    def prepare(self) -> None:
+        """Nobody waits for an answer now: what was put off may be done, as much as a step may be late."""
 
     def waiting(self) -> Int32Array:
         """All evictable blocks, in the order of eviction as far as that is fixed; for audits."""

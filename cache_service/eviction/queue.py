@@ -2,98 +2,171 @@
 
 Becoming evictable appends (block, stamp); a block that was hit meanwhile, or released again, leaves a stale entry behind that
 is skipped when it comes up. A linked list would make every hit and release of a long table a walk in Python; here each is one
-array operation. Stale entries are swept when the arrays are full. Rule: the stamps of one queue increase.
+array operation. Rule: the stamps of one queue increase.
+
+Entries lie in segments of bounded size, so growing copies nothing, and stale entries are swept a segment or two at a time, in
+step with what is added: no call does work in proportion to the pool.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Int32Array, Int64Array
-
-IsEvictable = Callable[[Int32Array], npt.NDArray[np.bool_]]
+from cache_service.types import NO_INT32, Int32Array, Int64Array
 
 _LEAST_LOOK = 64  # entries looked at in one go
-_LEAST_ROOM = 16
+_LEAST_SEGMENT = 16
+_MOST_SEGMENT = 1024
+_SWEPT_PER_ENTRY = 3  # entries looked at by the sweeper for each one added; stale ones stay below half of all
 
 
 class Stamps:
-    """A number for each time that a block became evictable. An entry is live while it has its block's newest one."""
+    """A number for each time that a block became evictable; 0 while it is not. An entry is live while it has its block's."""
 
-    def __init__(self, num_blocks: int, is_evictable: IsEvictable) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.clock = 0
         self.newest: Int64Array = np.zeros(num_blocks, np.int64)
-        self._is_evictable = is_evictable
 
     def give(self, blocks: Int32Array) -> Int64Array:
         """[n] new stamps, in order."""
-        stamps = np.arange(self.clock + 1, self.clock + len(blocks) + 1)
+        first = self.clock + 1
         self.clock += len(blocks)
+        stamps = np.arange(first, first + len(blocks))
         self.newest[blocks] = stamps
         return stamps
 
+    def end(self, blocks: Int32Array) -> None:
+        """These are not evictable any more."""
+        self.newest[blocks] = 0
+
     def are_live(self, blocks: Int32Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
-        return (self.newest[blocks] == stamps) & self._is_evictable(blocks)
+        return self.newest[blocks] == stamps
+
+
+class _Segment:
+    """Entries [start, end) of two columns."""
+
+    __slots__ = ("blocks", "end", "stamps", "start")
+
+    def __init__(self, blocks: Int32Array, stamps: Int64Array, end: int) -> None:
+        self.blocks, self.stamps, self.start, self.end = blocks, stamps, 0, end
 
 
 class BlockQueue:
-    """First in, first out; 12 bytes an entry, and at most twice as many entries as were ever live at once."""
+    """First in, first out; 12 bytes an entry."""
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
-        self._blocks: Int32Array = np.zeros(_LEAST_ROOM, np.int32)
-        self._entry_stamps: Int64Array = np.zeros(_LEAST_ROOM, np.int64)
-        self._head = self._tail = 0
+        self._segments: deque[_Segment] = deque()
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
 
     def push(self, blocks: Int32Array, stamps: Int64Array) -> None:
-        count = len(blocks)
-        if self._tail + count > len(self._blocks):
-            self._make_room(count)
-        self._blocks[self._tail : self._tail + count] = blocks
-        self._entry_stamps[self._tail : self._tail + count] = stamps
-        self._tail += count
+        done = 0
+        while done < len(blocks):
+            segment = self._segments[-1] if self._segments else None
+            if segment is None or segment.end == len(segment.blocks):
+                segment = self._add_segment()
+            part = min(len(blocks) - done, len(segment.blocks) - segment.end)
+            end = segment.end + part
+            segment.blocks[segment.end : end] = blocks[done : done + part]
+            segment.stamps[segment.end : end] = stamps[done : done + part]
+            segment.end = end
+            done += part
 
     def oldest(self) -> int | None:
         """The stamp of the first live entry; None when there is none."""
-        while self._head < self._tail:
-            end = min(self._tail, self._head + _LEAST_LOOK)
-            live = self._live(self._head, end)
+        newest = self._stamps.newest
+        while self._segments:
+            first = self._segments[0]
+            if first.start < first.end and newest[first.blocks[first.start]] == first.stamps[first.start]:
+                return int(first.stamps[first.start])
+            live = self._live(first, first.start, first.end)
             if len(live):
-                self._head += int(live[0])
-                return int(self._entry_stamps[self._head])
-            self._head = end
+                first.start = int(live[0])
+                return int(first.stamps[first.start])
+            self._segments.popleft()
         return None
 
     def pop(self, count: int, until: int | None = None) -> Int32Array:
         """The first live blocks, at most count and with stamps up to `until`; fewer when there are no more."""
-        end = self._tail
-        if until is not None:
-            end = self._head + int(np.searchsorted(self._entry_stamps[self._head : self._tail], until, "right"))
         popped: list[Int32Array] = []
-        while count > 0 and self._head < end:
-            stop = min(end, self._head + max(count, _LEAST_LOOK))
-            live = self._live(self._head, stop)[:count]
-            popped.append(self._blocks[self._head + live])
+        while count > 0 and self._segments:
+            first = self._segments[0]
+            stop = min(first.end, first.start + max(count, _LEAST_LOOK))
+            if until is not None and stop > first.start and first.stamps[stop - 1] > until:
+                stop = first.start + int(np.searchsorted(first.stamps[first.start : stop], until, "right"))
+                if stop == first.start:
+                    break
+            live = self._live(first, first.start, stop)[:count]
+            popped.append(first.blocks[live])
             count -= len(live)
-            self._head = stop if count else self._head + int(live[-1]) + 1
-        return np.concatenate(popped) if popped else np.empty(0, np.int32)
+            first.start = stop if count else int(live[-1]) + 1
+            if first.start == first.end:
+                self._segments.popleft()
+        if len(popped) == 1:
+            return popped[0]
+        return np.concatenate(popped) if popped else NO_INT32
 
     def live(self) -> Int32Array:
         """All live blocks in order."""
-        return self._blocks[self._head + self._live(self._head, self._tail)]
+        rows = [segment.blocks[self._live(segment, segment.start, segment.end)] for segment in self._segments]
+        return np.concatenate([NO_INT32, *rows])
 
-    def _live(self, start: int, end: int) -> Int64Array:
-        return self._stamps.are_live(self._blocks[start:end], self._entry_stamps[start:end]).nonzero()[0]
+    def sweep(self, idx: int) -> int:
+        """Drops the stale entries of a segment, and joins it with the one before where both fit. The index to go on with."""
+        segment = self._segments[idx]
+        live = self._live(segment, segment.start, segment.end)
+        before = self._segments[idx - 1] if idx else None
+        blocks, stamps = segment.blocks[live], segment.stamps[live]
+        if before is not None and before.end - before.start + len(live) <= _MOST_SEGMENT:
+            blocks = np.concatenate([before.blocks[before.start : before.end], blocks])
+            stamps = np.concatenate([before.stamps[before.start : before.end], stamps])
+            self._segments[idx - 1] = _Segment(blocks, stamps, len(blocks))
+            del self._segments[idx]
+            return idx
+        self._segments[idx] = _Segment(blocks, stamps, len(blocks))
+        return idx + 1
 
-    def _make_room(self, count: int) -> None:
-        """Drops the stale entries; grows when more than half of the room stays taken."""
-        live = self._head + self._live(self._head, self._tail)
-        blocks, stamps = self._blocks[live], self._entry_stamps[live]
-        room = len(self._blocks)
-        while room < 2 * (len(live) + count):
-            room *= 2
-        if room > len(self._blocks):
-            self._blocks, self._entry_stamps = np.zeros(room, np.int32), np.zeros(room, np.int64)
-        self._blocks[: len(live)], self._entry_stamps[: len(live)] = blocks, stamps
-        self._head, self._tail = 0, len(live)
+    def _live(self, segment: _Segment, start: int, stop: int) -> Int64Array:
+        """Indices of the live entries in [start, stop) of a segment."""
+        live = self._stamps.are_live(segment.blocks[start:stop], segment.stamps[start:stop]).nonzero()[0]
+        return live + start if start else live
+
+    def _add_segment(self) -> _Segment:
+        """The first of a queue is small, because some policies have hundreds of queues."""
+        room = min(2 * len(self._segments[-1].blocks), _MOST_SEGMENT) if self._segments else _LEAST_SEGMENT
+        room = max(room, _LEAST_SEGMENT)
+        segment = _Segment(np.empty(room, np.int32), np.empty(room, np.int64), 0)
+        self._segments.append(segment)
+        return segment
+
+
+class Sweeper:
+    """Visits the segments of some queues in turn, as far as has been paid for by adding entries."""
+
+    def __init__(self) -> None:
+        self._num_due = 0
+        self._queue_idx = self._segment_idx = 0
+
+    def pay(self, num_added: int, queues: Collection[BlockQueue]) -> None:
+        self._num_due += num_added * _SWEPT_PER_ENTRY
+        while self._num_due >= _MOST_SEGMENT:
+            self._num_due -= _MOST_SEGMENT
+            self._visit(list(queues))
+
+    def _visit(self, queues: Sequence[BlockQueue]) -> None:
+        if self._queue_idx >= len(queues):
+            self._queue_idx = self._segment_idx = 0
+        if not queues:
+            return
+        queue = queues[self._queue_idx]
+        # The last segment is being filled: it is swept when it is full and another one follows.
+        if self._segment_idx < queue.num_segments - 1:
+            self._segment_idx = queue.sweep(self._segment_idx)
+        else:
+            self._queue_idx, self._segment_idx = self._queue_idx + 1, 0

@@ -23,13 +23,13 @@ class LruShadow:
         self._edge = 0
         self._num_kept = 0
 
-    def enter(self, count: int, now: int) -> None:
-        """So many blocks begin to wait, up to the stamp `now`."""
-        newest = now // self._slice_len
-        while self._edge <= newest - _NUM_SLICES:
+    def enter(self, stamps: Int64Array) -> None:
+        """Blocks begin to wait with these stamps, the newest ones."""
+        slices = stamps // self._slice_len
+        while self._edge <= slices[-1] - _NUM_SLICES:
             self._evict_slice()
-        self._counts[newest % _NUM_SLICES] += count
-        self._num_kept += count
+        np.add.at(self._counts, slices % _NUM_SLICES, 1)
+        self._num_kept += len(stamps)
 
     def leave(self, stamps: Int64Array) -> npt.NDArray[np.bool_]:
         """[n] whether LRU had still kept the blocks that have waited since these stamps, and are used again."""

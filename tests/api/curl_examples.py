@@ -23,7 +23,10 @@ _KEEP_SESSION = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call. in_session puts the session into the body, opens_session keeps it for the later ones."""
+    """One call. in_session puts the session into the body, opens_session keeps it for the later ones.
+
+    to_file is where the answers of a call go that lasts, and so runs in the background.
+    """
 
     title: str
     service: str
@@ -31,6 +34,7 @@ class Example:
     body: dict[str, Any] = field(default_factory=dict)
     in_session: bool = False
     opens_session: bool = False
+    to_file: str = ""
 
     @property
     def address(self) -> str:
@@ -45,9 +49,13 @@ class Example:
 
     def _data(self) -> str:
         body = json.dumps(self.body)
-        return f"""'{{'"$S"', {body[1:]}'""" if self.in_session else f"'{body}'"
+        if not self.in_session:
+            return f"'{body}'"
+        return f"""'{{'"$S"', {body[1:]}'""" if self.body else """'{'"$S"'}'"""
 
     def _line(self, command: str) -> str:
+        if self.to_file:
+            return f"{command} > {self.to_file} &"
         return f"S=$({command} | {_KEEP_SESSION})" if self.opens_session else command
 
 
@@ -92,6 +100,27 @@ EXAMPLES = [
         in_session=True,
     ),
     Example("Look at it", CACHE_SERVICE, "GetSequence", {"sequence_id": 1, "include_tokens": True}, in_session=True),
+    Example(
+        "Why a longer prompt's match ends where it does",
+        CACHE_SERVICE,
+        "ExplainMatch",
+        {"token_ids": [11, 12, 13, 14, 15, 16, 17, 18]},
+        in_session=True,
+    ),
+    Example(
+        "Keep what is cached of it from eviction, for a minute",
+        CACHE_SERVICE,
+        "PinPrefix",
+        {"token_ids": [11, 12, 13, 14, 15, 16], "ttl_ms": 60_000},
+        in_session=True,
+    ),
+    Example(
+        "In the background: all that is cached, then every change, until the session is closed",
+        CACHE_SERVICE,
+        "WatchEvents",
+        in_session=True,
+        to_file="events.json",
+    ),
     Example("Give its blocks back", CACHE_SERVICE, "ReleaseSequence", {"sequence_id": 1}, in_session=True),
     Example("Close the session", CACHE_SERVICE, "CloseSession", {"drained": True}, in_session=True),
     Example("Counts: the committed block is still cached", CACHE_SERVICE, "GetStats"),

@@ -20,13 +20,18 @@ def services() -> Iterator[Services]:
         yield running
 
 
-def test_every_buf_curl_line_works_as_it_is_written(services: Services) -> None:
+def test_every_buf_curl_line_works_as_it_is_written(services: Services, tmp_path: Path) -> None:
     assert shutil.which("buf"), "buf, of the development environment, must be on the PATH"
     lines = [example.buf_curl() for example in EXAMPLES]
     # The answer of the line that keeps the session is not shown.
     marks = [f"{line}\necho '=== {number}'" for number, line in enumerate(lines)]
-    script = "\n".join(marks).replace(CACHE, services.cache).replace(ENGINE, services.engine)
-    done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], capture_output=True, text=True, timeout=120)
+    for number, example in enumerate(EXAMPLES):
+        if example.to_file:  # it goes on in the background; the lines behind it are to find it at work
+            marks[number] += f"\nuntil [ -s {example.to_file} ]; do kill -0 $!; done"
+    script = "\n".join([*marks, "wait"]).replace(CACHE, services.cache).replace(ENGINE, services.engine)
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr + services.log_path.read_text()
     answers: dict[str, str] = {}
     rest = done.stdout
@@ -35,6 +40,10 @@ def test_every_buf_curl_line_works_as_it_is_written(services: Services) -> None:
     sequence = json.loads(answers["GetSequence"])["sequence"]
     assert (sequence["numCommittedTokens"], sequence["tokenIds"]) == (6, [11, 12, 13, 14, 15, 16])
     assert len(sequence["blockTable"]) == 2
+    explained = json.loads(answers["ExplainMatch"])
+    assert (explained["numMatchedTokens"], explained["end"]) == (4, "MATCH_END_NEVER_STORED")
+    assert json.loads(answers["PinPrefix"])["numPinnedTokens"] == 4
+    assert '"EVENT_KIND_SNAPSHOT_END"' in (tmp_path / "events.json").read_text()
     pools = json.loads(answers["GetStats"])["pools"]
     assert [pool["numCachedBlocks"] for pool in pools if pool["pool"]["spec"]["modelId"] == "curl-example"] == [1]
     assert json.loads(answers["GetModel"])["vocabSize"] > 0

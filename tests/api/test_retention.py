@@ -114,3 +114,19 @@ async def test_retention_that_is_refused(api: Api, sink: int, window: int, field
     await session.create(1, 4, retention=retention(2**31 - 1, 2**31 - 1))  # keeps everything
     await grow(session, 9, chunk=9)
     np.testing.assert_array_equal(await read_all(session, 1), written(0, 9))
+
+
+async def test_an_update_narrows_what_can_be_read(api: Api) -> None:
+    session = await api.open(engine=False)
+    await session.create(1, 4)
+    await grow(session, 17, chunk=17)
+    shown = (await session.call("UpdateSequence", sequence_id=1, priority=5, retention=retention(SINK, WINDOW))).sequence
+    assert (shown.priority, shown.retention) == (5, retention(SINK, WINDOW))
+    assert [block == 0 for block in shown.block_table] == [False, True, False, False, False]
+    np.testing.assert_array_equal(await read_all(session, 1, first_token_idx=11), written(11, 6))
+    for fields in ({"first_token_idx": 10, "num_tokens": 1}, {"first_token_idx": 3, "num_tokens": 1}):
+        assert (await refusal(session.read_kv(1, **fields))).metadata == {"field": "first_token_idx", "limit": "11"}
+    error = await refusal(session.call("UpdateSequence", sequence_id=1, retention=retention(SINK + 1, WINDOW)))
+    assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(SINK))
+    shown = (await session.call("UpdateSequence", sequence_id=1)).sequence  # nothing is to be changed
+    assert (shown.priority, shown.retention) == (5, retention(SINK, WINDOW))

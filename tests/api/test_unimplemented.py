@@ -14,7 +14,6 @@ LEFT_OUT = {
     "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
-    "UpdateSequence": "changing priority or retention",
 }
 
 

@@ -104,7 +104,7 @@ def replay_policy(requests: Iterable[list[int]], num_blocks: int, policy: str) -
 class _PolicyReplay:
     def __init__(self, num_blocks: int, policy: str) -> None:
         self._evictable: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
-        self._policy = make_policy(policy, num_blocks + 1, lambda blocks: self._evictable[blocks])
+        self._policy = make_policy(policy, num_blocks + 1)
         self._block_of: dict[int, int] = {}
         self._contents = [0] * (num_blocks + 1)
         self._free = list(range(1, num_blocks + 1))

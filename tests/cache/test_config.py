@@ -41,3 +41,25 @@ def test_sizes_that_are_none(text: str) -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.8.8.8:7410", "[::1]:7410", "localhost:7410", "unix:/run/x.sock"])
 def test_addresses_that_are_served(listen: str) -> None:
     assert CacheConfig(listen=listen).listen == listen
+
+
+def test_what_bounds_the_prefix_cache() -> None:
+    config = load_config(["--prefix-ttl", "2.5", "--tenant-quota", "0.25", "--tenant-quotas", "a=0.1,b=c=0.5,=1"], {})
+    assert (config.prefix_ttl, config.tenant_quota) == (2.5, 0.25)
+    assert config.tenant_quotas == (("a", 0.1), ("b=c", 0.5), ("", 1.0))
+    assert load_config([], {}).tenant_quotas == ()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--prefix-ttl", value) for value in ("0", "-1", "nan", "inf", "x")),
+        *(("--tenant-quota", value) for value in ("-0.1", "0.6", "nan", "1.5")),
+        *(("--tenant-quotas", value) for value in ("a", "a=", "a=x", "a=-1", "a=0.6", "a=0.1,a=0.2", "a=0.1,")),
+        *(("--max-cached-blocks", value) for value in ("-1", "1.5")),
+        ("--min-prefix-tokens", "-1"),
+    ],
+)
+def test_bounds_of_the_prefix_cache_that_cannot_be(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        load_config([f"{flag}={value}"], {})

@@ -197,6 +197,25 @@ def test_a_snapshot_waits_for_its_reader_instead_of_ending(monkeypatch: pytest.M
     assert reader.blocks == names_in(index, "")
 
 
+@pytest.mark.parametrize("by", ["the snapshot", "a block stored below"])
+def test_a_slice_is_no_longer_than_its_budget_however_deep_a_block_is(by: str) -> None:
+    index = PrefixIndex(64, 1)
+    index.insert_run(index.root(""), int32(range(50)), int32(range(1, 51)))
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader = EventReader("", feed.open(""))
+    reader.watch.next_node = 50  # as if the deepest block had the first number
+    if by == "a block stored below":
+        index.insert_run(index.match(index.root(""), int32(range(50)), 50)[-1], int32([50]), int32([51]))
+    for num_told in range(5, 50, 5):
+        assert feed.advance(5)
+        reader.read()
+        assert len(reader.blocks) == num_told
+    while feed.advance(5):
+        pass
+    reader.read()
+    assert reader.blocks == names_in(index, "")
+
+
 def test_changes_that_nobody_reads_are_bounded() -> None:
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None, max_unread=20)

@@ -1,8 +1,10 @@
-"""What the adaptive policy learns from: ghosts, the shadow of LRU, and the worth of cells."""
+"""What the adaptive policy learns from: history and ghosts, the shadow of LRU, and the worth of cells."""
 
 import numpy as np
 
-from cache_service.eviction.ghosts import Ghosts, Traces, prefix_hashes, root_hash
+from cache_service.eviction.ghosts import Ghosts, Traces
+from cache_service.eviction.history import History, PrefixHasher
+from cache_service.eviction.policy import Use
 from cache_service.eviction.shadow import LruShadow
 from cache_service.eviction.worth import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
 
@@ -12,13 +14,50 @@ def traces(uses: int, stamps: list[int]) -> Traces:
 
 
 def hashes(*tokens: int, root: int = -1) -> np.ndarray:
-    return prefix_hashes(np.array(tokens, np.int32), 2, 0, root_hash(root))
+    """Of the prefixes of one sequence, in blocks of two tokens."""
+    history = History(64, NUM_CLASSES)
+    history.record([use(*tokens, root=root)], Ghosts(64, 64), 0)
+    return history.hashes[1 : 1 + len(tokens) // 2]
+
+
+def use(*tokens: int, first_block: int = 1, root: int = -1) -> Use:
+    blocks = np.arange(first_block, first_block + len(tokens) // 2, dtype=np.int32)
+    return Use(blocks, np.array(tokens, np.int32), root, priority=0, num_blocks=len(blocks))
 
 
 def test_a_prefix_has_the_same_hash_whole_and_in_parts() -> None:
     whole = hashes(1, 2, 3, 4, 5, 6)
-    rest = prefix_hashes(np.array([3, 4, 5, 6], np.int32), 2, 1, int(whole[0]))
-    assert rest.tolist() == whole[1:].tolist()
+    history, ghosts = History(64, NUM_CLASSES), Ghosts(64, 64)
+    for length in (2, 4, 6):
+        history.record([use(*range(1, length + 1))], ghosts, 0)
+    assert history.hashes[1:4].tolist() == whole.tolist()
+
+
+def test_a_batch_counts_as_its_sequences_one_by_one() -> None:
+    batch = [use(1, 2, 3, 4), use(1, 2), use(5, 6, 7, 8, first_block=9, root=-2), use(1, 2, 3, 4, 9, 9)]
+    at_once, one_by_one, ghosts = History(64, NUM_CLASSES), History(64, NUM_CLASSES), Ghosts(64, 64)
+    for _ in range(4):
+        at_once.record(batch, ghosts, 0)
+        for one in batch:
+            one_by_one.record([one], ghosts, 0)
+        assert at_once.uses.tolist() == one_by_one.uses.tolist()
+        assert at_once.hashes.tolist() == one_by_one.hashes.tolist()
+    assert at_once.uses[[1, 2, 3, 9]].tolist() == [NUM_CLASSES, NUM_CLASSES, 4, 4]
+
+
+def test_a_parent_has_the_uses_that_a_ghost_gave_its_child() -> None:
+    history, ghosts, known = History(64, NUM_CLASSES), Ghosts(64, 64), hashes(1, 2, 3, 4)
+    ghosts.put(known[1:], np.array([5], np.uint8), np.array([3]), now=4)
+    found = history.record([use(1, 2, 3, 4)], ghosts, 4)
+    assert history.uses[1:3].tolist() == [6, 6]
+    assert sorted(found.uses.tolist()) == [0, 5]
+
+
+def test_hashing_many_places_keeps_the_first_ones() -> None:
+    hasher, before = PrefixHasher(), np.zeros(1, np.uint64)
+    short = hasher.prefixes(np.arange(4, dtype=np.int32), 2, np.arange(2), before, np.array([2]))
+    long = hasher.prefixes(np.arange(80, dtype=np.int32), 2, np.arange(40), before, np.array([40]))
+    assert long[:2].tolist() == short.tolist()
 
 
 def test_a_hash_tells_order_place_and_tenant_apart() -> None:
@@ -27,7 +66,7 @@ def test_a_hash_tells_order_place_and_tenant_apart() -> None:
 
 
 def test_a_ghost_is_recognised_once() -> None:
-    ghosts, known = Ghosts(64), hashes(1, 2, 3, 4)
+    ghosts, known = Ghosts(64, 64), hashes(1, 2, 3, 4)
     ghosts.put(known, np.array([2, 1], np.uint8), np.array([7, 8]), now=9)
     found = ghosts.pop(known, now=12)
     assert (found.uses.tolist(), found.stamps.tolist()) == ([2, 1], [7, 8])
@@ -35,14 +74,14 @@ def test_a_ghost_is_recognised_once() -> None:
     assert ghosts.pop(hashes(5, 6), now=12).uses.tolist() == [0]
 
 
-def test_stamps_of_ghosts_survive_32_bits() -> None:
-    ghosts, known, now = Ghosts(64), hashes(1, 2), 2**33 + 5
+def test_stamps_of_ghosts_survive_their_few_bits() -> None:
+    ghosts, known, now = Ghosts(64, 64), hashes(1, 2), 2**33 + 5
     ghosts.put(known, np.array([1], np.uint8), np.array([2**33 - 3]), now=now)
     assert ghosts.pop(known, now=now).stamps.tolist() == [2**33 - 3]
 
 
 def test_a_place_taken_over_answers_who_was_there() -> None:
-    ghosts = Ghosts(1024)
+    ghosts = Ghosts(256, 1024)
     rng = np.random.default_rng(0)
     lost = 0
     for now in range(1, 9):
@@ -53,20 +92,19 @@ def test_a_place_taken_over_answers_who_was_there() -> None:
 
 def test_the_shadow_keeps_the_blocks_used_last() -> None:
     shadow = LruShadow(64)  # slices of one stamp
-    shadow.enter(1, 1)
-    shadow.enter(1, 2)
-    shadow.enter(1, 3)
+    shadow.enter(np.array([1]))
+    shadow.enter(np.array([2, 3]))
     shadow.shrink(2)
     assert shadow.leave(np.array([1, 2, 3])).tolist() == [False, True, True]
-    shadow.enter(2, 5)
+    shadow.enter(np.array([4, 5]))
     shadow.shrink(2)
     assert shadow.leave(np.array([5])).tolist() == [True]
 
 
 def test_the_shadow_forgets_what_waited_longer_than_it_counts() -> None:
     shadow = LruShadow(64)
-    shadow.enter(1, 1)
-    shadow.enter(1, 10_000)
+    shadow.enter(np.array([1]))
+    shadow.enter(np.array([10_000]))
     assert shadow.leave(np.array([1, 10_000])).tolist() == [False, True]
 
 

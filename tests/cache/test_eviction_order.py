@@ -1,6 +1,5 @@
 """The order of each eviction policy, by hand: chains of a few blocks, made and used again through the core."""
 
-import numpy as np
 import pytest
 
 from cache_service.errors import InvalidField
@@ -115,12 +114,12 @@ def test_a_forgotten_block_starts_anew() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_nothing_is_evictable_in_an_empty_pool(policy: str) -> None:
-    made = make_policy(policy, 4, lambda blocks: np.ones(len(blocks), np.bool_))
+    made = make_policy(policy, 4)
     assert made.waiting().tolist() == []
     assert made.take(0).tolist() == []
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidField) as refused:
-        make_policy("random", 4, lambda blocks: blocks > 0)
+        make_policy("random", 4)
     assert refused.value.metadata["limit"] == ", ".join(POLICY_NAMES)

@@ -57,8 +57,9 @@ def test_other_tokens_were_never_stored_and_the_nearest_block_says_how_near_they
     assert explain(world, [*PROMPT[:4], 5, 6, 7, 1, 0]).num_common == 3  # the nearest of two
 
 
-def test_a_hit_is_what_a_start_takes() -> None:
-    world = cached()
+@pytest.mark.parametrize("min_prefix_tokens", [0, 4, 5, 8, 9])
+def test_a_hit_is_what_a_start_takes(min_prefix_tokens: int) -> None:
+    world = cached(min_prefix_tokens=min_prefix_tokens)
     for num_tokens in range(1, 10):
         found = explain(world, PROMPT[:num_tokens])
         world.create(7, PROMPT[:num_tokens])
@@ -81,6 +82,15 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -
     assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.CLEARED, 0.0)
 
 
+def test_a_block_that_outlived_its_time_is_told_as_such() -> None:
+    world = cached(prefix_ttl=5.0)
+    world.manager.now = 20.0
+    world.manager.tick()
+    world.manager.now = 21.0
+    found = explain(world, PROMPT)
+    assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.EXPIRED, 1.0)
+
+
 def test_what_went_is_known_again_under_a_parent_of_another_number() -> None:
     world = cached()
     world.prefill(2, [7] * 9)  # takes numbers of its own
@@ -95,14 +105,15 @@ def test_what_went_is_known_again_under_a_parent_of_another_number() -> None:
 
 
 def test_a_sequence_that_computes_the_next_block_is_seen_until_it_has_committed() -> None:
-    world = cached()
+    world = cached(num_blocks=20)
     longer = [*PROMPT[:8], 10, 11, 12, 13, 14]
     world.create(2, longer, session=B)
     assert explain(world, longer).end is MatchEnd.NEVER_STORED  # it waits; nobody computes
     world.step(B, starts=[(2, 100, 100)])
     assert explain(world, longer).end is MatchEnd.COMPUTING
     assert explain(world, [*longer[:8], 10, 11, 12, 0]).end is MatchEnd.NEVER_STORED
-    assert explain(world, [0, *longer[1:]]).end is MatchEnd.NEVER_STORED
+    world.prefill(3, [0] * 9)
+    assert explain(world, [*[0] * 8, *longer[8:]]).end is MatchEnd.NEVER_STORED  # the same block behind another prefix
     world.step(B, commits=[(2, 12, [])])
     found = explain(world, longer)
     assert (found.num_matched, found.end) == (12, MatchEnd.PARTIAL_BLOCK)
@@ -169,7 +180,7 @@ def test_a_pool_that_caches_nothing_says_so() -> None:
 
 def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
     world = cached(min_prefix_tokens=8)
-    for num_tokens, hit, end in ((5, 0, MatchEnd.BELOW_MINIMUM), (9, 8, MatchEnd.PARTIAL_BLOCK)):
+    for num_tokens, hit, end in ((4, 0, MatchEnd.COMPLETE), (5, 0, MatchEnd.BELOW_MINIMUM), (9, 8, MatchEnd.PARTIAL_BLOCK)):
         found = explain(world, PROMPT[:num_tokens])
         assert (found.num_hit, found.end) == (hit, end)
 

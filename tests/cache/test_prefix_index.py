@@ -64,6 +64,22 @@ def test_a_node_number_used_again_has_none_of_its_old_relatives() -> None:
     assert index.block_of_node[index.match(index.root("tenant"), int32([1, 2, 3]), 3)].tolist() == [1, 2, 3]
 
 
+def test_brothers_published_in_one_go_are_linked_to_each_other_and_to_the_elder_ones() -> None:
+    index, nodes = family()
+    parents = int32([nodes["q"], index.root("tenant"), nodes["p"], nodes["q"], index.root("tenant"), nodes["q"]])
+    index.forget_blocks(int32(blocks_of(index, nodes, "pbx", "pby", "pcx", "pcy")))
+    blocks = [block for block in range(1, 16) if not index.node_of_block[block]][:6]
+    new = index.insert_each(parents, int32([[1], [2], [3], [4], [5], [6]]), int32(blocks)).tolist()
+    assert index.check() == []
+    assert set(index.children(nodes["q"], 9)) == {new[0], new[3], new[5]}
+    assert set(index.children(nodes["p"], 9)) == {new[2], nodes["pa"], nodes["pb"], nodes["pc"]}
+    assert set(index.children(index.root("tenant"), 9)) == {new[1], new[4], nodes["p"], nodes["q"]}
+    for gone in (new[3], new[0], new[1]):
+        index.forget_blocks(int32([index.block_of_node[gone]]))
+        assert index.check() == []
+    assert index.children(nodes["q"], 9) == [new[5]]
+
+
 def test_an_unknown_tenant_finds_nothing_and_is_not_remembered() -> None:
     index, _ = family()
     assert index.match(index.find_root("nobody"), int32([ord("p")]), 1).tolist() == []

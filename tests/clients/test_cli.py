@@ -48,6 +48,7 @@ async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
         (["sequences", "--cache", NOBODY], "cache"),
         (["sequences", "--cache", NOBODY, "--json"], "cache"),
         (["generate", "hello", "--engine", NOBODY], "engine"),
+        (["explain", "hello", "--engine", NOBODY, "--cache", NOBODY], "engine"),
         (["generate", "hello", "--engine", NOBODY, "--json"], "engine"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -90,7 +91,7 @@ async def test_wrong_usage_is_told_and_starts_nothing(argv: list[str]) -> None:
 async def test_help_names_every_command_and_the_exit_codes() -> None:
     outcome = await kvkeeper("--help")
     assert outcome.exit_code == 0
-    for word in ("cache", "engine", "up", "generate", "status", "stats", "sequences", "Exit codes"):
+    for word in ("cache", "engine", "up", "generate", "explain", "status", "stats", "top", "sequences", "Exit codes"):
         assert word in outcome.out
 
 
@@ -187,7 +188,7 @@ async def test_stats_and_sequences_show_what_the_service_holds(cache_server: Run
 
         outcome = await kvkeeper("stats", *flag, "--engine", NOBODY)
         assert outcome.exit_code == 3  # for the engine; the cache service's counts are shown nevertheless
-        assert "sequences waiting, running  0, 1" in outcome.out
+        assert "waiting, running, loading, swapped  0, 1, 0, 0" in outcome.out
         report = json.loads((await kvkeeper("stats", *flag, "--engine", NOBODY, "--json")).out)
         assert report["cache"]["pools"][0]["num_running_sequences"] == 1
         assert report["cache"]["epoch"] < session.epoch

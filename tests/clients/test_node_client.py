@@ -34,3 +34,7 @@ async def run_node(test: str, **variables: str) -> None:
 
 async def test_a_sequence_lives_through_the_node_client(cache_server: RunningServer) -> None:
     await run_node("cache.test.js", KVKEEPER_CACHE_LISTEN=cache_server.address)
+
+
+async def test_prefixes_events_and_steps_go_through_the_node_client(cache_server: RunningServer) -> None:
+    await run_node("calls.test.js", KVKEEPER_CACHE_LISTEN=cache_server.address)

@@ -101,6 +101,18 @@ async def test_generate_streams_text_and_tells_what_it_took(services: Services, 
     assert (continuation["finish_reason"], len(continuation["token_ids"])) == ("length", 8)
 
 
+async def test_a_prompt_is_explained_before_and_after_it_was_computed(services: Services) -> None:
+    addresses = ("--cache", services.cache, "--engine", services.engine)
+    prompt = "import this  # explain" * 8
+    before = await kvkeeper("explain", prompt, *addresses)
+    assert (before.exit_code, before.err) == (0, "")
+    assert "0 of " in before.out and "never stored" in before.out
+    await kvkeeper("generate", prompt, "--max-tokens", "2", "--engine", services.engine)
+    (found,) = json.loads((await kvkeeper("explain", prompt, *addresses, "--json")).out)["pools"]
+    assert found["num_hit_tokens"] >= 16
+    assert found["end"] in ("MATCH_END_COMPLETE", "MATCH_END_PARTIAL_BLOCK")
+
+
 async def test_continuations_stand_under_their_headings(services: Services) -> None:
     outcome = await kvkeeper(*("generate", PROMPT, "--n", "3", "--seed", "1", "--max-tokens", "6", "--engine", services.engine))
     assert outcome.exit_code == 0

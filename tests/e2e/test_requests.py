@@ -91,6 +91,18 @@ async def test_one_request_s_failure_is_its_own(world: Services, token: int) -> 
     assert (await generate(client, [4, 5, 6, 7, 8, 9])).usage.cached_tokens == 0, "nothing of it is shared"
 
 
+async def test_a_prompt_that_breaks_before_its_end_is_not_shared(world: Services) -> None:
+    """Nothing is sampled from its first chunks, but what they compute would be hit by others."""
+    await world.start_cache()
+    client = await world.client(await world.start_engine(odd_model(), chunk_size=4))
+    prompt = [4, NAN_TOKEN, 6, 7, 8, 9, 10, 11, 12]
+    with pytest.raises(KvkeeperError) as failed:
+        await generate(client, prompt)
+    assert failed.value.reason == "REQUEST_FAILED"
+    pool = await world.wait_idle()
+    assert (pool.num_indexed_blocks, pool.num_referenced_blocks) == (0, 0)
+
+
 async def test_what_can_never_fit_is_refused_with_the_limit(world: Services) -> None:
     await world.start_cache(num_blocks=9)  # 32 tokens
     client = await world.client(await world.start_engine())

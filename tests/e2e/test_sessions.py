@@ -179,3 +179,22 @@ async def test_a_model_that_the_cache_service_refuses_ends_the_start(world: Serv
     await world.start_engine()
     with pytest.raises(StartError, match="OUT_OF_POOLS"):
         await world.start_engine(block_size=8)
+
+
+async def test_a_client_that_asks_again_gets_the_rest_from_the_next_engine(world: Services) -> None:
+    await world.start_cache()
+    engine = await world.start_engine()
+    sampling = Sampling(max_tokens=120, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=7)
+    client = await world.client(engine)
+    generation = client.generate(PROMPT, GenerateOptions(sampling=sampling, resubmit_s=20.0))
+    tokens = list((await anext(generation)).token_ids)
+    await engine.stop()
+    num_before = len(tokens)
+    await world.start_engine(listen=engine.address)
+    tokens += [token async for piece in generation for token in piece.token_ids]
+    assert num_before < 120
+    assert generation.usage is not None
+    assert generation.usage.cached_tokens == 12, "the cache was warm"
+    async with AsyncEngineClient(engine.address) as other:
+        whole = other.generate(PROMPT, GenerateOptions(sampling=sampling))
+        assert tokens == [token async for piece in whole for token in piece.token_ids]

@@ -47,7 +47,10 @@ class Counts:
     evicted: int = 0
     forks: int = 0
     pins: int = 0
+    expired: int = 0
+    quota_evictions: int = 0
     retention_dropped: int = 0
+    narrowed: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -78,6 +81,10 @@ class Simulation:
             max_sequences=rng.choice([4, 8, 16, 32]),
             max_tokens_per_sequence=rng.choice([6, 12, 24, 48]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            prefix_ttl=rng.choice([None, None, 1.0, 10.0]),
+            min_prefix_tokens=rng.choice([0, 0, 3]),
+            max_cached_blocks=rng.choice([None, None, 0, 4]),
+            tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
         )
         self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -113,9 +120,11 @@ class Simulation:
         expect(stats.num_adopted_blocks, naive.num_adopted, "adopted blocks")
         expect(stats.num_retention_dropped_blocks, naive.num_retention_dropped, "blocks dropped by retention")
         expect(stats.num_evicted_blocks, naive.num_evicted + naive.num_retention_dropped, "evicted blocks")
+        expect(stats.num_expired_blocks, naive.num_expired, "expired blocks")
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.expired, counts.quota_evictions = naive.num_expired, stats.num_quota_evictions
         counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
         counts.retention_dropped = naive.num_retention_dropped
         return counts
@@ -171,7 +180,9 @@ class Simulation:
             self.world.pin(session, self.choose)
         elif event < 62:
             self.world.unpin(session, self.choose)
-        elif event < 72:
+        elif event < 64:
+            self.counts.narrowed += self.world.narrow(session, self.choose)
+        elif event < 74:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

@@ -1,19 +1,24 @@
-"""The core under seeded simulation: RELIABILITY 1, 12, 13, 14 and 20, a short slice of `python -m tests.sim.soak`."""
+"""The core under seeded simulation: a million operations with lost, repeated and late messages, deaths and hangs."""
 
 import json
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.sim.simulation import Simulation
-from tests.sim.soak import main, soak
+from tests.sim.simulation import Counts, Simulation
+from tests.soak.accounting import CHANGES_PER_SEED, simulate
 
 NUM_OPERATIONS = 1_000_000
 
 
 def test_a_million_seeded_operations_with_an_audit_after_each_call(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.perf_counter()
-    counts = soak(NUM_OPERATIONS, seed=1)
+    started, counts = time.perf_counter(), Counts()
+    seeds = range(1, 1 + -(-NUM_OPERATIONS // CHANGES_PER_SEED))
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        for part in processes.map(simulate, seeds, chunksize=4):
+            counts.add(part)
     with capsys.disabled():
         print(json.dumps({"soak": "core", "seconds": round(time.perf_counter() - started, 1), "changes": counts.changes}))
     assert counts.changes >= NUM_OPERATIONS
@@ -30,11 +35,3 @@ def test_a_seed_replays_itself() -> None:
         return [simulation.world.snapshot(), simulation.finish()]
 
     assert run() == run()
-
-
-def test_the_soak_sums_itself_up_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--ops", "500", "--seed", "3"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["changes"] >= 500
-    assert out.count("\n") == 1
-    assert "/500" in err  # the progress bar

@@ -140,14 +140,20 @@ class Session:
 
 
 class Api:
-    """A channel to the service under test."""
+    """A channel to the service under test; server is None for one in a process of its own."""
 
-    def __init__(self, server: RunningServer, channel: grpc.aio.Channel) -> None:
-        self.server = server
+    def __init__(self, server: RunningServer | None, channel: grpc.aio.Channel) -> None:
+        self._server = server
         self.channel = channel
         self.stub: Any = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]
         self.raw_step = channel.unary_unary("/kvkeeper.cache.v1.CacheService/Step")
         self.raw_stream = channel.stream_stream("/kvkeeper.cache.v1.CacheService/StreamSteps")
+
+    @property
+    def server(self) -> RunningServer:
+        """Of a service in this process."""
+        assert self._server is not None
+        return self._server
 
     async def open(self, *, spec: pb.KvSpec = SPEC, engine: bool = True, **fields: Any) -> Session:
         executor = pb.EXECUTOR_ENGINE if engine else pb.EXECUTOR_CACHE

@@ -47,6 +47,7 @@ class CallsWorld(World):
         calls = [self._extend, self._write, self._commit, self._fork, self._truncate, self._release]
         call = self._extend if not q.running and choose(8) else calls[choose(len(calls))]
         call(session, engine, q, known, choose)
+        self.published_by_itself()
 
     def _extend(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         length = engine.length(choose, q.max_tokens)

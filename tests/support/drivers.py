@@ -18,6 +18,7 @@ from cache_service.types import (
     Int32Array,
     PoolConfig,
     PoolStats,
+    Retention,
     SequenceArgs,
     SequenceId,
     SequenceView,
@@ -78,6 +79,8 @@ class Driver(Protocol):
     def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None: ...
 
     def release(self, session: SessionId, sequence_id: int) -> int: ...
+
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None: ...
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
 
@@ -193,6 +196,9 @@ class CoreDriver:
 
     def release(self, session: SessionId, sequence_id: int) -> int:
         return self.manager.release(session, SequenceId(sequence_id))
+
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
+        self.manager.update_sequence(session, sequence_id, retention=retention)
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         return self.manager.view(session, SequenceId(sequence_id))

@@ -47,6 +47,16 @@ _ITEMS = [field.name for field in fields(StepItems)]
 _REPLY = [name for name in StepResult._fields if name in StepReply._fields]  # the others have their defaults
 
 
+def step_items(batch: StepBatch) -> StepItems:
+    """The core's columns as the client's."""
+    return StepItems(**{name: getattr(batch, name) for name in _ITEMS})
+
+
+def step_reply(result: StepResult) -> StepReply:
+    """The client's columns as the core's."""
+    return StepReply(*(getattr(result, name) for name in _REPLY))
+
+
 class Refused(CacheError):
     """What a service refused, with its reason."""
 
@@ -154,6 +164,10 @@ class GrpcDriver:
                 max_sequences=config.max_sequences,
                 max_tokens_per_sequence=config.max_tokens_per_sequence,
                 prefix_caching=config.prefix_caching,
+                prefix_ttl=config.prefix_ttl,
+                min_prefix_tokens=config.min_prefix_tokens,
+                max_cached_blocks=config.max_cached_blocks,
+                tenant_quota=config.tenant_quota,
             )
         )
         self._client = await self._stack.enter_async_context(AsyncCacheClient(self.api.server.address))
@@ -210,7 +224,7 @@ class GrpcDriver:
         return self._run(call)
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
-        items = StepItems(**{name: getattr(batch, name) for name in _ITEMS})
+        items = step_items(batch)
         live = self._sessions[session]
         assert batch.step_id == live.step_id + 1
         result = self._run(live.step(items, batch.completed_step_id))
@@ -251,6 +265,9 @@ class GrpcDriver:
     def release(self, session: SessionId, sequence_id: int) -> int:
         return self._run(self._sessions[session].release(sequence_id))
 
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
+        self._run(self._sessions[session].update(sequence_id, retention=_retention_message(retention)))
+
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         info = self._run(self._sessions[session].get(sequence_id))
         return SequenceView(
@@ -269,7 +286,7 @@ class GrpcDriver:
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        match = self._run(self._sessions[session].match_prefix(token_ids, tenant))
+        match = self._run(self._sessions.get(session, self._observer).match_prefix(token_ids, tenant))
         assert match.num_matched_tokens == len(match.block_ids) * self.config.block_size
         return list(match.block_ids)
 

@@ -24,6 +24,10 @@ configs = st.builds(
     watermark=st.sampled_from([0.0, 0.01, 0.3]),
     eviction_policy=st.just("lru"),  # the model knows its order exactly
     prefix_caching=st.sampled_from([True, True, True, False]),
+    prefix_ttl=st.sampled_from([None, None, 1.0, 4.5]),
+    min_prefix_tokens=st.sampled_from([0, 0, 3]),
+    max_cached_blocks=st.sampled_from([None, None, 0, 2]),
+    tenant_quota=st.sampled_from([1.0, 1.0, 0.2, 0.5]),
 )
 
 
@@ -82,6 +86,12 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.call(session, choose)
             self.holds()
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def narrow(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.narrow(self.any_session(choose), choose)
 
     @precondition(lambda self: self.stepping())
     @rule(data=st.data())

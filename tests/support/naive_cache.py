@@ -102,7 +102,8 @@ class NaiveCache:
         self.num_granted = 0  # blocks, since then
         self.num_free_before = 0  # at the first of them
         self.clock = 0
-        self.num_evicted = 0
+        self.times: dict[int, float] = {}  # of each operation
+        self.num_evicted = self.num_expired = self.num_quota_evictions = 0
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
@@ -158,6 +159,11 @@ class NaiveCache:
     def key(self, q: NaiveSequence, block_idx: int) -> Key:
         return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
 
+    def hit(self, q: NaiveSequence, limit: int) -> list[int]:
+        """Blocks that a start finds, of at most so many tokens; none where they are too few to count."""
+        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
+        return match if len(match) * self.block_size >= self.config.min_prefix_tokens else []
+
     def match(self, tenant: str, tokens: list[int]) -> list[int]:
         """Blocks of the longest cached prefix, whole blocks."""
         blocks: list[int] = []
@@ -204,6 +210,7 @@ class NaiveCache:
         """Notes what came to be cached in this operation; the age of a cached block is the operation that made it so."""
         cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
         self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
+        self.times[self.clock] = self.now
 
     def complete(self, session: str, completed: int) -> None:
         self.sessions[session].completed = completed
@@ -304,10 +311,14 @@ class NaiveCache:
             cached = [block for block in by_block if states[block] is BlockState.CACHED or block in left]
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
-            # A parent that went first took along what hung below it, so it is looked for first.
-            if self.config.eviction_policy == "lru":
-                oldest = sorted(self._oldest(cached), key=lambda block: len(by_block[block][1]))
-                candidates = oldest + self._oldest(leaves)
+            over = self.over_quota(map(by_block.__getitem__, cached))
+            self.num_quota_evictions += bool(over)
+            if over:
+                candidates = [
+                    c for keys in over.values() for c in self._next([self.index[key] for key in keys], leaves, by_block)
+                ]
+            elif self.config.eviction_policy == "lru":
+                candidates = self._next(cached, leaves, by_block)
             else:
                 candidates = [block for block in cached if self._waits_longer_than_below(block, by_block)] + leaves
             chosen = next((b for b in candidates if b in left), None)
@@ -322,6 +333,20 @@ class NaiveCache:
         gone = [block for block in extra if block in self.index.values()]
         require(not gone, f"{what}: {gone} left the index for nothing")
         self.victims = []
+
+    def quota(self) -> int:
+        return int(self.config.tenant_quota * self.config.num_usable_blocks)
+
+    def over_quota(self, cached: Iterable[Key]) -> dict[str, list[Key]]:
+        """The cached prefixes of tenants that have too many of them."""
+        keys = list(cached) if self.config.tenant_quota < 1 else []
+        owned = {tenant: [key for key in keys if key[0] == tenant] for tenant, _ in keys}
+        return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.quota()}
+
+    def _next(self, blocks: list[int], leaves: list[int], by_block: dict[int, Key]) -> list[int]:
+        """The oldest of these, and of the leaves among them; a parent that went first took along what hung below it."""
+        oldest = sorted(self._oldest(blocks), key=lambda block: len(by_block[block][1]))
+        return oldest + self._oldest([block for block in leaves if block in blocks])
 
     def _waits_longer_than_below(self, block: int, by_block: dict[int, Key]) -> bool:
         tenant, tokens = by_block[block]

@@ -99,7 +99,7 @@ class NaiveCalls(NaiveSteps):
 
     def _match_for(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> list[int]:
         limit = min(num_tokens, len(q.tokens) - 1) if look_up else 0
-        return self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
+        return self.hit(q, limit)
 
     def _check_copies(self, copies: list[Pair] | None, wanted: list[Pair], name: str) -> None:
         if copies is None:  # not told: the oracle sees whether they were right

@@ -46,11 +46,34 @@ class NaiveKeeping(NaiveCache):
         self.settle()
 
     def pass_time(self, seconds: float) -> None:
-        """What falls due by then has happened."""
+        """What falls due by then has happened, but for what is above the limits."""
         self.now += seconds
+        self.clock += 1
         for pin_id in self.soonest_first():
             if self.pins[pin_id].deadline <= self.now:
                 self.unpin(pin_id)
+        if self.config.prefix_ttl is not None:
+            self.expire(int((self.now - self.config.prefix_ttl) * 1000))
+
+    def expire(self, last_ms: int) -> None:
+        """Forgets what came to be cached by this millisecond, and what hangs below it."""
+        by_block, num_cached = {block: key for key, block in self.index.items()}, self.count(BlockState.CACHED)
+        for block, age in self.ages.items():
+            if int(self.times[age] * 1000) <= last_ms:
+                self.forget(by_block[block])
+        self.num_expired += num_cached - self.count(BlockState.CACHED)
+        self.settle()
+
+    def enforce(self, max_blocks: int, gone: list[int]) -> None:
+        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
+        self.clock += 1
+        cached = [key for key, block in self.index.items() if block in self.ages]
+        excess = sum(len(keys) - self.quota() for keys in self.over_quota(cached).values())
+        if self.config.max_cached_blocks is not None:
+            excess = max(excess, len(cached) - self.config.max_cached_blocks)
+        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(excess, max_blocks)
+        self.evict("limits", gone)
+        self.settle()
 
     def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
         """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
@@ -99,6 +122,6 @@ class NaiveKeeping(NaiveCache):
         expect(answered, wanted, "blocks evicted on demand")
         oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
         require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
-        self.victims, self.num_granted = oldest_first[:wanted], wanted
+        self.victims, self.num_granted = oldest_first, wanted
         self.evict("eviction on demand", gone)
         self.settle()

@@ -11,6 +11,7 @@ from cache_service.types import (
     BlockState,
     Executor,
     ItemResult,
+    Retention,
     SequenceArgs,
     StartResult,
     StepBatch,
@@ -134,7 +135,17 @@ class NaiveSteps(NaiveKeeping):
                 self.pending.append(q)
         self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
 
-    def retain(self, session: str, sequences: list[NaiveSequence]) -> None:
+    def narrow(self, q: NaiveSequence, retention: Retention) -> None:
+        """UpdateSequence: so far attention was whole, so what is committed is published before."""
+        self.clock += 1
+        self.num_changes += retention != q.retention
+        if retention != q.retention:
+            self.publish()
+            q.retention = retention
+            self.retain(q.session, [q], told_now=False)
+        self.settle()
+
+    def retain(self, session: str, sequences: list[NaiveSequence], *, told_now: bool = True) -> None:
         """Blocks without a readable position become holes; what may be shared of them is published before."""
         size = self.block_size
         due: list[tuple[NaiveSequence, int]] = []
@@ -143,9 +154,9 @@ class NaiveSteps(NaiveKeeping):
                 needed = {position // size for position in q.readable(q.committed)}
                 due += [(q, idx) for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
         if due:
-            self.publish(told_now=session)
+            self.publish(told_now=session if told_now else "")
         for q, idx in due:
-            self.let_go(session, q.table[idx])
+            self.let_go(session, q.table[idx], still_used=not told_now)
             q.table[idx] = NULL_BLOCK
             q.published = min(q.published, idx)
             self.sessions[session].updates.append((q.sequence_id, idx, NULL_BLOCK))
@@ -229,7 +240,7 @@ class NaiveSteps(NaiveKeeping):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.match(q.tenant, q.tokens[: limit // size * size])[: self.num_shareable(q)]
+        match = self.hit(q, limit)
         self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
         room = self.room_beside(match) - self.watermark()
         wanted = min(len(match) * size + max_new, len(q.tokens))

@@ -118,11 +118,13 @@ class World:
         self.naive.clock += 1
         is_left = self.driver.publish_pending(max_blocks)
         require(self.naive.publish(max_blocks or 10**9) <= is_left, "there is more to publish than the core says")
+        self.enforced(max_blocks or 10**9)
 
     def published_by_itself(self) -> None:
         """A pool that publishes by itself has done so by now."""
         if self.driver.publishes_itself:
             self.naive.publish()
+            self.enforced(10**9)
 
     def plan(self, session: SessionId, choose: Choose) -> StepPlan:
         """Draws a step. What it says is completed has run when this returns."""
@@ -185,15 +187,29 @@ class World:
         self.naive.settle()
         self.published_by_itself()
 
+    def narrow(self, session: SessionId, choose: Choose) -> bool:
+        """One sequence keeps less from now on; to keep more is refused. Whether it does."""
+        ours = list(self.engines[session].sequences.values())
+        if not ours:
+            return False
+        q, size = ours[choose(len(ours))], self.config.block_size
+        wanted, held = Retention(choose(2 * size + 2), 1 + choose(2 * size + 2)), q.retention
+        if held and (wanted.num_sink_tokens > held.num_sink_tokens or wanted.num_window_tokens > held.num_window_tokens):
+            self.refused("INVALID_FIELD", lambda: self.driver.update(session, q.sequence_id, wanted))
+            return False
+        self.driver.update(session, q.sequence_id, wanted)
+        self.naive.narrow(self.naive.sequences[session, q.sequence_id], wanted)
+        q.retention = wanted
+        q.drop(size)
+        return True
+
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
 
     def evict(self, session: SessionId, num_free: int) -> None:
         self.naive.clock += 1
         num_evicted = self.driver.evict_blocks(session, num_free)
-        gone = [block for (tenant, tokens), block in self.naive.index.items()
-                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
-        self.naive.evict_to(num_free, num_evicted, gone)
+        self.naive.evict_to(num_free, num_evicted, self.gone(session))
 
     # Pins and time
 
@@ -219,8 +235,24 @@ class World:
             self.naive.unpin(pin_id)
 
     def pass_time(self, seconds: float) -> None:
-        self.driver.advance(seconds)
-        self.naive.pass_time(seconds)
+        """At most a second at a time: so long it may take until somebody looks at what falls due."""
+        while seconds > 0:
+            self.driver.advance(min(seconds, 1.0))
+            self.naive.pass_time(min(seconds, 1.0))
+            self.enforced(10**9)
+            seconds -= 1.0
+
+    def enforced(self, max_blocks: int) -> None:
+        """The pool has evicted what was above its limits, or so many blocks of it."""
+        config = self.config
+        if config.max_cached_blocks is None and config.tenant_quota == 1:
+            return
+        self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
+
+    def gone(self, session: SessionId) -> list[int]:
+        """Blocks of which the reference says that they are indexed, and the pool that they are not."""
+        return [block for (tenant, tokens), block in self.naive.index.items()
+                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
 
     # Checks
 

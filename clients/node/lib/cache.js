@@ -1,6 +1,7 @@
-/** The cache service: a session of EXECUTOR_CACHE and its sequences, one operation at a time. */
+/** The cache service: sessions, and their sequences one operation at a time; see session_calls.js for the rest. */
 import { Door } from './door.js';
 import { CacheService } from './protos.js';
+import { SessionCalls } from './session_calls.js';
 
 /** One channel to a cache service. */
 export class CacheClient {
@@ -17,13 +18,13 @@ export class CacheClient {
   /**
    * Opens a session on the pool of a KV spec (fields as in the protocol's KvSpec).
    * @param {object} spec
-   * @param {{ttlMs?: number, clientName?: string}} [options] ttlMs 0 is the service's default lease
+   * @param {{ttlMs?: number, clientName?: string, executor?: string}} [options] ttlMs 0 is the service's default lease
    * @returns {Promise<CacheSession>}
    */
-  async openSession(spec, { ttlMs = 0, clientName = '' } = {}) {
+  async openSession(spec, { ttlMs = 0, clientName = '', executor = 'EXECUTOR_CACHE' } = {}) {
     const opened = await this.#door.call('OpenSession', {
       spec,
-      executor: 'EXECUTOR_CACHE',
+      executor,
       ttl_ms: ttlMs,
       client_name: clientName,
     });
@@ -38,46 +39,51 @@ export class CacheClient {
     return this.#door.call('GetStats', {});
   }
 
+  checkInvariants() {
+    return this.#door.call('CheckInvariants', {});
+  }
+
   close() {
     this.#door.close();
   }
 }
 
 /** A lease on a pool. Every call renews it; renew() does in between. */
-export class CacheSession {
+export class CacheSession extends SessionCalls {
   #door;
-  #head;
 
   constructor(door, opened) {
+    super(door, opened);
     this.#door = door;
-    this.#head = { session_id: opened.session_id, epoch: opened.epoch };
-    this.sessionId = opened.session_id;
-    this.epoch = opened.epoch;
-    this.pool = opened.pool;
   }
 
   renew() {
-    return this.#call('RenewSession', {});
+    return this.call('RenewSession');
   }
 
   close() {
-    return this.#call('CloseSession', { drained: true });
+    return this.call('CloseSession', { drained: true });
   }
 
   /**
    * Stores a prompt.
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
-   * @param {{maxTokens?: number, tenant?: string, priority?: number}} [options]
+   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number}} [options]
+   *   retention: {num_sink_tokens, num_window_tokens}
    * @returns {Promise<number>} leading tokens that are cached now, for information
    */
-  async createSequence(sequenceId, tokenIds, { maxTokens = 0, tenant = '', priority = 0 } = {}) {
-    const answer = await this.#call('CreateSequence', {
+  async createSequence(sequenceId, tokenIds, {
+    maxTokens = 0, tenant = '', priority = 0, retention, startNumber = 0,
+  } = {}) {
+    const answer = await this.call('CreateSequence', {
       sequence_id: sequenceId,
       token_ids: tokenIds,
       max_tokens: maxTokens,
       tenant,
       priority,
+      retention,
+      start_number: startNumber,
     });
     return answer.num_matched_tokens;
   }
@@ -85,7 +91,7 @@ export class CacheSession {
   /** Starts the sequence if it waits, and reserves slots up to an absolute length. */
   async extend(sequenceId, numTokens, { skipLookUp = false } = {}) {
     const request = { sequence_id: sequenceId, num_tokens: numTokens, skip_look_up: skipLookUp };
-    return (await this.#call('ExtendSequence', request)).sequence;
+    return (await this.call('ExtendSequence', request)).sequence;
   }
 
   /** Appends tokenIds at firstTokenIdx, and declares K and V written up to an absolute length. */
@@ -96,28 +102,48 @@ export class CacheSession {
       first_token_idx: firstTokenIdx,
       token_ids: tokenIds,
     };
-    return (await this.#call('CommitSequence', request)).sequence;
+    return (await this.call('CommitSequence', request)).sequence;
   }
 
   /** Makes a child that shares the parent's first tokens; 0 is all committed ones. */
   async fork(parentId, childId, numTokens = 0) {
     const request = { parent_id: parentId, child_id: childId, num_tokens: numTokens };
-    return (await this.#call('ForkSequence', request)).sequence;
+    return (await this.call('ForkSequence', request)).sequence;
   }
 
   /** Cuts to an absolute length. */
   async truncate(sequenceId, numTokens) {
-    return (await this.#call('TruncateSequence', { sequence_id: sequenceId, num_tokens: numTokens })).sequence;
+    return (await this.call('TruncateSequence', { sequence_id: sequenceId, num_tokens: numTokens })).sequence;
   }
 
   /** Gives the sequence's blocks back; how many nothing else holds. */
   async release(sequenceId) {
-    return (await this.#call('ReleaseSequence', { sequence_id: sequenceId })).num_dropped_blocks;
+    return (await this.call('ReleaseSequence', { sequence_id: sequenceId })).num_dropped_blocks;
+  }
+
+  /** Changes priority or retention. @param {object} changes priority, or retention as in createSequence, or both */
+  async update(sequenceId, changes) {
+    return (await this.call('UpdateSequence', { sequence_id: sequenceId, ...changes })).sequence;
+  }
+
+  /** Moves the sequence to the host tier. */
+  async swapOut(sequenceId) {
+    return (await this.call('SwapOutSequence', { sequence_id: sequenceId })).sequence;
+  }
+
+  /** Moves it back, all or nothing. */
+  async swapIn(sequenceId) {
+    return (await this.call('SwapInSequence', { sequence_id: sequenceId })).sequence;
+  }
+
+  /** Hands the sequence to another session; UNIMPLEMENTED so far. */
+  handOff(sequenceId, targetSessionId) {
+    return this.call('HandOffSequence', { sequence_id: sequenceId, target_session_id: targetSessionId });
   }
 
   /** One sequence with its block table. */
   async get(sequenceId, { includeTokens = false } = {}) {
-    return (await this.#call('GetSequence', { sequence_id: sequenceId, include_tokens: includeTokens })).sequence;
+    return (await this.call('GetSequence', { sequence_id: sequenceId, include_tokens: includeTokens })).sequence;
   }
 
   /** The session's sequences, without tables. */
@@ -144,14 +170,13 @@ export class CacheSession {
    */
   writeKv(sequenceId, chunks) {
     const requests = chunks.map(({ layerIdx, firstTokenIdx, key, value }) => ({
-      ...this.#head,
       sequence_id: sequenceId,
       layer_idx: layerIdx,
       first_token_idx: firstTokenIdx,
       key,
       value,
     }));
-    return this.#door.send('WriteKv', requests);
+    return this.send('WriteKv', requests);
   }
 
   /**
@@ -159,8 +184,7 @@ export class CacheSession {
    * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer}[]>}
    */
   async readKv(sequenceId, { firstTokenIdx = 0, numTokens = 0, layers = [] } = {}) {
-    const chunks = await this.#door.collect('ReadKv', {
-      ...this.#head,
+    const chunks = await this.collect('ReadKv', {
       sequence_id: sequenceId,
       first_token_idx: firstTokenIdx,
       num_tokens: numTokens,
@@ -173,9 +197,5 @@ export class CacheSession {
       key: chunk.key,
       value: chunk.value,
     }));
-  }
-
-  #call(method, request) {
-    return this.#door.call(method, { ...this.#head, ...request });
   }
 }

@@ -65,6 +65,11 @@ export class Door {
     }
   }
 
+  /** The call of a method that streams both ways, which is its caller's to end. */
+  duplex(method, timeoutMs) {
+    return this.client[method]({ deadline: Date.now() + timeoutMs });
+  }
+
   async #repeat(attempt) {
     const started = Date.now();
     const deadline = started + this.timeoutMs;

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvkeeper.cli import demo, generate, sequences, services, stats, status, up
+from kvkeeper.cli import demo, explain, generate, sequences, services, stats, status, top, up
 from kvkeeper.cli.outcome import EXIT_FAILED, failure
 from kvkeeper.client import KvkeeperError
 
-_COMMANDS = (up, demo, generate, status, stats, sequences)
+_COMMANDS = (up, demo, generate, explain, status, stats, top, sequences)
 
 
 def run(argv: Sequence[str]) -> int:

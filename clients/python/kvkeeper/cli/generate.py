@@ -28,7 +28,7 @@ def _seed(text: str) -> int:
     return _whole(text, bits=64)
 
 
-def _utf8(text: str) -> str:
+def utf8(text: str) -> str:
     """Arguments are bytes; what is not UTF-8 in them Python hides in surrogates, which no message can hold."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise argparse.ArgumentTypeError("not UTF-8 text")
@@ -50,7 +50,7 @@ _SAMPLING_FLAGS = {
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="continue a prompt", allow_abbrev=False)
-    parser.add_argument("prompt", nargs="?", type=_utf8, help="text to continue; - reads it from stdin")
+    parser.add_argument("prompt", nargs="?", type=utf8, help="text to continue; - reads it from stdin")
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument(
         "--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)"
@@ -58,12 +58,12 @@ def add_parser(commands: Any) -> None:
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
-        "--stop", action="append", default=[], type=_utf8, metavar="TEXT", help="ends the output; may be repeated"
+        "--stop", action="append", default=[], type=utf8, metavar="TEXT", help="ends the output; may be repeated"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--priority", type=_whole, metavar="X", default=0, help="larger is more important")
     parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
-    parser.add_argument("--tenant", default="", type=_utf8, metavar="NAME", help="whose cache the prompt shares")
+    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
     add_engine_flag(parser)
     add_json_flag(parser)

@@ -9,7 +9,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.outcome import EXIT_OK, OPTIONS, failure
-from kvkeeper.cli.status import pool_line
+from kvkeeper.cli.pool_counts import show_pool
 from kvkeeper.cli.tables import facts, table
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
@@ -65,7 +65,7 @@ def _show_cache(stats: Any) -> str:
             "  ",
         ),
     ]
-    parts += [_show_pool(pool) for pool in stats.pools] or ["  no pool yet"]
+    parts += [show_pool(pool) for pool in stats.pools] or ["  no pool yet"]
     if stats.sessions:
         headers = ("session", "client", "step", "completed", "sequences", "lease left ms", "attached")
         rows = [
@@ -82,29 +82,6 @@ def _show_cache(stats: Any) -> str:
         ]
         parts += ["", table(headers, rows)]
     return "\n".join(parts)
-
-
-def _show_pool(pool: Any) -> str:
-    level = cache_pb.PressureLevel.Name(pool.pressure).removeprefix("PRESSURE_LEVEL_").lower()
-    share = pool.num_hit_tokens / pool.num_look_up_tokens if pool.num_look_up_tokens else 0.0
-    rows: list[tuple[str, object]] = [
-        ("blocks free", pool.num_free_blocks),
-        ("blocks cached", pool.num_cached_blocks),
-        ("blocks in use", f"{pool.num_referenced_blocks:,} ({pool.num_shared_blocks:,} shared)"),
-        ("blocks fenced", pool.num_fenced_blocks),
-        ("blocks quarantined", pool.num_quarantined_blocks),
-        ("blocks indexed", pool.num_indexed_blocks),
-        ("most blocks ever in use", pool.peak_used_blocks),
-        ("pressure", level),
-        ("sequences waiting, running", f"{pool.num_waiting_sequences:,}, {pool.num_running_sequences:,}"),
-        ("slots in use of slots held", f"{pool.slot_utilization:.1%}"),
-        ("look-ups, hits", f"{pool.num_look_ups:,}, {pool.num_hits:,}"),
-        ("tokens looked up, found", f"{pool.num_look_up_tokens:,}, {pool.num_hit_tokens:,} ({share:.1%})"),
-        ("forks, copies on write", f"{pool.num_forks:,}, {pool.num_copies_on_write:,}"),
-        ("blocks adopted, evicted", f"{pool.num_adopted_blocks:,}, {pool.num_evicted_blocks:,}"),
-        ("steps, refusals", f"{pool.num_steps:,}, {pool.num_refusals:,}"),
-    ]
-    return f"  pool: {pool_line(pool.pool)}\n{facts(rows, '    ')}"
 
 
 def _show_engine(stats: Any) -> str:

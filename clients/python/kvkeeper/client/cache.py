@@ -161,6 +161,12 @@ class AsyncCacheSession:
         """Cut to an absolute length."""
         return await self._do(self._calls.truncate(sequence_id, num_tokens))
 
+    async def update(
+        self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None
+    ) -> pb.SequenceInfo:
+        """Change its priority, or keep less of it; None leaves as it is."""
+        return await self._do(self._calls.update(sequence_id, priority, retention))
+
     async def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return await self._do(self._calls.release(sequence_id))

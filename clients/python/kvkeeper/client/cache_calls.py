@@ -115,6 +115,10 @@ class SessionCalls:
         request = pb.TruncateSequenceRequest(**self.head, sequence_id=sequence_id, num_tokens=num_tokens)
         return Call("TruncateSequence", request, _sequence)
 
+    def update(self, sequence_id: int, priority: int | None, retention: pb.Retention | None) -> Call[pb.SequenceInfo]:
+        request = pb.UpdateSequenceRequest(**self.head, sequence_id=sequence_id, priority=priority, retention=retention)
+        return Call("UpdateSequence", request, _sequence)
+
     def release(self, sequence_id: int) -> Call[int]:
         request = pb.ReleaseSequenceRequest(**self.head, sequence_id=sequence_id)
         return Call("ReleaseSequence", request, lambda answer: answer.num_dropped_blocks)

@@ -138,6 +138,10 @@ class CacheSession:
         """Cut to an absolute length."""
         return self._do(self._calls.truncate(sequence_id, num_tokens))
 
+    def update(self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None) -> pb.SequenceInfo:
+        """Change its priority, or keep less of it; None leaves as it is."""
+        return self._do(self._calls.update(sequence_id, priority, retention))
+
     def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return self._do(self._calls.release(sequence_id))

@@ -26,6 +26,7 @@ from kvkeeper.client.engine_calls import (
     usage_of,
 )
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -47,10 +48,10 @@ class EngineClient:
 
     def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "Generation":
         """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
-        options = options or GenerateOptions()
+        options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return Generation(self._door.stream(self._door.stub.Generate, request, patience))
+        return Generation(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -122,8 +123,10 @@ class EngineClient:
 class Generation:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, start: Callable[[], Stream], resubmit_s: float) -> None:
+        self._start = start
+        self._stream = start()
+        self._received = Received(resubmit_s)
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -137,10 +140,20 @@ class Generation:
         return self
 
     def __next__(self) -> Piece:
-        message = next(self._stream)
-        self.request_id = message.request_id
-        self.usage = usage_of(message) or self.usage
-        return piece_of(message)
+        while True:
+            try:
+                message = next(self._stream)
+            except KvkeeperError as error:
+                if not self._received.may_ask_again(error, time.monotonic()):
+                    raise
+                time.sleep(PAUSE_S)
+                self._stream = self._start()
+                continue
+            self.request_id = message.request_id
+            self.usage = usage_of(message) or self.usage
+            piece = self._received.new_part(piece_of(message))
+            if piece is not None:
+                return piece
 
     def close(self) -> None:
         """End the request if it still runs."""
@@ -162,10 +175,10 @@ class AsyncEngineClient:
 
     def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "AsyncGeneration":
         """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
-        options = options or GenerateOptions()
+        options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return AsyncGeneration(self._door.stream(self._door.stub.Generate, request, patience))
+        return AsyncGeneration(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -239,8 +252,10 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, stream: AsyncStream) -> None:
-        self._stream = stream
+    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float) -> None:
+        self._start = start
+        self._stream = start()
+        self._received = Received(resubmit_s)
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -254,10 +269,20 @@ class AsyncGeneration:
         return self
 
     async def __anext__(self) -> Piece:
-        message = await self._stream.__anext__()
-        self.request_id = message.request_id
-        self.usage = usage_of(message) or self.usage
-        return piece_of(message)
+        while True:
+            try:
+                message = await self._stream.__anext__()
+            except KvkeeperError as error:
+                if not self._received.may_ask_again(error, time.monotonic()):
+                    raise
+                await asyncio.sleep(PAUSE_S)
+                self._stream = self._start()
+                continue
+            self.request_id = message.request_id
+            self.usage = usage_of(message) or self.usage
+            piece = self._received.new_part(piece_of(message))
+            if piece is not None:
+                return piece
 
     def close(self) -> None:
         """End the request if it still runs."""

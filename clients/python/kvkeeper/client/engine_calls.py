@@ -98,7 +98,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a request asks for beside its prompt and sampling."""
+    """What a request asks for beside its prompt and sampling.
+
+    resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
+    """
 
     n: int | None = None
     request_id: str = ""
@@ -106,6 +109,7 @@ class GenerateOptions:
     timeout_ms: int | None = None
     tenant: str = ""
     skip_look_up: bool = False
+    resubmit_s: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
 
 

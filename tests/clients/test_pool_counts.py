@@ -1,0 +1,25 @@
+"""`kvkeeper stats` shows every count of a pool."""
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli.pool_counts import show_pool
+from kvkeeper.cli.tables import size
+
+SHARES = {"slot_utilization": 0.111, "hit_rate": 0.222, "block_utilization": 0.333}
+
+
+def test_every_count_has_its_place() -> None:
+    pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=pb.PoolInfo(num_host_blocks=9), **SHARES)
+    shown_as = {name: f"{share:.1%}" for name, share in SHARES.items()} | {"pressure": "high", "pool": "pool: "}
+    for field in pool.DESCRIPTOR.fields:
+        if field.name not in shown_as:
+            assert field.type in (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64), field.name
+            setattr(pool, field.name, 5000 + field.number)
+            shown_as[field.name] = size(5000 + field.number) if "bytes" in field.name else f"{5000 + field.number:,}"
+    text = show_pool(pool)
+    assert {name for name, shown in shown_as.items() if shown not in text} == set()
+
+
+def test_a_pool_without_a_host_tier_says_nothing_of_one() -> None:
+    assert "host" not in show_pool(pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW))

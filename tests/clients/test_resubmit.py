@@ -1,0 +1,74 @@
+"""What a client takes of an output that it asked for again, however the pieces are cut; and how long it asks."""
+
+import grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeeper.client import GenerateOptions, KvkeeperError, Piece, Sampling
+from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
+
+TEXTS = ["", "a", "bc", "é"]  # text of token i, by i % 4
+GONE = KvkeeperError(grpc.StatusCode.UNAVAILABLE)
+TAKEN = KvkeeperError(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+
+
+def pieces_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: bool = True) -> list[Piece]:
+    """An output of num_tokens tokens in pieces that end at the cuts; the last says so if it is whole."""
+    ends = sorted({min(cut, num_tokens) for cut in cuts} | {num_tokens})
+    made, start = [], 0
+    for end in ends:
+        tokens = tuple(range(start, end))
+        reason = "length" if is_whole and end == num_tokens else None
+        made.append(Piece(index, "".join(TEXTS[token % 4] for token in tokens), tokens, reason))
+        start = end
+    return made
+
+
+cuts = st.lists(st.integers(1, 20), max_size=6)
+
+
+@given(attempts=st.lists(st.tuples(st.integers(0, 20), cuts), max_size=4), last=cuts)
+def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int]]], last: list[int]) -> None:
+    received = Received(10.0)
+    taken: list[Piece] = []
+    for num_tokens, pieces in attempts:
+        for index in (0, 1):
+            made = pieces_of(num_tokens, pieces, index=index, is_whole=False)
+            taken += [piece for piece in map(received.new_part, made) if piece is not None]
+        assert received.may_ask_again(GONE, 0.0)
+    for index in (0, 1):
+        taken += [piece for piece in map(received.new_part, pieces_of(20, last, index=index)) if piece is not None]
+    for index in (0, 1):
+        own = [piece for piece in taken if piece.index == index]
+        assert [token for piece in own for token in piece.token_ids] == list(range(20))
+        assert "".join(piece.text for piece in own) == "".join(TEXTS[token % 4] for token in range(20))
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == ["length"]
+
+
+def test_an_ended_continuation_says_nothing_more() -> None:
+    received = Received(10.0)
+    for piece in pieces_of(3, []):
+        assert received.new_part(piece) is not None
+    assert received.may_ask_again(GONE, 0.0)
+    assert [received.new_part(piece) for piece in pieces_of(3, [1])] == [None, None]
+
+
+def test_it_is_asked_again_for_so_long_and_only_where_that_helps() -> None:
+    received = Received(1.0)
+    assert not received.may_ask_again(TAKEN, 0.0), "the first time, the id really is taken"
+    assert received.may_ask_again(GONE, 5.0)
+    assert received.may_ask_again(TAKEN, 5.5)
+    assert not received.may_ask_again(GONE, 6.0 - PAUSE_S / 2)
+    received.new_part(Piece(0, "x", (1,), None))
+    assert received.may_ask_again(GONE, 60.0), "something came: the time starts anew"
+    assert not received.may_ask_again(KvkeeperError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED"), 60.0)
+    assert not Received(0.0).may_ask_again(GONE, 0.0)
+
+
+def test_an_id_and_a_seed_are_drawn_once() -> None:
+    options = repeatable(GenerateOptions(resubmit_s=1.0))
+    assert options.request_id
+    assert options.sampling.seed is not None
+    kept = GenerateOptions(resubmit_s=1.0, request_id="mine", sampling=Sampling(seed=5))
+    assert repeatable(kept) == kept
+    assert repeatable(GenerateOptions()) == GenerateOptions()

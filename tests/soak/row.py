@@ -1,0 +1,36 @@
+"""What a row of the soak is: a promise, how much of it is to be shown, and one unit of work that shows a part of it.
+
+Rules: `run(seed)` is replayed by its seed, raises where the promise is broken, and answers how much it did and how often the
+fault fired that the promise is about. A unit whose fault did not fire has shown nothing, so it counts for nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one unit did, in the row's own unit, and how often its fault fired."""
+
+    done: int
+    faults: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One promise. A number may have several rows, one per figure; `name` tells them apart."""
+
+    number: int
+    name: str
+    promise: str
+    unit: str  # what `target` counts
+    fault: str  # what has to fire
+    target: int
+    run: Callable[[int], Counts]
+    num_ci_seeds: int  # units that the tests run
+    is_timed: bool = False  # it measures time, so nothing else runs beside it
+    most_seconds: float = 120.0  # longer, and the unit hangs
+
+    @property
+    def key(self) -> str:
+        return f"{self.number} {self.name}"

@@ -1,0 +1,26 @@
+"""A short slice of every row of the soak: the same units, by their first seeds."""
+
+import pytest
+
+from tests.soak.row import Row
+from tests.soak.rows import ROWS
+from tests.soak.worker import quiet
+
+IN_TESTS = [row for row in ROWS if row.num_ci_seeds]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_services() -> None:
+    quiet()
+
+
+@pytest.mark.parametrize("row", IN_TESTS, ids=lambda row: row.key)
+def test_row(row: Row) -> None:
+    counts = [row.run(seed) for seed in range(row.num_ci_seeds)]
+    assert sum(count.done for count in counts) > 0
+    assert sum(count.faults for count in counts) > 0, "the fault never fired"
+
+
+def test_every_promise_of_the_cache_has_a_row() -> None:
+    assert {row.number for row in ROWS} >= {*range(1, 9), *range(12, 17), 32}
+    assert len({row.key for row in ROWS}) == len(ROWS)
