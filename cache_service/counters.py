@@ -12,9 +12,11 @@ class Counters:
     num_hits: int = 0
     num_look_up_tokens: int = 0
     num_hit_tokens: int = 0
+    num_full_hits: int = 0
     num_forks: int = 0
     num_copies_on_write: int = 0
     num_adopted_blocks: int = 0
     num_retention_dropped_blocks: int = 0
+    num_cleared_blocks: int = 0
     num_steps: int = 0
     num_refusals: int = 0

@@ -9,14 +9,16 @@ told of that very node. A watch whose reader does not keep up ends; a snapshot w
 """
 
 import struct
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
+
+import numpy as np
 
 from cache_service.journal import REMOVED, STORED, Change, Journal
-from cache_service.prefix_index import PrefixIndex
+from cache_service.prefix_index import NO_NODE, PrefixIndex
 from cache_service.types import EventKind, PressureLevel, Tier
 
 MAX_NAMES = 512  # of an event
@@ -42,9 +44,10 @@ class Event:
 class Watch:
     """One reader's place. `told` has a byte per node while the snapshot lasts; afterwards it has been told of all."""
 
-    def __init__(self, root: int, num_nodes: int) -> None:
-        self.root = root
-        self.told: bytearray | None = bytearray(num_nodes)
+    def __init__(self, tenant: str, num_nodes: int) -> None:
+        self.tenant = tenant
+        self.root = NO_NODE  # until the tenant has one
+        self.told: memoryview[int] | None = _zeros(num_nodes, np.uint8)
         self.next_node = 1  # of the snapshot
         self.is_lagging = False
         self._events: deque[Event] = deque()
@@ -99,15 +102,14 @@ class EventFeed:
         self._pressure = pressure
         self._num_nodes = len(index.block_of_node)
         self._journal = index.journal = Journal(max_unread or 2 * self._num_nodes + 65_536, wake)
-        self._names = bytearray(self._num_nodes * _NAME_BYTES)
-        self._named = bytearray(self._num_nodes)
-        self._roots = array("i", bytes(4 * self._num_nodes))  # of the nodes looked at so far, else 0
+        self._names = _zeros(self._num_nodes * _NAME_BYTES, np.uint8)
+        self._named = _zeros(self._num_nodes, np.uint8)
+        self._roots = _zeros(self._num_nodes, np.int32)  # of the nodes looked at so far, else 0
         self._root_names: dict[int, bytes] = {}
 
     def open(self, tenant: str) -> Watch:
         """A watch that starts with a snapshot."""
-        watch = Watch(self._index.root(tenant), self._num_nodes)
-        self._root_names[watch.root] = sha256(self._spec_key + b"\0" + tenant.encode()).digest()
+        watch = Watch(tenant, self._num_nodes)
         self.watches.append(watch)
         return watch
 
@@ -125,6 +127,10 @@ class EventFeed:
             for watch in self.watches:
                 watch.is_lagging = True
             return False
+        for watch in self.watches:
+            if not watch.root:
+                watch.root = self._index.find_root(watch.tenant)
+                self._root_names[watch.root] = sha256(self._spec_key + b"\0" + watch.tenant.encode()).digest()
         while budget > 0 and len(self._journal):
             node, change = self._journal.peek()
             cost, is_done = self._tell_change(node, change, budget)
@@ -204,7 +210,8 @@ class EventFeed:
             if named[node]:
                 name = self._name(node)
             else:
-                name = names[start : start + _NAME_BYTES] = sha256(parent_name + key[4:]).digest()
+                name = sha256(parent_name + key[4:]).digest()
+                names[start : start + _NAME_BYTES] = name
                 named[node] = 1
             if told is not None:
                 told[node] = 1
@@ -246,3 +253,8 @@ class EventFeed:
         if node < 0:
             return self._root_names[node]
         return bytes(self._names[node * _NAME_BYTES : (node + 1) * _NAME_BYTES])
+
+
+def _zeros(count: int, dtype: type[np.generic]) -> "memoryview[Any]":
+    """Numbers that are read and written one at a time, where numpy's own are slow; memory is taken only where one is set."""
+    return np.zeros(count, dtype).data

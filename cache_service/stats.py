@@ -36,7 +36,9 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         block_utilization=pool.num_used / (pool.num_blocks - 1),
         num_pins=len(tables.pins),
         num_pinned_blocks=tables.pins.num_blocks,
+        num_tenants=tables.index.num_roots,
         num_expired_blocks=pool.limits.num_expired,
         num_quota_evictions=pool.limits.num_quota_evictions,
+        num_stored_logits=len(tables.index.logits.by_node),
         **asdict(counters),
     )

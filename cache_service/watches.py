@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator
 import structlog
 
 from cache_service import convert
-from cache_service.errors import BrokenInvariant, CacheError, InvalidField, OutOfWatches, WatchLagged
+from cache_service.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
 from cache_service.events import EventFeed, Watch
 from cache_service.keeper import LiveSession
-from cache_service.prefix_index import MAX_TENANTS
 from cache_service.registry import Pool
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -38,8 +37,6 @@ class WatchDesk:
         """The messages of one watch, until it is ended. Raises OutOfWatches, WatchLagged, and what its session ends with."""
         if self._num_open >= MAX_WATCHES:
             raise OutOfWatches(f"all {MAX_WATCHES} watches are in use", limit=MAX_WATCHES)
-        if not live.pool.manager.tables.index.has_room_for(tenant):
-            raise InvalidField("too many tenants on this pool", field="tenant", limit=MAX_TENANTS)
         self._num_open += 1
         pump = self._pumps.get(live.pool)
         if pump is None:

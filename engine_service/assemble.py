@@ -3,11 +3,13 @@
 One object per row would, for hundreds of decoding sequences, cost more than all the rest of a step's bookkeeping. Pure.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from engine_service.batch import Batch
 from engine_service.plan import PromptScore, StepAnswer, Work
-from engine_service.request import Int32Array, Sequence
+from engine_service.request import NO_TOKENS, Int32Array, Sequence
 from engine_service.running import IndexArray, RunningSequences, ranks
 
 
@@ -15,24 +17,33 @@ def assemble_work(
     running: RunningSequences,
     rows: IndexArray,
     num_new: Int32Array,
+    guesses: Mapping[int, Int32Array],
     answer: StepAnswer,
     started: tuple[Sequence, ...],
     preempted: tuple[Sequence, ...],
 ) -> Work:
-    """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered."""
+    """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
+
+    guesses, by row, count among the new tokens; they stand behind the row's own, and are no part of the sequence yet.
+    """
     copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
     computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
-    is_last = computed + num_new == running.num_tokens[rows]
-    num_logits = np.ones(len(rows), np.int32)
+    num_guessed = np.maximum(computed + num_new - running.num_tokens[rows], 0) if guesses else np.zeros_like(num_new)
+    is_last = computed + num_new - num_guessed == running.num_tokens[rows]
+    num_logits = 1 + num_guessed
     scored = _scored(running, rows, computed)
     num_logits[scored] = num_new[scored]
     sampled = running.at(rows[is_last])
     ends = np.cumsum(num_logits)
-    logit_idx = (ends[is_last] - 1).tolist()
-    for idx, sequence in enumerate(sampled[:]):
+    counts = 1 + num_guessed[is_last]
+    logit_idx = (np.repeat(ends[is_last] - counts, counts) + ranks(counts)).tolist()
+    ahead = zip(rows[is_last].tolist(), (counts - 1).tolist(), strict=True)
+    guessed = [guesses[row][:count] if count else NO_TOKENS for row, count in ahead]
+    for idx, sequence in zip((np.cumsum(counts) - counts).tolist(), sampled[:], strict=True):
         if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
             children = sequence.request.unforked
             sampled += children
+            guessed += [NO_TOKENS] * len(children)
             logit_idx += [logit_idx[idx]] * len(children)
     return Work(
         rows=rows,
@@ -42,6 +53,7 @@ def assemble_work(
         batch=assemble_batch(running, rows, num_new, num_logits) if len(rows) else None,
         sample_rows=rows[is_last],
         sampled=sampled,
+        guesses=guessed,
         logit_idx=np.array(logit_idx, np.int64),
         unfinished=running.at(rows[~is_last]),
         check_idx=ends[~is_last] - 1,

@@ -23,6 +23,7 @@ from kvkeeper.service.config import (
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
+_SPECULATIONS = ("off", "prompt-look-up", "draft-model")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -41,6 +42,8 @@ class EngineConfig:
     max_waiting: int = 1000
     max_results: int = 1000
     result_ttl: float = 600.0
+    speculation: str = "off"
+    draft_model: str = ""
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
@@ -66,6 +69,9 @@ class EngineConfig:
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)
         check_range("max_results", self.max_results, 1, 1 << 20)
         check_range("result_ttl", self.result_ttl, 0, 86_400)
+        check_choice("speculation", self.speculation, _SPECULATIONS)
+        if (self.speculation == "draft-model") != bool(self.draft_model):
+            raise ConfigError("--draft-model: a folder, with --speculation draft-model and only with it")
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)
         check_range("lease_ms", self.lease_ms, 500, 60_000)
@@ -87,6 +93,8 @@ _PARSERS: dict[str, Any] = {
     "max_waiting": int,
     "max_results": int,
     "result_ttl": float,
+    "speculation": str,
+    "draft_model": str,
     "dtype": str,
     "threads": int,
     "lease_ms": int,
@@ -110,6 +118,8 @@ _HELP = {
     "max_waiting": "most waiting sequences; a request beyond them is refused",
     "max_results": "most ended requests of SubmitRequest whose results are kept",
     "result_ttl": "seconds that they are kept",
+    "speculation": "guess next tokens and check them together: " + ", ".join(_SPECULATIONS) + "; rests where it does not pay",
+    "draft_model": "folder of the model that guesses, with the same tokenizer as the model (default: none)",
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",

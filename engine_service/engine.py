@@ -9,7 +9,7 @@ Steps do not overlap yet: the work of a step is done before the next one is aske
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -32,10 +32,11 @@ from engine_service.refusals import (
     RequestFailed,
     UnknownRequest,
 )
-from engine_service.request import Request, RequestState, SequenceState
+from engine_service.request import Int32Array, Request, RequestState, Sequence, SequenceState
 from engine_service.sampler import SamplingRow
-from engine_service.scheduler import Scheduler
+from engine_service.scheduler import NO_GUESSES, Scheduler
 from engine_service.sequence_creator import SequenceCreator
+from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
 from kvkeeper.client.cache import AsyncCacheSession
 
@@ -49,7 +50,8 @@ _RENEW_SHARE = 1 / 3  # of the lease
 class Engine:
     """Requests in, pieces of text out. run_session serves on one session until it is lost or the engine is stopped."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, proposer: Proposer | None = None) -> None:
+        """proposer: guesses next tokens; None: every token takes a step."""
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
@@ -62,6 +64,7 @@ class Engine:
         self._news: dict[Generation, None] = {}  # those whose pieces are not delivered yet
         self._creator: SequenceCreator | None = None
         self._num_reported = 0
+        self.speculator = None if proposer is None else Speculator(proposer, self._may_guess)
         self._wake = asyncio.Event()
         self._worker = ThreadPoolExecutor(1, "forward")
         self._stopping = False
@@ -137,6 +140,9 @@ class Engine:
             "num_waiting_requests": len(states) - states.count(RequestState.RUNNING),
             "num_preempted_requests": states.count(RequestState.PREEMPTED),
             "num_preemptions": scheduler.num_preemptions,
+            "num_guessed_tokens": self.speculator.switch.num_guessed if self.speculator else 0,
+            "num_kept_guesses": self.speculator.switch.num_kept if self.speculator else 0,
+            "acceptance_rate": self.speculator.switch.acceptance_rate if self.speculator else 0.0,
             "kv_utilization": self.kv_utilization if self.memory is not None else 0.0,
         }
 
@@ -169,7 +175,7 @@ class Engine:
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve, copy, forward, sample, emit."""
         self._take_in()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(await self._guess(memory.session) if self.speculator else NO_GUESSES)
         if plan.is_empty and not self.scheduler.room.is_giving_way:
             return await self._idle(memory.session)
         began = time.perf_counter()
@@ -179,7 +185,9 @@ class Engine:
         work = self.scheduler.apply(plan, answer)
         computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
         self._deliver()
-        self._emit(work, await self._while_renewing(memory.session, computing))
+        taken = self._emit(work, await self._while_renewing(memory.session, computing))
+        if self.speculator is not None and taken:
+            self.speculator.note(work, taken, time.perf_counter() - answered)
         if work.batch is not None or work.preempted:
             step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
             self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
@@ -196,45 +204,58 @@ class Engine:
         self._end_closed()
 
     def _sampling_rows(self, work: Work) -> list[SamplingRow]:
-        histories = self.scheduler.histories(work)
+        drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
         return [
             self._by_request[sequence.request].sampling_row(sequence.index, tokens)
-            for sequence, tokens in zip(work.sampled, histories, strict=True)
+            for sequence, tokens in zip(drawing, self.scheduler.histories(work), strict=True)
         ]
 
-    def _emit(self, work: Work, computed: Computed | None) -> None:
-        """Take the tokens over, as text for the streams."""
+    async def _guess(self, session: AsyncCacheSession) -> Mapping[int, Int32Array]:
+        """Guesses for the sequences that decode. The loop alone appends tokens, so theirs stay as they are meanwhile."""
+        assert self.speculator is not None
+        asking = self.speculator.ask(self.scheduler.running)
+        if asking is None:
+            return NO_GUESSES
+        return await self._while_renewing(session, self._in_worker(asking)) if self.speculator.is_slow else asking()
+
+    def _may_guess(self, sequence: Sequence) -> bool:
+        generation = self._by_request.get(sequence.request)
+        return generation is not None and generation.is_open and not generation.constraints
+
+    def _emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
+        """Take the tokens over, as text for the streams. Answers those that each of work.sampled got."""
         if computed is None:
             for sequence in self.scheduler.running.at(work.rows):
                 self._fail(sequence.request, RequestFailed("the forward pass failed"))
-            return
-        sampled = computed.sampled
-        self.scheduler.advance(work, sampled.token_ids.astype(np.int32))
+            return []
+        taken = self.scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
         for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
             self._by_request[score.sequence.request].take_prompt_logprobs(score.first_position, found)
-        self.stats.count_step(work)
-        now, first, between = time.monotonic(), list[float](), list[float]()
-        for row, (sequence, token_id) in enumerate(zip(work.sampled, sampled.token_ids.tolist(), strict=True)):
-            generation = self._by_request[sequence.request]
-            if row in sampled.bad_rows:
-                generation.fail(RequestFailed("the logits are not finite"))
-            elif row in sampled.stuck_rows:
-                generation.fail(RequestFailed("the constraint allows no token"))
-            elif generation.is_open:
-                self._news[generation] = None
-                before = generation.last_token_at.get(sequence.index)
-                if before is not None:
-                    between.append(now - before)
-                elif not generation.last_token_at:
-                    first.append(now - generation.started_at)
-                generation.last_token_at[sequence.index] = now
-                if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
-                    self.scheduler.end(sequence)
-
+        self.stats.count_step(work, taken)
+        row = 0
+        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
+            self._take_tokens(sequence, token_ids.tolist(), row, computed)
+            row += len(guesses) + 1
         for index in computed.broken:
             self._fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
-        self.stats.first_token.take(first)
-        self.stats.between_tokens.take(between)
+        self.stats.note_times()
+        return taken
+
+    def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
+        """One sequence's next tokens, drawn from first_row on."""
+        generation = self._by_request[sequence.request]
+        for row, token_id in enumerate(token_ids, first_row):
+            if row in computed.sampled.bad_rows:
+                generation.fail(RequestFailed("the logits are not finite"))
+            elif row in computed.sampled.stuck_rows:
+                generation.fail(RequestFailed("the constraint allows no token"))
+            if not generation.is_open:
+                continue
+            self._news[generation] = None
+            self.stats.time_token(generation, sequence.index)
+            if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
+                self.scheduler.end(sequence)
+                break
 
     def _deliver(self) -> None:
         """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""

@@ -5,6 +5,7 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -112,6 +113,7 @@ class Generation:
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
+    _num_taken: Counter[int] = field(default_factory=Counter)  # tokens by continuation
     _num_sent: int = 0
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
@@ -156,6 +158,7 @@ class Generation:
 
     def _take(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         output = self.outputs[index]
+        self._num_taken[index] += 1
         if token_id in self.stop.eos_token_ids:
             return self._finish(Piece(index, output.flush(), (), FinishReason.END_OF_SEQUENCE))
         if token_id in self.stop.stop_token_ids:
@@ -168,7 +171,7 @@ class Generation:
             self.constraints[index].take(token_id)
             if self.constraints[index].is_complete:
                 return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
-        if self.request.sequences[index].num_output == self.request.max_new_tokens:
+        if self._num_taken[index] == self.request.max_new_tokens:
             return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
         self._put(Piece(index, text, (token_id,), logprobs=logprobs))
         return False

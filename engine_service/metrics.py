@@ -20,6 +20,7 @@ _GAUGES = {
     "batch_utilization": "Sequences computed over the most that a step can have, mean of the latest steps.",
     "token_budget_utilization": "Tokens computed over the token budget, mean of the latest steps.",
     "kv_utilization": "Share of the pool's blocks neither free nor evictable, as of the last step.",
+    "acceptance_rate": "Guessed tokens that were right over all guessed ones.",
     "cache_wait_share": "Share of the iterations' time spent waiting for the cache service, over the latest steps.",
 }
 _COUNTERS = {
@@ -32,6 +33,8 @@ _COUNTERS = {
     "num_new_tokens": "Tokens sampled.",
     "num_steps": "Steps run.",
     "num_copied_blocks": "Blocks copied on write.",
+    "num_guessed_tokens": "Tokens guessed by speculation.",
+    "num_kept_guesses": "Guessed tokens that were right.",
 }
 
 

@@ -3,6 +3,7 @@
 Frozen values of numpy columns. Plan's columns carry the names and the order of the protocol's StepRequest.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class Plan:
     reserve_ids: Int64Array
     reserve_min: Int32Array
     reserve_max: Int32Array
+    guesses: Mapping[int, Int32Array]  # by row: tokens that may follow, for which reserve_max has room
     commit_rows: IndexArray
     forked: tuple[Sequence, ...]
     released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
@@ -127,7 +129,9 @@ class Work:
         batch: None when nothing is computed.
         sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
             whose first tokens come from their prompt's one row of logits.
-        logit_idx: for each of them its row of the batch's logits.
+        guesses: for each of them the guessed tokens that were computed behind its last one; mostly none.
+        logit_idx: for each of them the rows of the batch's logits that its next tokens are drawn from, one more than it has
+            guesses, concatenated.
         scores: prompt tokens to tell the log probabilities of.
         unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
             are not finite if any K or V before them was not: such K and V must not be shared.
@@ -142,6 +146,7 @@ class Work:
     batch: Batch | None
     sample_rows: IndexArray
     sampled: list[Sequence]
+    guesses: list[Int32Array]
     logit_idx: Int64Array
     scores: tuple[PromptScore, ...]
     unfinished: list[Sequence]

@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
 
 class FinishReason(IntEnum):
     """Why a continuation ended. The numbers are the protocol's."""
@@ -47,7 +50,7 @@ class SequenceState(Enum):
     ENDED = "ended"  # will never compute again
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One continuation. While it runs its tokens are in its row of RunningSequences, else in token_ids."""
 

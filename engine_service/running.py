@@ -4,6 +4,8 @@ Owns: counters, tokens and block tables of the sequences that hold blocks. Rows 
 use by priority, then arrival, which is the order of reservations and, from its end, of preemption. Pure.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -94,6 +96,18 @@ class RunningSequences:
         owners = rows[item_idx]
         self.tables[owners, self.num_blocks[owners] + ranks(counts)] = block_ids
         self.num_blocks[rows] += counts
+
+    def put_guesses(self, guesses: Mapping[int, Int32Array]) -> None:
+        """Write tokens behind each row's own, where a batch finds them; the sequences do not have them yet."""
+        for row, token_ids in guesses.items():
+            first = self.num_tokens[row]
+            self.tokens[row, first : first + len(token_ids)] = token_ids
+
+    def append_run(self, row: int, token_ids: Int32Array) -> None:
+        """Append several tokens to one row."""
+        first = self.num_tokens[row]
+        self.tokens[row, first : first + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
 
     def append_tokens(self, rows: IndexArray, token_ids: Int32Array) -> None:
         """Append one token to each row."""

@@ -8,7 +8,8 @@ Served in order of arrival, running sequences before starts; room.py has the rul
 Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ from engine_service.plan import Int64Array, Limits, Plan, StepAnswer, Work
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
+from engine_service.speculation import num_kept
 from engine_service.waiting import WaitingSequences
 
+NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
 _STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
 _FORKED = 1  # ItemResult.OK of the protocol
 
@@ -92,8 +95,11 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(self) -> Plan:
-        """Plan a step; changes nothing but the next id."""
+    def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
+        """Plan a step; changes nothing but the next id.
+
+        guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
+        """
         running = self.running
         order = running.order
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
@@ -104,6 +110,9 @@ class Scheduler:
         forks = self._plan_forks(num_free_rows)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows]
+        if guesses:
+            guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
+            num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
         num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
         starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
@@ -119,10 +128,12 @@ class Scheduler:
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
-            start_max_hit=start_lens * _column(sequence.request.look_up for sequence in starts),
+            # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
+            start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
             reserve_ids=running.sequence_ids[reserve_rows],
             reserve_min=computed + 1,
             reserve_max=computed + num_new,
+            guesses=guesses,
             commit_rows=commit_rows,
             forked=tuple(forks),
             released=tuple(self.running.at(ended_rows)),
@@ -143,6 +154,23 @@ class Scheduler:
         left = limits.token_budget - int(decodes.sum())
         before = np.cumsum(prompts) - prompts
         return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
+
+    def _fit_guesses(
+        self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
+    ) -> tuple[dict[int, Int32Array], Int32Array]:
+        """Of guesses for rows that compute their last token, those that the budget and the requests have room for."""
+        fitting: dict[int, Int32Array] = {}
+        num_guessed = np.zeros_like(num_new)
+        is_last = self.running.num_computed[rows] + num_new == self.running.num_tokens[rows]
+        for at in np.flatnonzero(is_last).tolist():
+            row = int(rows[at])
+            sequence = self.running.sequences[row]
+            if row in guesses and sequence is not None:
+                room = min(budget, sequence.request.max_new_tokens - sequence.num_output - 1)
+                if (kept := guesses[row][: max(room, 0)]).size:
+                    fitting[row], num_guessed[at] = kept, len(kept)
+                    budget -= len(kept)
+        return fitting, num_guessed
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
         """Continuations whose first token is known, as far as there are rows and slots for them."""
@@ -198,26 +226,48 @@ class Scheduler:
             self._preempt(victim)
             preempted = (victim,)
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
-        return assemble_work(running, rows, num_new, answer, tuple(running.at(start_rows)), preempted)
+        running.put_guesses(plan.guesses)
+        return assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
 
-    def advance(self, work: Work, token_ids: Int32Array) -> None:
-        """The work is done; token_ids [len(work.sampled)] were chosen."""
+    def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
+        """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers those that each of work.sampled gets.
+
+        That is one, and one more for each leading guess that equals what was drawn at its place.
+        """
         running = self.running
         running.num_computed[work.rows] += work.num_new
         num_rows = len(work.sample_rows)
-        running.append_tokens(work.sample_rows, token_ids[:num_rows])
-        for sequence in work.sampled:
-            sequence.num_output += 1
-        for child, token_id in zip(work.sampled[num_rows:], token_ids[num_rows:], strict=True):
-            child.token_ids = np.append(child.request.prompt, token_id).astype(np.int32)
+        if len(drawn) == len(work.sampled):
+            running.append_tokens(work.sample_rows, drawn[:num_rows])
+            taken = list(drawn[:, None])
+        else:
+            taken = self._take_guesses(work, drawn)
+        for sequence, token_ids in zip(work.sampled, taken, strict=True):
+            sequence.num_output += len(token_ids)
+        for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
+            child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             self._parents[child.request.sequences[0]] = None
+        return taken
+
+    def _take_guesses(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
+        """As advance; the slots of guesses that were not kept are computed again, with other tokens."""
+        taken, first = [], 0
+        for guesses in work.guesses:
+            own = drawn[first : first + len(guesses) + 1]
+            first += len(own)
+            taken.append(own[: num_kept(guesses, own) + 1])
+        for row, guesses, token_ids in zip(work.sample_rows.tolist(), work.guesses, taken, strict=False):
+            self.running.num_computed[row] -= len(guesses) + 1 - len(token_ids)
+            self.running.append_run(row, token_ids)
+        return taken
 
     def histories(self, work: Work) -> list[Int32Array]:
-        """Prompt and output so far of each of work.sampled; views, good until advance."""
+        """Tokens before each token that is drawn, in the order of work.logit_idx; views, good until advance."""
         running, num_rows = self.running, len(work.sample_rows)
         lens = running.num_tokens[work.sample_rows].tolist()
-        rows = zip(work.sample_rows.tolist(), lens, strict=True)
-        return [running.tokens[row, :length] for row, length in rows] + [child.token_ids for child in work.sampled[num_rows:]]
+        rows = zip(work.sample_rows.tolist(), lens, work.guesses, strict=False)
+        histories = [running.tokens[row, : length + place] for row, length, own in rows for place in range(len(own) + 1)]
+        return histories + [child.token_ids for child in work.sampled[num_rows:]]
 
     # -- what an answer changes
 

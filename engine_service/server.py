@@ -6,6 +6,7 @@ with everything undone.
 """
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 
 import structlog
@@ -13,12 +14,14 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.door import CONTRACT
+from engine_service.draft_model import DraftModel
 from engine_service.engine import Engine
 from engine_service.errors import ModelError
 from engine_service.refusals import Draining
 from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
+from engine_service.speculator import PromptLookUp, Proposer
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
@@ -99,7 +102,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     try:
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
-        engine = Engine(config.max_waiting)
+        proposer = await asyncio.to_thread(_load_proposer, config, served)
+        engine = Engine(config.max_waiting, proposer)
         service = EngineService(config, served, engine)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
@@ -126,3 +130,18 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     client = AsyncCacheClient(config.cache)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
     return RunningServer(engine, config, serving, ready, endpoint, client, metrics)
+
+
+def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:
+    """Who guesses, as configured. Raises ModelError, StartError."""
+    if config.speculation == "prompt-look-up":
+        return PromptLookUp()
+    if config.speculation == "off":
+        return None
+    try:
+        draft = load_served_model(dataclasses.replace(config, model=config.draft_model))
+    except ModelError as error:
+        raise StartError(f"--draft-model {config.draft_model}: {error}") from None
+    if draft.vocab_size != served.vocab_size:
+        raise StartError(f"--draft-model: a vocabulary of {draft.vocab_size} tokens, the model's has {served.vocab_size}")
+    return DraftModel(draft, min(served.max_len, draft.max_len))

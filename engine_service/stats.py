@@ -2,10 +2,11 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from engine_service.generation import Generation
 from engine_service.plan import Work
-from engine_service.request import RequestState
+from engine_service.request import Int32Array, RequestState
 from engine_service.timings import Timings
 
 _NUM_STEPS = 256
@@ -29,14 +30,32 @@ class EngineStats:
         self.requests = Timings()
         self.steps = Timings()
         self.cache_waits = Timings()
+        self._first: list[float] = []
+        self._between: list[float] = []
         self._recent: deque[tuple[int, int, float, float]] = deque(maxlen=_NUM_STEPS)  # sequences, tokens, seconds, waited
 
-    def count_step(self, work: Work) -> None:
-        """A step that was computed."""
+    def count_step(self, work: Work, taken: Sequence[Int32Array]) -> None:
+        """A step that was computed, and the tokens that each of work.sampled got."""
         self.num_steps += 1
-        self.num_new_tokens += len(work.sampled)
+        self.num_new_tokens += sum(len(token_ids) for token_ids in taken)
         self.num_copied_blocks += len(work.copies)
         self.num_prefill_tokens += work.num_prompt_tokens
+
+    def time_token(self, generation: Generation, index: int) -> None:
+        """A continuation got a token now."""
+        now, times = time.monotonic(), generation.last_token_at
+        if index in times:
+            self._between.append(now - times[index])
+        elif not times:
+            self._first.append(now - generation.started_at)
+        times[index] = now
+
+    def note_times(self) -> None:
+        """At the end of a step: all its tokens at once, see Timings."""
+        self.first_token.take(self._first)
+        self.between_tokens.take(self._between)
+        self._first.clear()
+        self._between.clear()
 
     def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:
         """How long a turn that computed something took, and how much of that it waited for the cache service."""

@@ -130,6 +130,7 @@ async def test_a_watch_tells_one_tenant_and_the_same_blocks_have_other_names_for
     async with watching(session, "a") as ours, watching(session, "b") as theirs:
         assert await ours.snapshot() == set(names_of(session, [*range(5)], "a"))
         assert await theirs.snapshot() == set()
+        assert (await api.stats()).pools[0].num_tenants == 1  # to be watched does not make a tenant
         await storer.store([*range(5)], tenant="b")
         await theirs.until(set(names_of(session, [*range(5)], "b")))
         await storer.store([*range(9)], tenant="a")

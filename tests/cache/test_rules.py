@@ -268,6 +268,7 @@ def test_r8_a_block_is_cleared_before_it_changes_tenant_and_only_then() -> None:
         assert reply.copy_destinations.tolist() == cleared
         assert reply.copy_sources.tolist() == [0] * len(cleared)
         pool.step(releases=[sequence_id])
+    assert (pool.manager.stats().num_cleared_blocks, pool.manager.stats().num_tenants) == (1, 2)
 
 
 @pytest.mark.parametrize("may_still_write", [True, False])

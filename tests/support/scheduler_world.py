@@ -44,7 +44,10 @@ class World:
         chunk_size: int = 8,
         max_running: int = 32,
         make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
+        guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
     ) -> None:
+        """guess: of what follows a sequence's tokens, given its continuation."""
+        self._guess = guess
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
         limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
@@ -58,7 +61,7 @@ class World:
         self.started: list[Sequence] = []
         self.cancelled: list[Request] = []
         self._cancels: dict[int, list[Request]] = {}  # by step
-        self.num_steps = 0
+        self.num_steps = self.num_guessed = self.num_kept = 0
 
     def submit(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -96,7 +99,7 @@ class World:
             self.cancel(request)
         self.num_steps += 1
         self.create_all()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._guesses())
         work = self.scheduler.apply(plan, self.cache.step(plan))
         self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
         for source, destination in work.copies:
@@ -104,13 +107,27 @@ class World:
             for offset in range(size):
                 self.memory[destination * size + offset] = self.memory.get(source * size + offset, ())
         self._compute(work)
-        tokens = [next_token(self._tokens(sequence), sequence.index) for sequence in work.sampled]
-        self.scheduler.advance(work, np.array(tokens, np.int32))
-        for sequence, token in zip(work.sampled, tokens, strict=True):
-            self.outputs[sequence].append(token)
+        histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]
+        counts = [len(guesses) + 1 for guesses in work.guesses]
+        drawing = [sequence for sequence, count in zip(work.sampled, counts, strict=True) for _ in range(count)]
+        drawn = [next_token(history, sequence.index) for history, sequence in zip(histories, drawing, strict=True)]
+        taken = self.scheduler.advance(work, np.array(drawn, np.int32))
+        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
+            self.num_guessed += len(guesses)
+            self.num_kept += len(token_ids) - 1
+            self.outputs[sequence] += token_ids.tolist()
+            assert sequence.num_output == len(self.outputs[sequence]) <= sequence.request.max_new_tokens
             if len(self.outputs[sequence]) == sequence.request.max_new_tokens:
                 self.scheduler.end(sequence)
         return work
+
+    def _guesses(self) -> dict[int, np.ndarray]:
+        found = {}
+        for row in self.scheduler.running.live.tolist():
+            (sequence,) = self.scheduler.running.at(np.array([row]))
+            if guess := self._guess(self._tokens(sequence), sequence.index):
+                found[row] = np.array(guess, np.int32)
+        return found
 
     def run(self, most_steps: int = 2000) -> None:
         """Until every request has ended and the cache has everything back."""
@@ -140,10 +157,11 @@ class World:
         assert len(batch.token_ids) <= self.limits.token_budget
         assert len(work.rows) <= self.limits.max_running
         writes: dict[int, tuple[int, ...]] = {}
+        guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
         for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
             first, last = batch.query_start_loc[item : item + 2].tolist()
             assert 0 < last - first <= self.limits.chunk_size
-            tokens, table = self._tokens(sequence), batch.block_tables[item].tolist()
+            tokens, table = self._tokens(sequence) + guesses.get(sequence, ()), batch.block_tables[item].tolist()
             start = int(batch.positions[first])
             for position in range(start):
                 slot = table[position // size] * size + position % size

@@ -1,0 +1,116 @@
+"""Speculation: guesses of the next tokens, checked by the model in one step, and how many of them are worth it. Pure.
+
+Acceptance is exact by construction. The token at a position is a function of its logits and of (seed, continuation, position);
+so each guessed position is sampled as it would have been, a guess is kept while it equals what was drawn, and the first draw
+that differs ends the run. Output with and without speculation is the same token for token, and a guess is accepted with
+the model's own probability of it, which for a guess without randomness is all that rejection sampling can give
+(arXiv 2211.17192).
+
+Prompt look-up (arXiv 2304.04487 calls it inference with reference): what followed the last tokens earlier in prompt and output.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine_service.request import Int32Array
+
+LEAST_AHEAD, MOST_AHEAD, FIRST_AHEAD = 2, 8, 4
+_LONGEST_MATCH, _SHORTEST_MATCH = 4, 2
+_PATIENCE = 4  # runs without a kept guess before a request stops guessing for a while
+_REST_TOKENS = 32  # that it then generates plainly
+_SMOOTHING = 0.2  # so that one trial is enough to change the mind
+_TRIAL_STEPS = 8  # of each kind before they are compared, and again each time the losing kind gets another chance
+_CHECK_EVERY = 256  # steps
+
+
+def look_up(history: Int32Array, most: int) -> Int32Array:
+    """[up to most] tokens that followed the latest earlier occurrence of the history's end; empty where there is none."""
+    length = len(history)
+    for width in range(min(_LONGEST_MATCH, length - 1), _SHORTEST_MATCH - 1, -1):
+        end = history[length - width :]
+        starts = np.flatnonzero(history[: length - width] == end[0])
+        for offset in range(1, width):
+            starts = starts[history[starts + offset] == end[offset]]
+        if len(starts):
+            after = int(starts[-1]) + width
+            return history[after : after + most]
+    return history[:0]
+
+
+def num_kept(guesses: Int32Array, drawn: Int32Array) -> int:
+    """How many leading guesses [n] equal what was drawn [n + 1] at their positions."""
+    differ = guesses != drawn[: len(guesses)]
+    return int(np.argmax(differ)) if differ.any() else len(guesses)
+
+
+@dataclass(slots=True)
+class LookAhead:
+    """How far one sequence guesses: further while guesses are kept, less when they are not, and not at all for a while."""
+
+    num_ahead: int = FIRST_AHEAD
+    num_failed: int = 0  # runs in a row without a kept guess
+    rests_until: int = 0  # length of the output
+
+    def most(self, num_output: int) -> int:
+        """Guesses that are worth making now."""
+        return 0 if num_output < self.rests_until else self.num_ahead
+
+    def note(self, num_guessed: int, num_kept: int, num_output: int) -> None:
+        """What became of a run of guesses."""
+        if num_kept == num_guessed:
+            self.num_ahead = min(self.num_ahead + 2, MOST_AHEAD)
+        elif num_kept * 2 < num_guessed:
+            self.num_ahead = max(self.num_ahead - 1, LEAST_AHEAD)
+        self.num_failed = 0 if num_kept else self.num_failed + 1
+        if self.num_failed == _PATIENCE:
+            self.num_failed, self.rests_until = 0, num_output + _REST_TOKENS
+
+
+@dataclass(slots=True)
+class _Pace:
+    seconds_per_token: float = 0.0
+    num_steps: int = 0
+
+    def take(self, seconds_per_token: float) -> None:
+        self.num_steps += 1
+        share = max(_SMOOTHING, 1 / self.num_steps)
+        self.seconds_per_token += share * (seconds_per_token - self.seconds_per_token)
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether guessing pays: the measured time per token of steps with guesses against that of steps without.
+
+    Both are tried for a few steps, the better one is kept, and the other gets another chance every few hundred steps, because
+    the answer depends on how many sequences run and on what they say.
+    """
+
+    num_guessed: int = 0
+    num_kept: int = 0
+    _with: _Pace = field(default_factory=_Pace)
+    _without: _Pace = field(default_factory=_Pace)
+    _num_steps: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step should guess."""
+        if self._with.num_steps < _TRIAL_STEPS:
+            return True
+        if self._without.num_steps < _TRIAL_STEPS:
+            return False
+        pays = self._with.seconds_per_token <= self._without.seconds_per_token
+        return pays != (self._num_steps % _CHECK_EVERY < _TRIAL_STEPS)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Kept guesses over guesses made; 0 before the first."""
+        return self.num_kept / self.num_guessed if self.num_guessed else 0.0
+
+    def note(self, num_guessed: int, num_kept: int, num_tokens: int, seconds: float) -> None:
+        """A step that only decoded: what it guessed, kept, gave in all, and took."""
+        self._num_steps += 1
+        self.num_guessed += num_guessed
+        self.num_kept += num_kept
+        if num_tokens:
+            (self._with if num_guessed else self._without).take(seconds / num_tokens)

@@ -1,0 +1,70 @@
+"""Guessing: what is found, what is kept, how far ahead, and when it is not worth it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_service.speculation import FIRST_AHEAD, LEAST_AHEAD, MOST_AHEAD, LookAhead, Switch, look_up, num_kept
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def naive_look_up(history: list[int], most: int) -> list[int]:
+    for width in (4, 3, 2):
+        for start in range(len(history) - width - 1, -1, -1):
+            if width < len(history) and history[start : start + width] == history[-width:]:
+                return history[start + width : start + width + most]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), max_size=24), st.integers(0, 8))
+def test_what_followed_the_longest_and_latest_match(history: list[int], most: int) -> None:
+    assert look_up(ids(*history), most).tolist() == naive_look_up(history, most)
+
+
+def test_one_token_alone_is_no_match() -> None:
+    assert look_up(ids(5, 1, 2, 3, 5), 4).tolist() == []
+    assert look_up(ids(4, 5, 1, 2, 3, 4, 5), 4).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("guesses", "drawn", "kept"), [((), (7,), 0), ((1, 2), (1, 2, 3), 2), ((1, 2), (1, 9, 3), 1), ((1, 2), (9, 2, 3), 0)]
+)
+def test_guesses_are_kept_up_to_the_first_that_differs(guesses: tuple[int, ...], drawn: tuple[int, ...], kept: int) -> None:
+    assert num_kept(ids(*guesses), ids(*drawn)) == kept
+
+
+def test_a_sequence_guesses_further_while_that_works_and_rests_when_it_does_not() -> None:
+    ahead = LookAhead()
+    assert ahead.most(0) == FIRST_AHEAD
+    for _ in range(5):
+        ahead.note(ahead.num_ahead, ahead.num_ahead, 10)
+    assert ahead.most(10) == MOST_AHEAD
+    for _ in range(3):
+        ahead.note(ahead.num_ahead, 0, 20)
+        assert ahead.most(20) > 0
+    ahead.note(ahead.num_ahead, 0, 20)
+    assert ahead.most(20) == 0
+    assert ahead.most(51) == 0
+    assert LEAST_AHEAD <= ahead.most(52) < MOST_AHEAD
+
+
+def run(switch: Switch, num_steps: int, with_guesses: float, without: float) -> int:
+    """Steps that guessed, where a token takes so many seconds with guesses and without."""
+    guessed = 0
+    for _ in range(num_steps):
+        is_on = switch.is_on
+        guessed += is_on
+        switch.note(4 if is_on else 0, 2 if is_on else 0, 10, (with_guesses if is_on else without) * 10)
+    return guessed
+
+
+def test_it_turns_itself_off_where_it_is_slower_and_on_again_when_that_changes() -> None:
+    switch = Switch()
+    assert 8 <= run(switch, 300, with_guesses=2.0, without=1.0) < 40
+    assert run(switch, 2000, with_guesses=0.5, without=1.0) > 1500
+    assert run(switch, 2000, with_guesses=2.0, without=1.0) < 500
+    assert switch.acceptance_rate == 0.5
