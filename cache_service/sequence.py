@@ -233,7 +233,7 @@ def _untouched(num_rows: int, num_columns: int) -> Int32Array:
     zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row.
     """
     size = num_rows * num_columns * np.dtype(np.int32).itemsize
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)
