@@ -12,7 +12,7 @@ import numpy as np
 from cache_service.block_pool import BlockPool
 from cache_service.counters import Counters
 from cache_service.eviction import Use
-from cache_service.owner import Owner
+from cache_service.owner import HeldLogits, Owner
 from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
@@ -57,7 +57,7 @@ class BlockTables:
         self._prefix_caching = config.prefix_caching
         self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
-        self.index = PrefixIndex(config.num_blocks, config.block_size)
+        self.index = PrefixIndex(config.num_blocks, config.block_size, config.logits_memory)
         self.pool = BlockPool(config, self.index, lambda blocks, why: self.publisher.forget(blocks, why))
         self.pins = Pins(self.pool)
         self.counters = Counters()
@@ -150,6 +150,7 @@ class BlockTables:
         self.publisher.forget_slots(slots)
         for slot in slots:
             owner.ids.remove(int(seqs.ids[slot]))
+            owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
@@ -166,19 +167,35 @@ class BlockTables:
             return NO_INT32
         return self.index.block_of_node[nodes]
 
+    def full_hit(self, slot: int, max_hit: int) -> tuple[Int32Array, bytes] | None:
+        """[num_tokens / block size] blocks of a waiting sequence's whole prompt, and the logits stored behind it."""
+        seqs = self.sequences
+        known = int(seqs.num_tokens[slot])
+        num_blocks, rest = divmod(known, self._block_size)
+        if rest or max_hit < known or known < self._min_prefix_tokens or num_blocks > seqs.share_limits[slot]:
+            return None
+        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
+        blocks = self.index.block_of_node[nodes]
+        if np.count_nonzero(blocks) < num_blocks:
+            return None
+        logits = self.index.logits.get(int(nodes[-1]))
+        return None if logits is None else (blocks, logits)
+
     def start(
         self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
     ) -> bool:
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 
-        Takes at most max_hit tokens from the index, and leaves at least one to compute (R4); leaves num_spare blocks alone.
+        Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
+        follow the whole prompt, which the owner then holds; leaves num_spare blocks alone.
         Look-up, hold and first reservation are one decision, so nobody steals the match.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
-        hits = self.match(slot, max_hit)
+        full = self.full_hit(slot, max_hit) if self.index.logits.by_node and not exactly else None
+        hits = self.match(slot, max_hit) if full is None else full[0]
         hit_len = len(hits) * self._block_size
-        least, most = hit_len + 1, min(hit_len + max_new, known)
+        least, most = hit_len + (full is None), min(hit_len + max_new, known)
         if exactly:
             least = most = max(exactly, hit_len)
         num_room = pool.num_available - pool.num_revived(hits) - num_spare
@@ -203,6 +220,9 @@ class BlockTables:
         seqs.states[slot] = SequenceState.RUNNING
         seqs.num_accesses[slot] += 1
         self.counters.num_starts += 1
+        if full is not None:
+            owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, full[1])
+            self.counters.num_full_hits += 1
         if max_hit and self._prefix_caching:
             self.counters.num_look_ups += 1
             self.counters.num_look_up_tokens += known

@@ -53,13 +53,14 @@ class CacheConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
     max_cached_blocks: int | None = None  # blocks that are cached and held by nobody
     tenant_quota: float = 1.0  # share of a pool that a tenant may keep cached, at most half; 1 is no quota
     tenant_quotas: tuple[tuple[str, float], ...] = ()  # tenants with another one
+    logits_memory: int = 0  # bytes of stored last-token logits of each pool; 0 stores none
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
@@ -89,6 +90,7 @@ class CacheConfig:
         ):
             if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
                 raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
+        check_range("logits_memory", self.logits_memory, 0, 1 << 40)
         check_range("max_sessions", self.max_sessions, 1, 4096)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
@@ -133,6 +135,7 @@ _PARSERS: dict[str, Any] = {
     "max_cached_blocks": int,
     "tenant_quota": float,
     "tenant_quotas": parse_quotas,
+    "logits_memory": parse_size,
     "metrics_listen": str,
     "reflection": parse_switch,
     "drain_timeout": float,
@@ -154,6 +157,7 @@ _HELP = {
     "min_prefix_tokens": "a start takes nothing from the cache where it would take less",
     "max_cached_blocks": "most blocks of a pool that are cached and held by nobody (default: all)",
     "tenant_quota": "share of a pool that a tenant may keep cached, 0 to 0.5, or 1 for no quota",
+    "logits_memory": "memory of each pool for stored last-token logits, for example 64MiB (default: none are stored)",
     "tenant_quotas": "tenants with another quota, such as a=0.1,b=0.5 (default: none)",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",

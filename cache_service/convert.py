@@ -126,6 +126,7 @@ def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
         response.start_num_reserved_tokens = reply.start_reserved.tobytes()
         response.start_num_blocks = reply.start_num_blocks.tobytes()
         response.start_block_ids = reply.start_block_ids.tobytes()
+        response.start_has_logits = reply.start_has_logits.tobytes()
     if len(reply.update_ids):
         response.table_update_sequence_ids = reply.update_ids.tobytes()
         response.table_update_table_idx = reply.update_table_idx.tobytes()

@@ -16,6 +16,7 @@ from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, O
 from cache_service.explain import Explanation, explain_match
 from cache_service.owner import Owner
 from cache_service.prefix_calls import PrefixCalls
+from cache_service.retention import span
 from cache_service.stats import pool_stats
 from cache_service.step import too_long
 from cache_service.types import (
@@ -37,13 +38,8 @@ from cache_service.types import (
 )
 from cache_service.updating import SequenceUpdates
 
-_FIELDS = {
-    "commit_num_tokens": "num_tokens",
-    "commit_token_ids": "token_ids",
-    "fork_num_tokens": "num_tokens",
-    "truncate_num_tokens": "num_tokens",
-    "reserve_max_tokens": "num_tokens",
-}
+_FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
+           "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
 
 
 class ClearResult(NamedTuple):
@@ -69,6 +65,7 @@ class Manager(PrefixCalls, SequenceUpdates):
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:
             raise too_long("num_tokens", int(seqs.max_tokens[slot]))
+        span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
         if seqs.states[slot] == SequenceState.RUNNING:
             reply = self._step_once(
                 owner,

@@ -1,7 +1,8 @@
 """What one session holds in one pool.
 
-Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), and the table
-updates it was not told of yet. Rule: fences are lifted in the order of their steps. Does not know leases, epochs or the wire.
+Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), the table updates
+it was not told of yet, and the logits its starts were promised. Rule: fences are lifted in the order of their steps. Does not
+know leases, epochs or the wire.
 """
 
 from collections import deque
@@ -24,6 +25,13 @@ class TableUpdates(NamedTuple):
     blocks: Int32Array
 
 
+class HeldLogits(NamedTuple):
+    """What the start of a step was promised; held until the step is completed."""
+
+    step_id: int
+    logits: bytes
+
+
 @dataclass(slots=True)
 class Owner:
     """step_id: the last step applied; completed_step_id: all device work up to it has finished."""
@@ -35,6 +43,7 @@ class Owner:
     step_id: int = 0
     completed_step_id: int = 0
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
+    logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
     updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
 
     def drop(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
@@ -50,6 +59,8 @@ class Owner:
         self.completed_step_id = max(self.completed_step_id, step_id)
         while self.fences and self.fences[0][0] <= self.completed_step_id:
             pool.lift_fences(self.fences.popleft()[1])
+        if self.logits:
+            self.logits = {i: held for i, held in self.logits.items() if held.step_id > self.completed_step_id}
 
     def fenced_blocks(self) -> Int32Array:
         """One entry per fence, for the session's end and for audits."""

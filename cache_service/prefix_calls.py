@@ -1,14 +1,11 @@
-"""Calls on the prefix cache of a pool that are about no sequence: pins.
-
-Beside the steps, which they change nothing of but what can be evicted.
-"""
+"""Calls on the prefix cache of a pool, beside the steps: pins and stored logits."""
 
 from typing import NamedTuple
 
-from cache_service.errors import InvalidField, OutOfPins, UnknownPin
+from cache_service.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
 from cache_service.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from cache_service.step_core import StepCore
-from cache_service.types import Int32Array, SessionId
+from cache_service.types import Int32Array, SequenceState, SessionId
 
 
 class PinResult(NamedTuple):
@@ -51,3 +48,41 @@ class PrefixCalls(StepCore):
             raise UnknownPin("no live pin of this session has this id")
         self.revision += 1
         pins.end(pin_id)
+
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
+        """Stores what follows the first num_tokens of a sequence, for starts whose prompt is just these. Idempotent.
+
+        Raises UnknownSession, UnknownSequence, InvalidField, WrongState (not cached, or nothing is stored here).
+        """
+        owner, seqs, index = self._owner(session), self.tables.sequences, self.tables.index
+        slot = owner.ids.get(sequence_id)
+        if slot is None:
+            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        committed, size = int(seqs.num_committed[slot]), self.config.block_size
+        if num_tokens % size or not size <= num_tokens <= committed:
+            raise InvalidField("whole blocks of committed tokens", field="num_tokens", limit=committed // size * size)
+        num_blocks = num_tokens // size
+        node = 0
+        if num_blocks <= seqs.num_published[slot]:
+            node = int(index.node_of_block[seqs.table(slot)[num_blocks - 1]])
+        if not self.config.logits_memory or not node:
+            state = SequenceState(int(seqs.states[slot])).name
+            text = (
+                "this prefix is not cached" if self.config.logits_memory else "no logits are stored here, see --logits-memory"
+            )
+            raise WrongState(text, sequence_id=sequence_id, state=state)
+        index.logits.check(logits)
+        index.logits.put(node, logits)
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
+        """What the start of a sequence was promised, until its step is completed.
+
+        Raises UnknownSession, UnknownSequence, UnknownLogits.
+        """
+        owner = self._owner(session)
+        if owner.ids.get(sequence_id) is None:
+            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        held = owner.logits.get(sequence_id)
+        if held is None:
+            raise UnknownLogits("none were promised, or the step has completed", sequence_id=sequence_id)
+        return held.logits

@@ -15,6 +15,7 @@ import numpy as np
 
 from cache_service.gone import GoneBlocks
 from cache_service.journal import Journal
+from cache_service.logits import StoredLogits
 from cache_service.types import Int32Array, MatchEnd
 
 NO_NODE = 0
@@ -25,7 +26,7 @@ _PACK_PARENT = struct.Struct("<i").pack
 class PrefixIndex:
     """Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, logits_memory: int = 0) -> None:
         self._block_size = block_size
         self._key_len = 4 + 4 * block_size
         self._nodes: dict[bytes, int] = {}
@@ -36,6 +37,7 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.gone = GoneBlocks(num_blocks, MAX_TENANTS, block_size)
         self.journal: Journal | None = None  # while somebody watches
+        self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
         self._first_child: Int32Array = np.zeros(num_blocks + MAX_TENANTS, np.int32)
@@ -147,6 +149,7 @@ class PrefixIndex:
         blocks = self.block_of_node[nodes]
         if self.journal is not None:
             self.journal.cleared(self._nodes)
+        self.logits.by_node.clear()
         self._unused.extend(nodes.tolist())
         for node in nodes.tolist():
             self._keys[node] = None
@@ -180,6 +183,8 @@ class PrefixIndex:
                 prev, child = child, int(self._next_sibling[child])
             if children != seen_children.get(node, set()):
                 wrong.append(f"children of node {node} are not those that name it")
+        if any(self._keys[node] is None for node in self.logits.by_node):
+            wrong.append("logits are stored of a node that is not there")
         if np.count_nonzero(self.node_of_block) != len(self._nodes):
             wrong.append("blocks with a node and nodes differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
@@ -257,6 +262,8 @@ class PrefixIndex:
             self._prev_sibling[after] = before
         if self.journal is not None:
             self.journal.removed(node, key)
+        if self.logits.by_node:
+            self.logits.by_node.pop(node, None)
         del self._nodes[key]
         self._keys[node] = None
         self.node_of_block[self.block_of_node[node]] = NO_NODE

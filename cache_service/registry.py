@@ -45,6 +45,8 @@ class Pool:
             max_sequences=config.max_sequences,
             max_tokens_per_sequence=config.limit_tokens,
             spec=spec,
+            eviction_policy=config.eviction_policy,
+            prefix_caching=config.prefix_caching,
         )
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
@@ -168,6 +170,7 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
+            logits_memory=self._config.logits_memory,
         )
         return Pool(key, spec, config, await self._arena(num_bytes))
 

@@ -36,6 +36,13 @@ class Span(NamedTuple):
         """The same for a sequence of its first num_tokens, a length that check_cut lets pass."""
         return self._replace(end=0) if num_tokens <= self.first else self
 
+    def check_fits(self, field: str, num_tokens: int, sequences: "SequenceTable") -> None:
+        """Raises InvalidField for a length that no pool of this size can hold at once, holes taken off."""
+        num_holes = max(self.end - self.first, 0) // sequences.block_size
+        limit = (sequences.most_held_blocks + num_holes) * sequences.block_size
+        if num_tokens > limit:
+            raise InvalidField(f"{field}: the pool cannot hold {num_tokens} tokens at once", field=field, limit=limit)
+
     def check_cut(self, field: str, num_tokens: int) -> None:
         """Raises InvalidField where a sequence of num_tokens would have to read what is gone; its limit is the next length."""
         if self.end > self.first < num_tokens < self.end + self.num_window:

@@ -56,6 +56,7 @@ class SequenceTable:
         self.hole_ends: Int32Array = np.zeros(slots, np.int32)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
+        self.most_held_blocks = config.num_usable_blocks
         self.tables: Int32Array = _untouched(slots, self.max_blocks)
         self._tokens: Int32Array = _untouched(slots, config.max_tokens_per_sequence)
         self._counters = (

@@ -58,6 +58,7 @@ class CacheService(Questions, PrefixService):
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool.info for pool in self._keeper.registry.pools],
             max_sessions=self._config.max_sessions,
+            logits_memory_bytes=self._config.logits_memory,
         )
 
     async def check_admission(self, request: pb.CheckAdmissionRequest) -> pb.CheckAdmissionResponse:

@@ -1,4 +1,4 @@
-"""The part of CacheService that keeps prefixes: pins.
+"""The part of CacheService that keeps prefixes: pins and stored logits.
 
 Like service.py: one method per RPC, in the proto's order, each a thin wrapper over the core.
 """
@@ -28,3 +28,14 @@ class PrefixService:
         live = self._keeper.require(request.session_id, request.epoch)
         live.pool.manager.unpin_prefix(live.core.id, request.pin_id)
         return pb.UnpinPrefixResponse()
+
+    async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        sequence_id = convert.sequence_id(request.sequence_id)
+        live.pool.manager.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
+        return pb.StoreLogitsResponse()
+
+    async def read_logits(self, request: pb.ReadLogitsRequest) -> pb.ReadLogitsResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        sequence_id = convert.sequence_id(request.sequence_id)
+        return pb.ReadLogitsResponse(logits=live.pool.manager.read_logits(live.core.id, sequence_id))

@@ -39,5 +39,6 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         num_tenants=tables.index.num_roots,
         num_expired_blocks=pool.limits.num_expired,
         num_quota_evictions=pool.limits.num_quota_evictions,
+        num_stored_logits=len(tables.index.logits.by_node),
         **asdict(counters),
     )

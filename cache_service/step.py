@@ -133,6 +133,8 @@ def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch
         return NO_INT64
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
     least, most = batch.reserve_min, batch.reserve_max
+    if sequences.num_retaining:
+        _check_fits(sequences, batch, slots, commit_slots)
     if slots is commit_slots or _are_running(sequences, slots):  # commits name running sequences
         signs = least - _ONE
         signs |= least
@@ -219,6 +221,7 @@ def _check_in_order(
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
         target.gone.check_cut("truncate_num_tokens", num_tokens)
+        target.gone = target.gone.cut(num_tokens)
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
@@ -226,13 +229,25 @@ def _check_in_order(
         look(sequence_id)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)
-    for sequence_id, most in zip(batch.reserve_ids.tolist(), batch.reserve_max.tolist(), strict=True):
+    for sequence_id, least, most in zip(
+        batch.reserve_ids.tolist(), batch.reserve_min.tolist(), batch.reserve_max.tolist(), strict=True
+    ):
         target = look(sequence_id)
         if target.state != SequenceState.RUNNING:
             raise wrong_state(sequence_id, target.state)
         if most > target.max_tokens:
             raise too_long("reserve_max_tokens", target.max_tokens)
+        target.gone.check_fits("reserve_min_tokens", least, sequences)
     return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+
+
+def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:
+    """Only a sequence with retention may be longer than the pool; what it holds at once may not."""
+    for at in np.flatnonzero(batch.reserve_min > sequences.most_held_blocks * sequences.block_size).tolist():
+        gone = span(sequences, int(slots[at]))
+        for row in np.flatnonzero(commit_slots == slots[at]).tolist():
+            gone = gone.after_commit(int(batch.commit_lens[row]), sequences.block_size)
+        gone.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
 
 
 def check_id(sequence_id: int, field: str) -> SequenceId:

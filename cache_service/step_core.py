@@ -226,7 +226,12 @@ class StepCore:
         grants = self._reserve_all(owner, log, batch, plan, refused)
         if owner.updates:
             self._tell_updates(owner, log)
-        return self._reply(log, forks, starts, plan, grants)
+        reply = self._reply(log, forks, starts, plan, grants)
+        if owner.logits and len(batch.start_ids):
+            held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
+            has_logits = _int32([item is not None and item.step_id == owner.step_id for item in held])
+            reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
+        return reply
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""

@@ -124,7 +124,7 @@ class PoolConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     watermark: float = 0.01  # share of the blocks kept free when admitting while something runs
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     num_host_blocks: int = 0  # 0: no host tier
     evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
@@ -318,6 +318,7 @@ class PoolStats:
     num_hits: int
     num_look_up_tokens: int
     num_hit_tokens: int
+    num_full_hits: int
     num_evicted_blocks: int
     num_forks: int
     num_copies_on_write: int
@@ -337,3 +338,4 @@ class PoolStats:
     num_cleared_blocks: int
     num_tenants: int
     num_quota_evictions: int
+    num_stored_logits: int

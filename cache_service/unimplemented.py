@@ -4,9 +4,7 @@
 UNIMPLEMENTED_METHODS = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
-    "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
 }

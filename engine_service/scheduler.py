@@ -128,7 +128,8 @@ class Scheduler:
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
-            start_max_hit=start_lens * _column(sequence.request.look_up for sequence in starts),
+            # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
+            start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
             reserve_ids=running.sequence_ids[reserve_rows],
             reserve_min=computed + 1,
             reserve_max=computed + num_new,

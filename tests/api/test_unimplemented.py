@@ -9,9 +9,7 @@ from tests.support.cache_api import DEADLINE, Api
 LEFT_OUT = {
     "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "ReadLogits": "stored logits",
     "SelectVictims": "choosing victims",
-    "StoreLogits": "stored logits",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
 }

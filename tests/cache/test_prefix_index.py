@@ -12,7 +12,7 @@ from cache_service.block_pool import BlockPool
 from cache_service.errors import InvalidField
 from cache_service.manager import Manager
 from cache_service.prefix_index import PrefixIndex
-from cache_service.types import BlockState, Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId
+from cache_service.types import BlockState, Executor, Int32Array, MatchEnd, PoolConfig, SequenceArgs, SequenceId, SessionId
 from tests.support.core_pool import CorePool, int32
 
 
@@ -87,10 +87,10 @@ def test_an_unknown_tenant_finds_nothing_and_is_not_remembered() -> None:
 
 
 def test_blocks_that_lose_their_entry_with_a_victim_come_free_at_once() -> None:
-    def forget(victims: Int32Array) -> Int32Array:
+    def forget(victims: Int32Array, _: MatchEnd) -> Int32Array:
         return int32([3]) if 1 in victims else int32([])
 
-    pool = BlockPool(PoolConfig(num_blocks=5, block_size=1), forget)
+    pool = BlockPool(PoolConfig(num_blocks=5, block_size=1), PrefixIndex(5, 1), forget)
     blocks = pool.allocate(4)
     pool.indexed[[1, 2, 3]] = True
     pool.drop(blocks[[0, 1, 2]], fenced=False)
@@ -105,7 +105,7 @@ def test_a_sequence_whose_entries_went_with_a_parent_publishes_again_from_its_fi
     pool = CorePool()
     held = pool.prefill(1, range(8))
     tables = pool.manager.tables
-    lost = tables.publisher.forget(int32(held[:1]))
+    lost = tables.publisher.forget(int32(held[:1]), MatchEnd.EVICTED)
     tables.pool.indexed[held[0]] = False
     tables.pool.unindex(lost)
     pool.audit()
@@ -116,7 +116,7 @@ def test_a_sequence_whose_entries_went_with_a_parent_publishes_again_from_its_fi
 
 
 def test_a_stack_of_free_blocks_gives_each_once() -> None:
-    pool = BlockPool(PoolConfig(num_blocks=9, block_size=1), lambda victims: victims[:0])
+    pool = BlockPool(PoolConfig(num_blocks=9, block_size=1), PrefixIndex(9, 1), lambda victims, _: victims[:0])
     rng, held = np.random.default_rng(1), int32([])
     for _ in range(500):
         count = int(rng.integers(0, pool.num_available + 1))

@@ -2,32 +2,13 @@
 
 import pytest
 
-from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, UnknownSequence
-from cache_service.types import BlockState, Retention, StartResult
+from cache_service.errors import DuplicateSequence, InvalidField, NeverFits
+from cache_service.types import BlockState, Retention, SequenceId, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32
+from tests.support.retained import KEPT, all_blocks, grow, holes, wholly_unread
 from tests.support.shadow_memory import Contents, Read, ShadowMemory
 
 EDGES = [n for k in (1, 2, 3, 4) for n in (4 * k - 1, 4 * k, 4 * k + 1)]  # kB - 1, kB, kB + 1 of block size 4
-KEPT = [(0, 1), (0, 4), (0, 5), (1, 1), (1, 4), (3, 2), (4, 3), (4, 4), (5, 8), (9, 1)]
-
-
-def holes(pool: CorePool, sequence_id: int) -> list[int]:
-    return [idx for idx, block in enumerate(pool.table(sequence_id)) if block == 0]
-
-
-def wholly_unread(length: int, sink: int, window: int) -> list[int]:
-    """Table indices of the full blocks that hold no token of sink or window, one token at a time."""
-    read = [i for i in range(length) if i < sink or i >= length - window]
-    return [idx for idx in range(length // 4) if not any(i // 4 == idx for i in read)]
-
-
-def grow(pool: CorePool, sequence_id: int, length: int, *, chunk: int = 1) -> None:
-    """Reserves and commits chunk by chunk, making up tokens where the sequence has none."""
-    while (committed := pool.counters(sequence_id)[1]) < length:
-        target = min(length, committed + chunk)
-        assert pool.step(reserves=[(sequence_id, target, target)]).reserve_reserved.tolist() == [target]
-        new = range(target - pool.counters(sequence_id)[0])
-        pool.step(commits=[(sequence_id, target, list(new))])
 
 
 @pytest.mark.parametrize(("sink", "window"), KEPT)
@@ -126,12 +107,6 @@ def test_a_prompt_longer_than_the_pool_is_computed_in_chunks() -> None:
     assert sorted(all_blocks(pool)) == [1, 2, 3, 4, 5]
 
 
-def all_blocks(pool: CorePool) -> list[int]:
-    pool.step(B)
-    pool.create(99, range(1000, 1000 + pool.manager.config.limit_tokens), session=B)
-    return pool.step(B, starts=[(99, ALL, 0)]).start_block_ids.tolist()
-
-
 def test_a_sequence_whose_sink_and_window_do_not_fit_never_fits() -> None:
     pool = CorePool(num_blocks=6, max_tokens_per_sequence=200)
     with pytest.raises(NeverFits) as refused:
@@ -143,6 +118,25 @@ def test_a_sequence_whose_sink_and_window_do_not_fit_never_fits() -> None:
         pool.create(3, range(201), retention=Retention(4, 12))
     with pytest.raises(NeverFits):
         pool.create(3, range(21))
+
+
+def test_a_reservation_that_the_pool_can_never_hold_at_once_is_refused_and_claims_nothing() -> None:
+    pool = CorePool(num_blocks=6, max_tokens_per_sequence=200)
+    pool.create(1, range(120), retention=Retention(4, 8))
+    pool.step(starts=[(1, 20, 0)])
+    pool.create(2, range(120), retention=Retention(4, 8))
+    with pytest.raises(InvalidField) as refused:
+        pool.manager.extend(A, SequenceId(2), 21, look_up=True)
+    assert refused.value.metadata == {"field": "num_tokens", "limit": "20"}
+    for items in ({}, {"truncates": [(1, 20)]}):
+        with pytest.raises(InvalidField) as refused:
+            pool.step(reserves=[(1, 21, 21)], **items)
+        assert refused.value.metadata == {"field": "reserve_min_tokens", "limit": "20"}
+        with pytest.raises(InvalidField) as refused:  # two blocks come back by this commit
+            pool.step(commits=[(1, 20, [])], reserves=[(1, 29, 29)], **items)
+        assert refused.value.metadata["limit"] == "28"
+    reply = pool.step(commits=[(1, 20, [])], reserves=[(1, 28, 29)])
+    assert reply.reserve_reserved.tolist() == [28]
 
 
 def test_admission_asks_for_what_is_held_at_once() -> None:
@@ -238,65 +232,3 @@ def test_a_session_that_ends_gives_back_what_is_between_its_holes() -> None:
     pool.manager.end_quarantine(A)
     pool.audit()
     assert sorted(all_blocks(pool)) == list(range(1, 9))
-
-
-@pytest.mark.parametrize(("sink", "window"), KEPT)
-def test_retention_set_on_a_running_sequence_drops_at_once_and_tells_in_the_next_reply(sink: int, window: int) -> None:
-    pool = CorePool(num_blocks=9)
-    table = pool.prefill(1, range(18))
-    pool.manager.update_sequence(A, 1, retention=Retention(sink, window))
-    pool.audit()
-    gone = wholly_unread(18, sink, window)
-    assert holes(pool, 1) == gone
-    assert len(pool.matched(range(18))) == 4  # computed with whole attention, so shared
-    reply = pool.step(reserves=[(1, 19, 19)])
-    assert sorted(reply.update_table_idx.tolist()) == gone
-    assert [block for idx, block in enumerate(table) if idx not in gone] == [block for block in pool.table(1) if block]
-    pool.manager.update_sequence(A, 1, retention=Retention(sink, window))  # the same again changes nothing
-    assert holes(pool, 1) == gone
-    grow(pool, 1, 30)
-    assert holes(pool, 1) == wholly_unread(30, sink, window)
-
-
-def test_what_an_update_drops_waits_for_the_last_step() -> None:
-    pool = CorePool(num_blocks=9, prefix_caching=False)
-    table = pool.prefill(1, range(16))
-    pool.step(reserves=[(1, 17, 17)])  # may still read all of it
-    pool.manager.update_sequence(A, 1, retention=Retention(0, 4))
-    assert {pool.state(block) for block in table[:3]} == {BlockState.FENCED}
-    pool.step(lag=1)
-    assert {pool.state(block) for block in table[:3]} == {BlockState.FENCED}
-    pool.step()
-    assert {pool.state(block) for block in table[:3]} == {BlockState.FREE}
-
-
-def test_retention_is_made_narrower_and_never_wider() -> None:
-    pool = CorePool(num_blocks=9)
-    pool.prefill(1, range(30), retention=Retention(9, 9))
-    assert holes(pool, 1) == [3, 4]
-    for wanted, field, limit in ((Retention(10, 9), "num_sink_tokens", "9"), (Retention(9, 10), "num_window_tokens", "9"),
-                                 (Retention(0, 10), "num_window_tokens", "9")):  # fmt: skip
-        with pytest.raises(InvalidField) as refused:
-            pool.manager.update_sequence(A, 1, retention=wanted)
-        assert refused.value.metadata == {"field": f"retention.{field}", "limit": limit}
-    for wanted in (Retention(8, 9), Retention(4, 9), Retention(4, 3), Retention(0, 1)):
-        pool.manager.update_sequence(A, 1, retention=wanted)
-        pool.audit()
-        assert holes(pool, 1) == wholly_unread(30, wanted.num_sink_tokens, wanted.num_window_tokens)
-    pool.step(releases=[1])
-    assert sorted(all_blocks(pool)) == list(range(1, 9))
-
-
-def test_a_waiting_sequence_hits_by_its_new_retention() -> None:
-    pool = CorePool(num_blocks=17)
-    pool.prefill(1, range(18))
-    pool.create(2, range(18))
-    pool.manager.update_sequence(A, 2, priority=-7, retention=Retention(0, 8))
-    assert (pool.view(2).priority, pool.view(2).retention) == (-7, Retention(0, 8))
-    assert pool.step(starts=[(2, ALL, ALL)]).start_hits.tolist() == [8]
-    for wrong in ({"priority": 1001}, {"priority": -1001}, {"priority": 3, "retention": Retention(1, 8)}):
-        with pytest.raises(InvalidField):
-            pool.manager.update_sequence(A, 2, **wrong)
-    assert pool.view(2).priority == -7
-    with pytest.raises(UnknownSequence):
-        pool.manager.update_sequence(B, 2, priority=1)

@@ -49,6 +49,7 @@ class Counts:
     pins: int = 0
     expired: int = 0
     quota_evictions: int = 0
+    full_hits: int = 0
     retention_dropped: int = 0
     narrowed: int = 0
 
@@ -85,6 +86,7 @@ class Simulation:
             min_prefix_tokens=rng.choice([0, 0, 3]),
             max_cached_blocks=rng.choice([None, None, 0, 4]),
             tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
+            logits_memory=rng.choice([0, 16, 1000]),
         )
         self.driver = CoreDriver(config)
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -124,6 +126,7 @@ class Simulation:
         expect(stats.num_hit_tokens, naive.num_hit_tokens, "tokens hit")
         counts.hits, counts.copies_on_write, counts.adopted = stats.num_hits, naive.num_copies, naive.num_adopted
         counts.evicted, counts.forks = naive.num_evicted, stats.num_forks
+        counts.full_hits = stats.num_full_hits
         counts.expired, counts.quota_evictions = naive.num_expired, stats.num_quota_evictions
         counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
         counts.retention_dropped = naive.num_retention_dropped
@@ -179,7 +182,9 @@ class Simulation:
             self.world.unpin(session, self.choose)
         elif event < 64:
             self.counts.narrowed += self.world.narrow(session, self.choose)
-        elif event < 74:
+        elif event < 72:
+            self.world.store_logits(session, self.choose)
+        elif event < 82:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

@@ -5,7 +5,7 @@ change nothing the second time.
 """
 
 from cache_service.errors import CacheError
-from cache_service.types import Executor, SequenceId, SessionId
+from cache_service.types import NULL_BLOCK, Executor, SequenceId, SessionId
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, int32
 from tests.support.naive_cache import NaiveSequence, expect
@@ -51,6 +51,9 @@ class CallsWorld(World):
     def _extend(self, session: SessionId, engine: EngineModel, q: EngineSequence, known: NaiveSequence, choose: Choose) -> None:
         length = engine.length(choose, q.max_tokens)
         look_up = choose(4) > 0
+        if self.config.num_usable_blocks < self.naive.num_blocks(length) - known.table.count(NULL_BLOCK):
+            self.refused("INVALID_FIELD", lambda: self.driver.extend(session, q.sequence_id, length, look_up=look_up))
+            return
         if not self.naive.fits(known, length, look_up=look_up):
             self.refused("OUT_OF_BLOCKS", lambda: self.driver.extend(session, q.sequence_id, length, look_up=look_up))
             self.num_refused += 1

@@ -89,6 +89,10 @@ class Driver(Protocol):
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
 
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None: ...
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes: ...
+
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]: ...
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
@@ -206,6 +210,12 @@ class CoreDriver:
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self.manager.unpin_prefix(session, pin_id)
+
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
+        self.manager.store_logits(session, sequence_id, num_tokens, logits)
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
+        return self.manager.read_logits(session, sequence_id)
 
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         result = self.manager.clear_prefix_cache()

@@ -96,9 +96,10 @@ class StepPlan:
 class EngineModel:
     """One session's engine."""
 
-    def __init__(self, executor: Executor, block_size: int, alphabet: int) -> None:
+    def __init__(self, executor: Executor, block_size: int, num_usable_blocks: int, alphabet: int) -> None:
         self.executor = executor
         self.block_size = block_size
+        self.num_usable_blocks = num_usable_blocks
         self.alphabet = alphabet
         self.sequences: dict[int, EngineSequence] = {}
         self.step_id = 0
@@ -218,4 +219,5 @@ class EngineModel:
         if choose(2):
             most = min(q.max_tokens, max(q.reserved, q.num_computed) + 1)
         least = (most, 1, min(most, q.committed + 1))[choose(3)]
+        least = min(least, (self.num_usable_blocks + len(q.gone)) * self.block_size)  # what fits at once
         return q.sequence_id, least, most

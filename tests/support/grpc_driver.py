@@ -167,6 +167,7 @@ class GrpcDriver:
                 min_prefix_tokens=config.min_prefix_tokens,
                 max_cached_blocks=config.max_cached_blocks,
                 tenant_quota=config.tenant_quota,
+                logits_memory=config.logits_memory,
             )
         )
         self._client = await self._stack.enter_async_context(AsyncCacheClient(self.api.server.address))
@@ -295,6 +296,12 @@ class GrpcDriver:
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self._run(self._sessions[session].unpin_prefix(pin_id))
+
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
+        self._run(self._sessions[session].store_logits(sequence_id, num_tokens, np.frombuffer(logits, np.float32)))
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
+        return self._run(self._sessions[session].read_logits(sequence_id)).tobytes()
 
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
         cleared = self._run(self._sessions[session].clear_prefix_cache())

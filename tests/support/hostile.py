@@ -27,6 +27,7 @@ class Scene:
     completed: int
     choose: Choose
     block_size: int
+    num_usable_blocks: int
 
     def any(self, options: list[T]) -> T:
         return options[self.choose(len(options))]
@@ -43,7 +44,7 @@ def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
     lag = choose(2) if engine.executor is Executor.ENGINE and engine.step_id else 0
     completed = max(engine.completed, engine.step_id - lag)
     running, waiting = [q for q in ours if q.running], [q for q in ours if not q.running]
-    scene = Scene(running, waiting, completed, choose, world.config.block_size)
+    scene = Scene(running, waiting, completed, choose, world.config.block_size, world.config.num_usable_blocks)
     defect = scene.any(DEFECTS)(scene)
     if defect is None:
         return False
@@ -204,6 +205,15 @@ def _cut_into_holes(scene: Scene) -> Defect:
     return scene.any([_fork(q.sequence_id, MAX_ID, length), _truncate([q.sequence_id], [length])]), INVALID
 
 
+def _more_than_the_pool(scene: Scene) -> Defect:
+    """A reservation of a sequence with retention that no eviction can make room for."""
+    for q in scene.running:
+        limit = (scene.num_usable_blocks + q.table.count(0)) * scene.block_size
+        if q.max_tokens > limit:
+            return _reserve([q.sequence_id], limit + 1, q.max_tokens), INVALID
+    return None
+
+
 def _lengths_wrong(scene: Scene) -> Defect:
     """Truncates, starts and reservations whose lengths cannot be."""
     if scene.waiting and scene.choose(2):
@@ -236,6 +246,7 @@ DEFECTS: list[Callable[[Scene], Defect]] = [
     _commit_of_what_still_runs,
     _fork_wrong,
     _cut_into_holes,
+    _more_than_the_pool,
     _lengths_wrong,
     _released,
 ]

@@ -28,6 +28,7 @@ configs = st.builds(
     min_prefix_tokens=st.sampled_from([0, 0, 3]),
     max_cached_blocks=st.sampled_from([None, None, 0, 2]),
     tenant_quota=st.sampled_from([1.0, 1.0, 0.2, 0.5]),
+    logits_memory=st.sampled_from([0, 4, 16, 1000]),  # two numbers of 4 bytes each
 )
 
 
@@ -147,6 +148,12 @@ class CacheMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject, unpin: bool) -> None:
         choose = chooser(data)
         (self.world.unpin if unpin else self.world.pin)(self.any_session(choose), choose)
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def store_logits(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.store_logits(self.any_session(choose), choose)
 
     @rule(seconds=st.sampled_from([1.0, 2.0, 10.0]))
     def pass_time(self, seconds: float) -> None:

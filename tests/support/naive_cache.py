@@ -90,6 +90,8 @@ class NaiveCache:
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.pins: dict[str, Any] = {}  # see naive_keeping
+        self.logits: dict[Key, bytes] = {}  # the least recently used first
+        self.promised: dict[tuple[str, int], tuple[int, bytes]] = {}  # sequence: the step of its start, logits
         self.now = 0.0
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
         self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
@@ -212,12 +214,14 @@ class NaiveCache:
                 del fences[session]
             if not fences:
                 del self.fences[block]
+        self.promised = {of: held for of, held in self.promised.items() if of[0] != session or held[0] > completed}
 
     def forget(self, key: Key) -> None:
         """A node leaves the index, and with it what hangs below it."""
         tenant, tokens = key
         for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
             del self.index[other]
+            self.logits.pop(other, None)
         for q in self.sequences.values():
             if q.published and self.key(q, q.published - 1) not in self.index:
                 q.published = 0

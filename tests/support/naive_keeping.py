@@ -6,7 +6,7 @@ A pin is a list of blocks that it holds until its time is over.
 from dataclasses import dataclass
 
 from cache_service.types import BlockState
-from tests.support.naive_cache import NaiveCache, NaiveSequence, expect, require
+from tests.support.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
 
 
 @dataclass
@@ -75,6 +75,21 @@ class NaiveKeeping(NaiveCache):
         self.evict("limits", gone)
         self.settle()
 
+    def store_logits(self, key: Key, logits: bytes) -> None:
+        self.logits.pop(key, None)
+        self.logits[key] = logits
+        while sum(map(len, self.logits.values())) > self.config.logits_memory:
+            del self.logits[next(iter(self.logits))]
+
+    def full_hit(self, q: NaiveSequence, max_hit: int) -> bytes | None:
+        """The logits that follow the whole prompt, where it may be a hit and all of it is cached; a use of them."""
+        key, num_blocks = (q.tenant, tuple(q.tokens)), len(q.tokens) // self.block_size
+        may_hit = max_hit >= len(q.tokens) >= self.config.min_prefix_tokens and num_blocks <= self.num_shareable(q)
+        if not may_hit or key not in self.logits:
+            return None
+        self.logits[key] = self.logits.pop(key)
+        return self.logits[key]
+
     def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
         """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
         if any(other.running for other in self.sequences.values() if other is not q):
@@ -109,6 +124,7 @@ class NaiveKeeping(NaiveCache):
         self.pins.clear()
         num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
         self.index.clear()
+        self.logits.clear()
         self.pending.clear()
         for q in self.sequences.values():
             q.published = 0

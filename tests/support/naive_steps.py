@@ -177,6 +177,7 @@ class NaiveSteps(NaiveKeeping):
     def release(self, q: NaiveSequence) -> int:
         """Answers how many of its blocks no other table names."""
         del self.sequences[q.session, q.sequence_id]
+        self.promised.pop((q.session, q.sequence_id), None)
         self.pending = [other for other in self.pending if other is not q]
         self.num_changes += 1
         for block in q.table:
@@ -206,6 +207,9 @@ class NaiveSteps(NaiveKeeping):
             started = self.start(self.sequences[session, sequence_id], max_new, max_hit, hit, reserved, table)
             expect(result, StartResult.STARTED if started else StartResult.NO_ROOM, f"start of {sequence_id}")
         require(next(tables, None) is None, "more start blocks than tables")
+        now = self.sessions[session].step_id
+        has_logits = [self.promised.get((session, i), (0, b""))[0] == now for i in batch.start_ids.tolist()]
+        expect(reply.start_has_logits.tolist(), has_logits if any(has_logits) else [], "starts with logits")
 
     def watermark(self) -> int:
         """Blocks kept free when admitting; none when nothing runs."""
@@ -216,9 +220,13 @@ class NaiveSteps(NaiveKeeping):
     def start(self, q: NaiveSequence, max_new: int, max_hit: int, hit: int, reserved: int, table: list[int]) -> bool:
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
-        match = self.hit(q, limit)
-        self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
-        room = self.room_beside(match) - self.watermark()
+        logits = self.full_hit(q, max_hit)
+        if logits is not None:
+            self.promised[q.session, q.sequence_id] = self.sessions[q.session].step_id, logits
+        match = self.hit(q, limit + (logits is not None))
+        if logits is None:
+            self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
+        room = self.room_beside(match) - self.watermark() if logits is None else 1  # a full hit takes no new block
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
         if room <= 0:

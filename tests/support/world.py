@@ -7,7 +7,10 @@ simulator differ only in who chooses.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable
+
+import numpy as np
 
 from cache_service.errors import CacheError
 from cache_service.types import (
@@ -51,7 +54,7 @@ class World:
     def open(self, executor: Executor) -> SessionId:
         session = self.driver.open_session(executor)
         self.naive.open_session(session, executor)
-        self.engines[session] = EngineModel(executor, self.config.block_size, self.alphabet)
+        self.engines[session] = EngineModel(executor, self.config.block_size, self.config.num_usable_blocks, self.alphabet)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -85,6 +88,9 @@ class World:
         max_tokens = 0 if choose(2) else 1 + choose(limit)
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
         tenant = self.tenants[choose(len(self.tenants))]
+        if self.naive.logits and choose(4) == 3:  # a prompt that may need no pass
+            tenant, known = list(self.naive.logits)[choose(len(self.naive.logits))]
+            max_tokens, tokens = 0, list(known[:limit])
         args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
         if len(self.naive.sequences) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
@@ -136,6 +142,8 @@ class World:
         ):
             if result == StartResult.STARTED:
                 fresh.update(self.check_hit(self.naive.sequences[session, sequence_id], hit))
+        for sequence_id, _, _ in plan.starts[:1]:
+            self.read_logits(session, self.naive.sequences[session, sequence_id])
         self.memory.spoil(fresh)
         copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
         if self.naive.sessions[session].executor is Executor.CACHE:
@@ -228,6 +236,33 @@ class World:
         else:
             self.driver.unpin_prefix(session, pin_id)
             self.naive.unpin(pin_id)
+
+    def store_logits(self, session: SessionId, choose: Choose) -> None:
+        """Of a prefix that is cached, or of one that is not."""
+        ours = self.naive.of(session)
+        if not ours:
+            return
+        q, size = ours[choose(len(ours))], self.config.block_size
+        num_tokens = choose(len(q.tokens) // size + 1) * size
+        key, num_blocks = (q.tenant, tuple(q.tokens[:num_tokens])), num_tokens // size
+        logits = logits_of(*key)
+        send = lambda: self.driver.store_logits(session, q.sequence_id, num_tokens, logits)  # noqa: E731
+        if not 0 < num_tokens <= q.committed:
+            self.refused("INVALID_FIELD", send)
+        elif num_blocks > q.published or not q.table[num_blocks - 1] or not self.config.logits_memory:
+            self.refused("WRONG_STATE", send)
+        elif self.config.logits_memory < len(logits):
+            self.refused("INVALID_FIELD", send)
+        else:
+            send()
+            self.naive.store_logits(key, logits)
+
+    def read_logits(self, session: SessionId, q: NaiveSequence) -> None:
+        """What was promised is what belongs to the prompt; of the others there is none."""
+        if (session, q.sequence_id) in self.naive.promised:
+            expect(self.driver.read_logits(session, q.sequence_id), logits_of(q.tenant, tuple(q.tokens[: q.hit])), "logits")
+        else:
+            self.refused("UNKNOWN_LOGITS", lambda: self.driver.read_logits(session, q.sequence_id))
 
     def pass_time(self, seconds: float) -> None:
         """At most a second at a time: so long it may take until somebody looks at what falls due."""
@@ -324,3 +359,9 @@ class World:
         label = f"R6 step {device.step_id} of sequence {q.sequence_id}"
         device.reads.append(Read(label, table, contents[:first], unread(q.retention, first)))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]
+
+
+def logits_of(tenant: str, tokens: tuple[int, ...]) -> bytes:
+    """Two numbers that are those of no other prefix."""
+    digest = zlib.crc32(repr((tenant, tokens)).encode())
+    return np.array([digest & 0xFFFF, digest >> 16], np.float32).tobytes()

@@ -17,6 +17,7 @@ from kvkeeper.client.kv_chunks import KvTokens
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
+Logits = npt.NDArray[np.float32]
 WATCH_TIMEOUT_S = 86_400.0  # a watch lasts as long as its session, but every call has a deadline
 
 
@@ -165,6 +166,16 @@ class SessionCalls:
 
     def unpin_prefix(self, pin_id: str) -> Call[None]:
         return Call("UnpinPrefix", pb.UnpinPrefixRequest(**self.head, pin_id=pin_id), lambda _: None)
+
+    def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> Call[None]:
+        request = pb.StoreLogitsRequest(
+            **self.head, sequence_id=sequence_id, num_tokens=num_tokens, logits=logits.astype("<f4", casting="safe").tobytes()
+        )
+        return Call("StoreLogits", request, lambda _: None)
+
+    def read_logits(self, sequence_id: int) -> Call[Logits]:
+        request = pb.ReadLogitsRequest(**self.head, sequence_id=sequence_id)
+        return Call("ReadLogits", request, lambda answer: np.frombuffer(answer.logits, "<f4"))
 
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)

@@ -12,7 +12,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
 from kvkeeper.client.cache import DEFAULT_TARGET
-from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, SessionCalls, TokenIds
+from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, Logits, SessionCalls, TokenIds
 from kvkeeper.client.door import Door, Stream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
@@ -188,6 +188,14 @@ class CacheSession:
     def unpin_prefix(self, pin_id: str) -> None:
         """End a pin of this session."""
         self._do(self._calls.unpin_prefix(pin_id))
+
+    def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> None:
+        """Store the logits that follow a cached prefix of whole blocks, so that a prompt of just these tokens needs no pass."""
+        self._do(self._calls.store_logits(sequence_id, num_tokens, logits))
+
+    def read_logits(self, sequence_id: int) -> Logits:
+        """The logits that a start with a full hit promised, until its step is completed."""
+        return self._do(self._calls.read_logits(sequence_id))
 
     def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""

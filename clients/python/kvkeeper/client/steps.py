@@ -66,6 +66,7 @@ class StepResult(NamedTuple):
     start_reserved: Int32Array
     start_num_blocks: Int32Array
     start_block_ids: Int32Array  # block tables of the starts, concatenated
+    start_has_logits: Int32Array  # 1 where the whole prompt is a hit and read_logits has what follows; empty: nowhere
     reserve_reserved: Int32Array
     new_block_item_idx: Int32Array  # index of the reservation, ascending
     new_block_ids: Int32Array
@@ -128,6 +129,7 @@ def decode(raw: bytes) -> StepResult:
         start_reserved=_column32(response.start_num_reserved_tokens),
         start_num_blocks=_column32(response.start_num_blocks),
         start_block_ids=_column32(response.start_block_ids),
+        start_has_logits=_column32(response.start_has_logits),
         reserve_reserved=_column32(response.reserve_num_reserved_tokens),
         new_block_item_idx=_column32(response.new_block_item_idx),
         new_block_ids=_column32(response.new_block_ids),
