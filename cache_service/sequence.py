@@ -27,6 +27,7 @@ class SequenceTable:
         self.ids: Int64Array = np.zeros(slots, np.int64)
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
         self.states = np.zeros(slots, np.int8)  # SequenceState
+        self.keeps_table = np.zeros(slots, np.bool_)  # it is swapped, and its device blocks are not given up yet
         self.roots: Int32Array = np.zeros(slots, np.int32)  # root of the tenant's prefix tree
         self.num_tokens: Int32Array = np.zeros(slots, np.int32)
         self.num_committed: Int32Array = np.zeros(slots, np.int32)
@@ -158,6 +159,11 @@ class SequenceTable:
 
     def running_slots(self) -> Int64Array:
         return np.flatnonzero(self.states == SequenceState.RUNNING)
+
+    def holding_slots(self) -> Int64Array:
+        """Sequences whose tables hold device blocks."""
+        states = self.states
+        return np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING) | self.keeps_table)
 
 
 class IdMap:
