@@ -53,7 +53,7 @@ class CacheConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit

@@ -45,6 +45,8 @@ class Pool:
             max_sequences=config.max_sequences,
             max_tokens_per_sequence=config.limit_tokens,
             spec=spec,
+            eviction_policy=config.eviction_policy,
+            prefix_caching=config.prefix_caching,
         )
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena

@@ -124,7 +124,7 @@ class PoolConfig:
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
     watermark: float = 0.01  # share of the blocks kept free when admitting while something runs
-    eviction_policy: str = "lru"
+    eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     num_host_blocks: int = 0  # 0: no host tier
     evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed

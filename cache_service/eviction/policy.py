@@ -3,6 +3,7 @@
 Rule for every policy: leaves before parents. Evicting a block makes all that is cached below it unreachable, so a policy
 that took a parent first would waste its children. Each file says why its order has that property by construction; none walks
 the tree. What they build on: a sequence that names a block names its ancestors, and blocks become evictable deepest first.
+Retention alone lets a parent go before its children; if it is evicted first, the index forgets them with it.
 """
 
 from dataclasses import dataclass

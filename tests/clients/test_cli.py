@@ -179,9 +179,11 @@ async def test_stats_and_sequences_show_what_the_service_holds(cache_server: Run
         outcome = await kvkeeper("sequences", *flag)
         assert outcome.exit_code == 0
         row = outcome.out.splitlines()[2].split()
-        assert row[:6] == [session.session_id[:8], "17", "running", "3", "0", "3"]
+        assert row[:8] == [session.session_id[:8], "17", "running", "3", "0", "3", "0", "-"]
         (sequence,) = json.loads((await kvkeeper("sequences", *flag, "--json")).out)["sequences"]
         assert (sequence["sequence_id"], sequence["session_id"]) == (17, session.session_id)
+        await session.update(17, retention=pb.Retention(num_sink_tokens=4, num_window_tokens=32))
+        assert (await kvkeeper("sequences", *flag)).out.splitlines()[2].split()[7] == "4+32"
         refused = await kvkeeper("sequences", *flag, "--session", "0" * 32)
         assert (refused.exit_code, refused.out) == (1, "")
         assert "UNKNOWN_SESSION" in refused.err

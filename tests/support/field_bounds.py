@@ -6,6 +6,7 @@ small world of tests/api/test_field_bounds.py; within its range a value may stil
 """
 
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,18 @@ class Bytes(Bound):
         return len(value) == self.size
 
 
+class Floats(Bytes):
+    """The same, of finite numbers."""
+
+    def values(self, field: Any) -> Iterable[bytes]:
+        yield from super().values(field)
+        for number in (math.nan, math.inf, -math.inf, 1e38):
+            yield struct.pack("<f", number)
+
+    def holds(self, value: bytes) -> bool:
+        return super().holds(value) and math.isfinite(struct.unpack("<f", value)[0])
+
+
 @dataclass(frozen=True)
 class Part(Bound):
     """A message inside: may be left out, or may not; its own fields have their own bounds."""
@@ -261,7 +274,7 @@ BOUNDS: dict[str, Bound] = {
     "HandOffSequenceRequest.target_session_id": Only(("", "x" * 5000), NO_SESSION),
     "PinPrefixRequest.ttl_ms": Number(1, 86_400_000),
     "UnpinPrefixRequest.pin_id": Only(("", "x", "x" * 5000), (*INVALID, "UNKNOWN_PIN")),
-    "StoreLogitsRequest.logits": Bytes(4),
+    "StoreLogitsRequest.logits": Floats(4),
     "StoreLogitsRequest.num_tokens": Number(1, NUM_COMMITTED),
     "GetBlockRequest.block_id": Number(1, 340, reasons=(*INVALID, "UNKNOWN_BLOCK")),
     "SelectVictimsRequest.policy": OneOf(tuple(pb.VictimPolicy.values())),

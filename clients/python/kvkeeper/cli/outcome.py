@@ -17,6 +17,10 @@ EXIT_INTERRUPTED = 130
 OPTIONS = CallOptions(timeout_s=10.0, retry_s=0.0)
 
 
+class UsageFailure(Exception):
+    """What was asked for cannot be done as it was asked; the text is one line for people."""
+
+
 def down_line(service: str, address: str) -> str:
     """What to start. service is "cache" or "engine"."""
     return (

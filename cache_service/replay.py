@@ -3,15 +3,13 @@
 A request is a list of numbers, one per block, equal numbers for equal prefixes (`hash_ids` of a Mooncake trace). It hits its
 leading cached blocks, computes the others, and ends before the next begins. The hit rate is hit blocks over all blocks. All
 ways count the same; where the core keeps a block more for a request that is cached whole (it computes one token always), the
-pool is one block larger.
+pool is one block larger. No part of the service: what measures it is built of this.
 """
 
 import heapq
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -28,82 +26,84 @@ _COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request befo
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Sums of one replay. A request takes three steps of the core: start, commit, release."""
+    """Sums of one replay, and the seconds of each step of the core (of each request where there is no core)."""
 
     num_requests: int
     num_blocks: int
     num_hits: int
     num_evicted: int
-    seconds: float
+    step_seconds: npt.NDArray[np.float64]
 
     @property
     def hit_rate(self) -> float:
         return self.num_hits / max(self.num_blocks, 1)
 
 
-def read_trace(path: Path) -> Requests:
-    """The hash ids of a Mooncake-format trace, one JSON object a line."""
-    with path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line in lines]
-
-
-def replay_core(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
-    """Against a Manager, with blocks of one token. Needs num_blocks for the longest request."""
-    replay = CoreReplay(num_blocks, policy)
-    begin = time.perf_counter()
+def replay_core(requests: Iterable[list[int]], num_blocks: int, policy: str, *, block_size: int = 1) -> Replayed:
+    """Against a Manager; a token is the number of its block. Needs num_blocks for the longest request."""
+    replay = CoreReplay(num_blocks, policy, block_size)
     for request in requests:
         replay.run(request)
-    return replay.sums(time.perf_counter() - begin)
+    return replay.sums()
 
 
 class CoreReplay:
-    """One pool, one session, one sequence at a time; the executor is the cache, so each step is complete at once."""
+    """One pool, one session, one sequence at a time, in three steps each: start, commit, release.
 
-    def __init__(self, num_blocks: int, policy: str) -> None:
-        config = PoolConfig(num_blocks + 2, 1, 1, num_blocks + 1, watermark=0, eviction_policy=policy)
-        self.manager = Manager(config)
+    The executor is the cache, so each step is complete at once.
+    """
+
+    def __init__(self, num_blocks: int, policy: str, block_size: int = 1) -> None:
+        most_tokens = (num_blocks + 1) * block_size
+        self.manager = Manager(PoolConfig(num_blocks + 2, block_size, 1, most_tokens, watermark=0, eviction_policy=policy))
         self.manager.open_session(_SESSION, Executor.CACHE)
-        self._step_id = self._num_requests = self._num_blocks = self._num_hits = 0
+        self._block_size = block_size
+        self._num_requests = self._num_blocks = self._num_hits = 0
+        self._step_seconds: list[float] = []
 
     def run(self, request: list[int]) -> int:
         """Answers the hit blocks."""
-        count = len(request)
         self._num_requests += 1
-        self._num_blocks += count
+        self._num_blocks += len(request)
         ids = np.array([self._num_requests])
-        tokens = np.array([*request, _COMPUTED_TOKEN], np.int32)
+        tokens = np.array([*np.repeat(request, self._block_size), _COMPUTED_TOKEN], np.int32)
         self.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens))
-        whole, none = np.array([count], np.int32), np.zeros(1, np.int32)
-        hits = int(self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole).start_hits[0])
+        whole, none = np.array([len(tokens) - 1], np.int32), np.zeros(1, np.int32)
+        hits = int(self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole).start_hits[0]) // self._block_size
         self._step(commit_ids=ids, commit_lens=whole, commit_num_new=none)
         self._step(release_ids=ids)
         self._num_hits += hits
         return hits
 
-    def sums(self, seconds: float) -> Replayed:
+    def sums(self) -> Replayed:
         evicted = self.manager.stats().num_evicted_blocks
-        return Replayed(self._num_requests, self._num_blocks, self._num_hits, evicted, seconds)
+        return Replayed(self._num_requests, self._num_blocks, self._num_hits, evicted, np.array(self._step_seconds))
 
     def _step(self, **columns: np.ndarray):  # type: ignore[no-untyped-def]
-        self._step_id += 1
-        return self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+        step_id = len(self._step_seconds) + 1
+        batch = StepBatch(step_id, step_id - 1, **columns)
+        begin = time.perf_counter()
+        reply = self.manager.step(_SESSION, batch)
+        self._step_seconds.append(time.perf_counter() - begin)
+        self.manager.publish_pending()
+        return reply
 
 
 def replay_policy(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
     """Against a policy and a dictionary for an index: several times faster, and the same hits."""
     replay = _PolicyReplay(num_blocks, policy)
-    begin = time.perf_counter()
-    num_requests = num_asked = num_hits = 0
+    num_asked = num_hits = 0
+    seconds: list[float] = []
     for request in requests:
-        num_requests += 1
         num_asked += len(request)
+        begin = time.perf_counter()
         num_hits += replay.run(request)
-    return Replayed(num_requests, num_asked, num_hits, replay.num_evicted, time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
+    return Replayed(len(seconds), num_asked, num_hits, replay.num_evicted, np.array(seconds))
 
 
 class _PolicyReplay:
     def __init__(self, num_blocks: int, policy: str) -> None:
-        self._evictable: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
         self._policy = make_policy(policy, num_blocks + 1)
         self._block_of: dict[int, int] = {}
         self._contents = [0] * (num_blocks + 1)
@@ -120,7 +120,6 @@ class _PolicyReplay:
         num_hits, num_new = len(blocks), len(request) - len(blocks)
         held = _int32(blocks)
         self._policy.hit(held)
-        self._evictable[held] = False
         if num_new > len(self._free):
             self._evict(num_new - len(self._free))
         for content in request[num_hits:]:
@@ -129,13 +128,12 @@ class _PolicyReplay:
             blocks.append(block)
         held = _int32(blocks)
         self._policy.use(Use(held, _int32(request), root=-1, priority=0, num_blocks=len(held)))
-        self._evictable[held] = True
         self._policy.add(held[::-1])
+        self._policy.prepare()
         return num_hits
 
     def _evict(self, count: int) -> None:
         victims = self._policy.take(count)
-        self._evictable[victims] = False
         self.num_evicted += count
         for block in victims.tolist():
             del self._block_of[self._contents[block]]
@@ -144,7 +142,6 @@ class _PolicyReplay:
 
 def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
     """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966)."""
-    begin = time.perf_counter()
     never = len(requests)
     coming: dict[int, list[int]] = {}
     for at in range(len(requests) - 1, -1, -1):
@@ -172,7 +169,7 @@ def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
         for content in request:
             next_use[content] = coming[content][-1] if coming[content] else never
             heapq.heappush(farthest, (-next_use[content], content))
-    return Replayed(len(requests), num_asked, num_hits, num_evicted, time.perf_counter() - begin)
+    return Replayed(len(requests), num_asked, num_hits, num_evicted, np.zeros(0))
 
 
 def _int32(values: list[int]) -> Int32Array:
