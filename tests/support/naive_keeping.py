@@ -64,14 +64,18 @@ class NaiveKeeping(NaiveCache):
         self.num_expired += num_cached - self.count(BlockState.CACHED)
         self.settle()
 
-    def enforce(self, max_blocks: int, gone: list[int]) -> None:
-        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
-        self.clock += 1
+    def excess(self) -> int:
+        """How many cached blocks are above the limits."""
         cached = [key for key, block in self.index.items() if block in self.ages]
         excess = sum(len(keys) - self.quota() for keys in self.over_quota(cached).values())
         if self.config.max_cached_blocks is not None:
             excess = max(excess, len(cached) - self.config.max_cached_blocks)
-        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(excess, max_blocks)
+        return excess
+
+    def enforce(self, max_blocks: int, gone: list[int]) -> None:
+        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
+        self.clock += 1
+        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(self.excess(), max_blocks)
         self.evict("limits", gone)
         self.settle()
 

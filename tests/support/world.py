@@ -279,10 +279,8 @@ class World:
 
     def enforced(self, max_blocks: int) -> None:
         """The pool has evicted what was above its limits, or so many blocks of it."""
-        config = self.config
-        if config.max_cached_blocks is None and config.tenant_quota == 1:
-            return
-        self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
+        if self.naive.excess() > 0:
+            self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
 
     def gone(self, session: SessionId) -> list[int]:
         """Blocks of which the reference says that they are indexed, and the pool that they are not."""
