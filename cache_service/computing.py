@@ -10,10 +10,11 @@ from cache_service.block_tables import BlockTables
 from cache_service.types import SequenceState
 
 
-def computing_len(tables: BlockTables, slot: int, max_hit: int) -> int:
+def computing_len(tables: BlockTables, slot: int, max_hit: int, ended: list[int]) -> int:
     """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
 
-    0 where that is no more than it could hit now, with max_hit as the most that it takes.
+    0 where that is no more than it could hit now, with max_hit as the most that it takes. ended: numbers of sessions that will
+    commit no more.
     """
     seqs, size = tables.sequences, tables.sequences.block_size
     start = len(tables.match(slot, max_hit)) * size
@@ -22,6 +23,8 @@ def computing_len(tables: BlockTables, slot: int, max_hit: int) -> int:
         return 0
     lens = np.minimum(np.minimum(seqs.num_tokens, seqs.num_reserved), seqs.share_limits.astype(np.int64) * size)
     rivals = np.flatnonzero((seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size))
+    if ended:
+        rivals = rivals[~np.isin(seqs.owners[rivals], ended)]
     next_blocks = seqs.tokens[rivals, start : start + size]
     longest = 0
     for rival in rivals[(next_blocks == seqs.tokens[slot, start : start + size]).all(1)].tolist():

@@ -18,6 +18,7 @@ from cache_service.prefix_index import MAX_TENANTS
 from cache_service.pressure import PressureGauge
 from cache_service.progress import StartNumbers
 from cache_service.publishing import ALL_BLOCKS
+from cache_service.reclaim import Reclaim
 from cache_service.step import StepPlan, check_id, check_step, has_one_each, has_swaps
 from cache_service.swapping import Swapping
 from cache_service.types import (
@@ -66,6 +67,7 @@ class StepCore:
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
         self._start_numbers = start_numbers or StartNumbers()
         self.tables = BlockTables(config)
+        self.reclaim = Reclaim(self.tables)
         self.gauge.on_change = self._tell_pressure
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
@@ -129,7 +131,10 @@ class StepCore:
         self._next_owner += 1
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
-        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+
+        Of a large one, some is left for `reclaim_some`.
+        """
         owner = self._owner(session)
         self.revision += 1
         self._publish()
@@ -147,13 +152,20 @@ class StepCore:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
-        self.tables.release(owner, slots.tolist())
+        self.tables.progress.forget_all(slots)
+        self.reclaim.end(owner)
         self.tables.pins.end_of(session)
         if self.tables.swapping is not None:
             self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
         self._note_change()
-        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
+        return CloseResult(len(ids), self.tables.pool.num_distinct(self._quarantines.get(session, NO_INT32)))
+
+    def reclaim_some(self, max_blocks: int) -> bool:
+        """Gives back about so many blocks of sessions that ended. Whether any are left."""
+        is_left = self.reclaim.some(max_blocks)
+        self._note_change()
+        return is_left
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
@@ -407,9 +419,10 @@ class StepCore:
         tables = self.tables
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
+        ended = [other.number for other in self.reclaim.owners]
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            if waits and (length := computing_len(tables, slot, max_hit)):
+            if waits and (length := computing_len(tables, slot, max_hit, ended)):
                 tables.progress.forget(slot)  # it is not for want of blocks that it waits
                 tables.counters.num_computing_answers += 1
                 log.computing_lens[slot] = length
