@@ -67,6 +67,11 @@ class World:
         if may_still_write:
             self.ended.append(session)
 
+    def reclaim(self, choose: Choose) -> None:
+        """Some of what ended sessions held is given back."""
+        max_blocks = 1 + choose(3)
+        expect(self.driver.reclaim(max_blocks), self.naive.reclaim(max_blocks), "more is to be given back")
+
     def run_ended(self, session: SessionId) -> None:
         self.memory.run_one(session, ended=True)
 
@@ -92,7 +97,7 @@ class World:
             tenant, known = list(self.naive.logits)[choose(len(self.naive.logits))]
             max_tokens, tokens = 0, list(known[:limit])
         args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
-        if len(self.naive.sequences) == self.config.max_sequences:
+        if len(self.naive.holders) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
