@@ -48,6 +48,7 @@ ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),
     ("num_evictable", "num_evictable_blocks"),
     ("num_fenced", "num_fenced_blocks"),
+    ("num_give_back", "num_give_back_blocks"),
     ("revision", "revision"),
 )
 
