@@ -39,6 +39,7 @@ from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
 from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.steps import StepResult
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -176,14 +177,14 @@ class Engine:
         """One turn: schedule, reserve, copy, forward, sample, emit."""
         self._take_in()
         plan = self.scheduler.schedule(await self._guess(memory.session) if self.speculator else NO_GUESSES)
-        if plan.is_empty:
-            return await self._idle(memory.session)
+        if plan.is_empty and not self.scheduler.loading:
+            return await self._idle(memory)
         began = time.perf_counter()
         answer = await memory.step(plan)
         answered = time.perf_counter()
         self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(memory.session.pool.num_blocks - 1, 1)
         work = self.scheduler.apply(plan, answer)
-        computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
+        computing = self._in_worker(partial(_compute, memory, answer, work, self._sampling_rows(work)))
         self._deliver()
         taken = self._emit(work, await self._while_renewing(memory.session, computing))
         if self.speculator is not None and taken:
@@ -192,7 +193,7 @@ class Engine:
             step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
             self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
             self.stats.time_step(work, self.last_iteration.seconds, answered - began)
-        if work.batch is None and plan.only_asks:
+        if work.batch is None and plan.only_asks and not memory.has_ended_orders and not len(answer.ready_ids):
             await self._pause(_PACE_S)
         return None
 
@@ -284,12 +285,13 @@ class Engine:
 
     # -- waiting
 
-    async def _idle(self, session: AsyncCacheSession) -> None:
+    async def _idle(self, memory: KvMemory) -> None:
         """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
+        session = memory.session
         self._deliver()
-        if self._num_reported != session.step_id:
+        if self._num_reported != session.step_id or memory.has_ended_orders:
             self._num_reported = session.step_id
-            await session.renew(session.step_id)
+            await memory.renew(session.step_id)
         elif not await self._pause(session.ttl_ms / 1000 * _RENEW_SHARE):
             await session.renew()
 
@@ -316,3 +318,9 @@ class Engine:
         self._wake.set()
         if self._creator is not None:
             self._creator.kick()
+
+
+def _compute(memory: KvMemory, answer: StepResult, work: Work, rows: list[SamplingRow]) -> Computed | None:
+    """In the worker thread: transfer orders, copies, forward, sample."""
+    memory.run_orders(answer)
+    return copy_forward_sample(memory.runner, work, rows)
