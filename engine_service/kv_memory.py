@@ -65,7 +65,11 @@ class KvMemory:
 
     async def renew(self, completed_step_id: int = 0) -> None:
         """Renew the lease, and report what has ended. Raises KvkeeperError."""
-        await self.session.renew(completed_step_id, *self._take_ended())
+        done, failed = self._take_ended()
+        if done or failed:
+            await self.session.renew(completed_step_id, done, failed)
+        else:
+            await self.session.renew(completed_step_id)
 
     @property
     def has_ended_orders(self) -> bool:
