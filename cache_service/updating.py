@@ -38,13 +38,15 @@ class SequenceUpdates(StepCore):
         if priority is not None and priority != seqs.priorities[slot]:
             self.revision += 1
             seqs.priorities[slot] = priority
+            self.tables.progress.change_age(slot)
         if retention is not None and retention != seqs.retention(slot):
             self.revision += 1
             self._narrow(session, slot, retention)
+            self._note_change()
 
     def _narrow(self, session: SessionId, slot: int, retention: Retention) -> None:
         seqs = self.tables.sequences
-        self.publish_pending()  # so far attention was whole
+        self._publish()  # so far attention was whole
         seqs.retain(slot, retention.num_sink_tokens, retention.num_window_tokens)
         if seqs.states[slot] == SequenceState.RUNNING:
             drop_outside(self.tables, self._owner(session), np.array([slot]), told_now=False)

@@ -44,6 +44,7 @@ class Driver(Protocol):
 
     config: PoolConfig
     publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
+    reclaim_at_once: int  # blocks given back with the end of a session; the rest by `reclaim`
 
     def memory(self) -> ShadowMemory:
         """What the pool's blocks hold."""
@@ -97,11 +98,17 @@ class Driver(Protocol):
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
 
+    def evict_excess(self) -> int:
+        """What the service does by itself between steps."""
+
     def stats(self) -> PoolStats: ...
 
     def check_invariants(self) -> list[str]: ...
 
     def publish_pending(self, max_blocks: int | None) -> bool:
+        """Whether more is left."""
+
+    def reclaim(self, max_blocks: int) -> bool:
         """Whether more is left."""
 
     def advance(self, seconds: float) -> None:
@@ -116,9 +123,11 @@ class CoreDriver:
 
     publishes_itself = False
 
-    def __init__(self, config: PoolConfig, *, max_sessions: int = 64) -> None:
+    def __init__(self, config: PoolConfig, *, max_sessions: int = 64, reclaim_at_once: int = 10**9) -> None:
         self.config = config
+        self.reclaim_at_once = reclaim_at_once
         self.manager = Manager(config)
+        self.manager.reclaim.at_once = reclaim_at_once
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
         self._num_opened = self._num_pins = 0
@@ -224,8 +233,14 @@ class CoreDriver:
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
         return self.manager.evict_blocks(num_free_blocks)
 
+    def evict_excess(self) -> int:
+        return self.manager.evict_excess(1 << 30)
+
     def stats(self) -> PoolStats:
         return self.manager.stats()
+
+    def reclaim(self, max_blocks: int) -> bool:
+        return self.manager.reclaim_some(max_blocks)
 
     def publish_pending(self, max_blocks: int | None) -> bool:
         return self.manager.publish_pending(max_blocks)

@@ -63,6 +63,10 @@ class NaiveSequence:
         length = min(length, self.committed)
         return all(self.table[position // block_size] for position in self.readable(length))
 
+    priority: int = 0
+    start_number: int = 0
+    claim: Any = None  # see naive_progress
+
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
 
@@ -72,6 +76,7 @@ class NaiveSession:
     """One session; a step is in flight when its id is above completed."""
 
     executor: Executor
+    number: int = 0  # in the order of opening
     step_id: int = 0
     completed: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, table index, block; not told yet
@@ -86,6 +91,8 @@ class NaiveCache:
         self.sessions: dict[str, NaiveSession] = {}
         self.sequences: dict[tuple[str, int], NaiveSequence] = {}
         self.index: dict[Key, int] = {}
+        self.closing: list[NaiveSequence] = []  # of sessions that ended, not given back yet
+        self.reclaim_at_once = 10**9  # blocks
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
@@ -125,8 +132,13 @@ class NaiveCache:
         limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
         return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
 
+    @property
+    def holders(self) -> list[NaiveSequence]:
+        """Everything that has a table, and a slot."""
+        return [*self.sequences.values(), *self.closing]
+
     def num_holders(self, block: int) -> int:
-        return sum(block in q.table for q in self.sequences.values()) + sum(block in p.blocks for p in self.pins.values())
+        return sum(block in q.table for q in self.holders) + sum(block in p.blocks for p in self.pins.values())
 
     def states(self) -> list[BlockState]:
         """Rule R1: the one state of every block."""
@@ -135,7 +147,7 @@ class NaiveCache:
             (self.index.values(), BlockState.CACHED),
             (self.fences, BlockState.FENCED),
             (self.quarantine, BlockState.QUARANTINED),
-            *((q.table, BlockState.REFERENCED) for q in self.sequences.values()),
+            *((q.table, BlockState.REFERENCED) for q in self.holders),
             *((pin.blocks, BlockState.REFERENCED) for pin in self.pins.values()),
         ):
             for block in held:

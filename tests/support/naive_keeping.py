@@ -96,11 +96,11 @@ class NaiveKeeping(NaiveCache):
 
     def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
         """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
-        if any(other.running for other in self.sequences.values() if other is not q):
+        if any(other.running for other in self.holders if other is not q):
             return False
         if num_short <= self.count(BlockState.FENCED):
             return False
-        in_use = {block for other in self.sequences.values() for block in other.table} | set(besides)
+        in_use = {block for other in self.holders for block in other.table} | set(besides)
         in_use |= {*self.fences, *self.quarantine}
         return len({block for pin in self.pins.values() for block in pin.blocks} - in_use) >= num_short
 
