@@ -202,11 +202,6 @@ class Manager(PrefixCalls, SequenceUpdates, VictimCalls):
         owner, slot = self._find(session, sequence_id)
         return self._view(owner, slot, self.tables.shown_table(slot).copy())
 
-    def note_read(self, session: SessionId, sequence_id: int) -> None:
-        """Somebody reads K and V of the sequence."""
-        _, slot = self._find(session, sequence_id)
-        self.tables.sequences.touch(slot, self.now)
-
     def start_number(self, session: SessionId, sequence_id: int) -> int:
         """The sequence's place in the order of arrivals."""
         _, slot = self._find(session, sequence_id)
