@@ -314,7 +314,7 @@ class Manager(PrefixCalls, SequenceUpdates):
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
-        owners = list(self._owners.values())
+        owners = [*self._owners.values(), *self.reclaim.owners]
         wrong = invariants.violations(self.tables, owners, list(self._quarantines.values()))
         if self.tables.swapping is not None and not wrong:
             wrong = tier_audit.violations(self.tables, self.tables.swapping)

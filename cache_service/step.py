@@ -236,6 +236,11 @@ def _check_in_order(
         _check_swaps(batch, look)
     for sequence_id in batch.start_ids.tolist():
         look(sequence_id)
+    if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.num_retaining:
+        # The usual step in which requests end and begin: nothing above changed what a reservation is held against.
+        for sequence_id in set(batch.release_ids.tolist()).intersection(batch.reserve_ids.tolist()):
+            look(sequence_id)  # refuses it
+        return _check_reservations(sequences, owner, batch, commit_slots)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)
     for sequence_id, least, most in zip(

@@ -15,6 +15,7 @@ from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, Out
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
 from cache_service.publishing import ALL_BLOCKS
+from cache_service.reclaim import Reclaim
 from cache_service.step import StepPlan, check_id, check_step, has_one_each, has_swaps
 from cache_service.swapping import Swapping
 from cache_service.types import (
@@ -57,6 +58,7 @@ class StepCore:
             raise InvalidField("num_host_blocks is 0, or 2 or more", field="num_host_blocks", limit=2)
         self.config = config
         self.tables = BlockTables(config)
+        self.reclaim = Reclaim(self.tables)
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -114,7 +116,10 @@ class StepCore:
         self._next_owner += 1
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
-        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+
+        Of a large one, some is left for `reclaim.some`.
+        """
         owner = self._owner(session)
         self.revision += 1
         self._publish()
@@ -132,12 +137,12 @@ class StepCore:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
-        self.tables.release(owner, slots.tolist())
+        self.reclaim.end(owner)
         self.tables.pins.end_of(session)
         if self.tables.swapping is not None:
             self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
-        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
+        return CloseResult(len(ids), self.tables.pool.num_distinct(self._quarantines.get(session, NO_INT32)))
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
