@@ -119,6 +119,7 @@ class Swapping:
         host.tables[slot] = host_table
         self._tables.unpublish(slot)
         seqs.states[slot], seqs.keeps_table[slot] = SequenceState.SWAPPED, True
+        self._tables.progress.forget(slot)
         self.num_swap_outs += 1
         if not move.num_pending:
             self._leave_device(move)
@@ -147,6 +148,8 @@ class Swapping:
             self.num_swap_ins += 1
             return True
         num_missing, num_room = self.shortage_in(owner, slot, num_spare)
+        if num_missing > num_room and self._tables.pins_give_way(slot, num_missing - num_room, self._present(owner, slot)[0]):
+            num_missing, num_room = self.shortage_in(owner, slot, num_spare)
         if num_missing > num_room:
             self._tables.counters.num_refusals += 1
             return False

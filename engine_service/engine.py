@@ -176,7 +176,7 @@ class Engine:
         """One turn: schedule, reserve, copy, forward, sample, emit."""
         self._take_in()
         plan = self.scheduler.schedule(await self._guess(memory.session) if self.speculator else NO_GUESSES)
-        if plan.is_empty and not self.scheduler.room.is_giving_way:
+        if plan.is_empty:
             return await self._idle(memory.session)
         began = time.perf_counter()
         answer = await memory.step(plan)
