@@ -217,6 +217,8 @@ def test_naming_a_sequence_counts_as_access() -> None:
     pool.create(2, range(6))
     pool.step(starts=[(2, ALL, ALL)])
     assert pool.view(2).num_accesses == 1
+    pool.manager.note_read(A, SequenceId(2))
+    assert pool.view(2).num_accesses == 2
 
 
 def test_the_sequence_being_extended_is_not_evicted_for_itself() -> None:
