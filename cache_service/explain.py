@@ -13,7 +13,7 @@ from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import Int32Array, MatchEnd, PoolConfig, SequenceState
 
-_MAX_CHILDREN = 4096  # of the last matched block that are compared with what comes next, the youngest first
+_MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _end(
         return MatchEnd.COMPUTING, None
     index = tables.index
     gone = index.gone.last_end(last, needed[num_matched:])
-    if len(index.match(root, needed, len(needed))) * config.block_size == len(needed):
+    if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if gone is not None:
         return gone[0], max(index.gone.now - gone[1], 0.0)
@@ -114,6 +114,8 @@ def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarr
     computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
     shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
     slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    if not len(slots):  # as with tokens that are more than a sequence can have
+        return False
     start = len(needed) - seqs.block_size
     same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
     return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())
