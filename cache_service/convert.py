@@ -287,8 +287,10 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
         state=_BLOCK_STATES[view.state],
         num_references=view.num_references,
         num_fences=view.num_fences,
+        num_transfers=view.num_transfers,
         num_quarantines=view.num_quarantines,
         indexed=view.indexed,
+        has_host_copy=view.has_host_copy,
     )
 
 

@@ -241,15 +241,17 @@ class Manager(PrefixCalls, SequenceUpdates):
 
     def block_view(self, block: int) -> BlockView:
         """Raises UnknownBlock."""
-        pool = self.tables.pool
+        pool, index = self.tables.pool, self.tables.index
         if not 0 < block < pool.num_blocks:
             raise UnknownBlock(f"the pool has no block {block}", limit=pool.num_blocks - 1)
         return BlockView(
             state=pool.state(block),
             num_references=int(pool.ref_counts[block]),
             num_fences=int(pool.fence_counts[block]),
+            num_transfers=int(pool.transfer_counts[block]),
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
+            has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
         )
 
     def check_admission(
