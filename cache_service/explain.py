@@ -13,7 +13,7 @@ from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import Int32Array, MatchEnd, PoolConfig, SequenceState
 
-_MAX_CHILDREN = 4096  # of the last matched block that are compared with what comes next, the youngest first
+_MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarr
     computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
     shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
     slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    if not len(slots):  # as with tokens that are more than a sequence can have
+        return False
     start = len(needed) - seqs.block_size
     same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
     return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())

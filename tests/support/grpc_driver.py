@@ -139,14 +139,14 @@ def _retention_of(info: pb.SequenceInfo) -> Retention | None:
 
 
 class GrpcDriver:
-    """See drivers.Driver. The service's eviction policy and threshold are the default ones."""
+    """See drivers.Driver. The service's threshold is the default one."""
 
     publishes_itself = True
     reclaim_at_once = 10**9  # more than a tiny pool has
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
-        self.config = replace(config, evict_above=default.evict_above, eviction_policy=default.eviction_policy)
+        self.config = replace(config, evict_above=default.evict_above)
         self._thread = thread
         self._stack = AsyncExitStack()
         self._sessions: dict[SessionId, AsyncCacheSession] = {}
@@ -164,6 +164,7 @@ class GrpcDriver:
                 max_sequences=config.max_sequences,
                 max_tokens_per_sequence=config.max_tokens_per_sequence,
                 prefix_caching=config.prefix_caching,
+                eviction_policy=config.eviction_policy,
                 prefix_ttl=config.prefix_ttl,
                 min_prefix_tokens=config.min_prefix_tokens,
                 max_cached_blocks=config.max_cached_blocks,
