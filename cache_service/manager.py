@@ -209,6 +209,18 @@ class Manager(PrefixCalls, SequenceUpdates):
         _, slot = self._find(session, sequence_id)
         return int(self.tables.sequences.start_numbers[slot])
 
+    def readable(self, session: SessionId, sequence_id: int) -> SequenceView:
+        """The same, to read K and V through the table. Raises WrongState where they are not on the device."""
+        view = self.view(session, sequence_id)
+        if view.state not in (SequenceState.WAITING, SequenceState.RUNNING):
+            raise wrong_state(sequence_id, view.state)
+        return view
+
+    def note_read(self, session: SessionId, sequence_id: int) -> None:
+        """K and V of the sequence are read: an access like a step that names it."""
+        _, slot = self._find(session, sequence_id)
+        self.tables.sequences.note_access(np.array([slot]), self.now)
+
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
         _, slot = self._find(session, sequence_id)

@@ -231,15 +231,18 @@ class CacheService(Questions, PrefixService):
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
-        view = live.pool.manager.view(live.core.id, sequence_id)
+        for layer_idx in request.layer_idx:
+            convert.check_range("layer_idx", layer_idx, 0, num_layers - 1)
+        view = live.pool.manager.readable(live.core.id, sequence_id)
         committed, first = view.num_committed_tokens, request.first_token_idx
         convert.check_range("first_token_idx", first, 0, committed)
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
         check_readable(view.retention, committed, first, request.num_tokens or committed - first)
+        live.pool.manager.note_read(live.core.id, sequence_id)
         for layer_idx in request.layer_idx or range(num_layers):
             for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
                 await self._copies_done(request)  # one of them may fill the block that is read
-                view = live.pool.manager.view(live.core.id, sequence_id)
+                view = live.pool.manager.readable(live.core.id, sequence_id)
                 key, value = kv_io.read(live.pool, view, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
                     layer_idx=layer_idx, first_token_idx=token_idx, num_tokens=num_tokens, key=key, value=value

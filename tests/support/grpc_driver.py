@@ -54,7 +54,7 @@ def step_items(batch: StepBatch) -> StepItems:
 
 def step_reply(result: StepResult) -> StepReply:
     """The client's columns as the core's."""
-    return StepReply(*(getattr(result, name) for name in _REPLY))
+    return StepReply(**{name: getattr(result, name) for name in _REPLY})
 
 
 class Refused(CacheError):
@@ -235,7 +235,7 @@ class GrpcDriver:
         assert batch.step_id == live.step_id + 1
         result = self._run(live.step(items, batch.completed_step_id))
         raw = encode(items, live.session_id, live.epoch, batch.step_id, batch.completed_step_id)
-        reply = StepReply(**{name: getattr(result, name) for name in _REPLY})
+        reply = step_reply(result)
         self._last_step[session] = raw, reply
         return reply
 
