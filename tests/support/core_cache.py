@@ -19,6 +19,7 @@ class CoreCache:
         self.manager = Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
         self.manager.open_session(_SESSION, Executor.ENGINE)
         self.num_refused_forks_to_come = 0
+        self.has_step_in_flight = False  # the last one's device work has not ended
         self._step_id = 0
 
     @property
@@ -47,7 +48,8 @@ class CoreCache:
             column.dtype == (np.int64 if "ids" in name or (name.startswith("fork") and name != "fork_lens") else np.int32)
             for name, column in columns.items()
         )
-        reply = self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+        completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
+        reply = self.manager.step(_SESSION, StepBatch(self._step_id, completed, **columns))
         assert self.manager.check_invariants() == []
         self.manager.publish_pending()
         assert self.manager.check_invariants() == []
