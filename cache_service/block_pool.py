@@ -1,9 +1,10 @@
 """The blocks of one pool: who holds each, and which can be had.
 
-Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), quarantine counts
-(ended sessions that may still write it), the free list and the eviction order. Rules: a block is in exactly one BlockState,
-derived from its counts (R1); a block reaches the free list or the eviction order only when all its counts are 0. Does not
-know sequences, tokens or sessions; whether a block is indexed it is told.
+Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), transfer counts (orders
+in flight that it is an end of), quarantine counts (ended sessions that may still write it), the free list and the eviction
+order. Rules: a block is in exactly one BlockState, derived from its counts (R1); a block reaches the free list or the
+eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; whether a block is indexed it is
+told. The host tier keeps its blocks in one of these too.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from cache_service.limits import CacheLimits
 from cache_service.prefix_index import PrefixIndex
 from cache_service.types import BlockState, Int32Array, MatchEnd, PoolConfig, PressureLevel
 
+_NONE: Int32Array = np.empty(0, np.int32)
 _PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0.6, PressureLevel.MEDIUM))
 
 
@@ -29,10 +31,14 @@ class BlockPool:
         self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.transfer_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        # Quarantines and transfers together: the path of a step asks for both at once.
+        self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
         self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
         self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
+        self._in_transfer: Int32Array = np.empty(0, np.int32)  # distinct blocks with a transfer count
         self.num_evictable = 0
         self.num_referenced = 0
         self.num_evicted = 0
@@ -58,9 +64,17 @@ class BlockPool:
         return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
 
     @property
+    def num_in_transfer(self) -> int:
+        """Blocks in no table that are an end of an order in flight, and wait for nothing longer."""
+        if not len(self._in_transfer):
+            return 0
+        held = self.ref_counts[self._in_transfer] | self.quarantine_counts[self._in_transfer]
+        return int(np.count_nonzero(held == 0))
+
+    @property
     def num_fenced(self) -> int:
         """Blocks in no table that wait for steps in flight, and for nothing longer."""
-        return self.num_used - self.num_referenced - self.num_quarantined
+        return self.num_used - self.num_referenced - self.num_quarantined - self.num_in_transfer
 
     def num_revived(self, blocks: Int32Array) -> int:
         """How many of these distinct blocks a table would take away from the available ones."""
@@ -68,9 +82,10 @@ class BlockPool:
 
     def allocate(self, count: int) -> Int32Array:
         """[count] blocks with one reference each; evicts what is missing. Needs count <= num_available."""
-        if count > len(self.free):
-            self.evict(count - len(self.free))
-        blocks = self.free.take(count)
+        victims = self._evict(count - len(self.free)) if count > len(self.free) else _NONE
+        blocks = self.free.take(count - len(victims))
+        if len(victims):  # granted at once: what moves their contents away runs before whoever is granted them writes
+            blocks = np.concatenate([victims[::-1], blocks])
         self.ref_counts[blocks] = 1
         self.num_referenced += count
         self.peak_used = max(self.peak_used, self.num_used)
@@ -106,21 +121,46 @@ class BlockPool:
 
     def quarantine(self, blocks: Int32Array, *, fences: Int32Array) -> None:
         """Counts an ended session on blocks it may still write, and turns its fences into the same."""
-        np.add.at(self.quarantine_counts, blocks, 1)
-        np.add.at(self.quarantine_counts, fences, 1)
+        for counts in (self.quarantine_counts, self.busy_counts):
+            np.add.at(counts, blocks, 1)
+            np.add.at(counts, fences, 1)
         np.subtract.at(self.fence_counts, fences, 1)
-        self._quarantined = np.unique(np.concatenate([self._quarantined, blocks, fences]))
+        self._quarantined = self._distinct(np.concatenate([self._quarantined, blocks, fences]))
 
     def end_quarantine(self, blocks: Int32Array) -> int:
         """The ended session can write no more. Answers how many blocks can be had now."""
         before = self.num_available
         np.subtract.at(self.quarantine_counts, blocks, 1)
+        np.subtract.at(self.busy_counts, blocks, 1)
         self._quarantined = self._quarantined[self.quarantine_counts[self._quarantined] > 0]
         self._settle(_last_occurrences(blocks))
         return self.num_available - before
 
+    def begin_transfers(self, blocks: Int32Array) -> None:
+        """One more order in flight per entry has its source or destination here."""
+        revived = np.unique(blocks[self._is_evictable(blocks)])
+        if len(revived):
+            self.policy.hit(revived)
+            self._lose(revived)
+        np.add.at(self.transfer_counts, blocks, 1)
+        np.add.at(self.busy_counts, blocks, 1)
+        self._in_transfer = np.unique(np.concatenate([self._in_transfer, blocks]))
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def end_transfers(self, blocks: Int32Array) -> None:
+        """Orders of these entries have been run, or never will be."""
+        np.subtract.at(self.transfer_counts, blocks, 1)
+        np.subtract.at(self.busy_counts, blocks, 1)
+        self._in_transfer = self._in_transfer[self.transfer_counts[self._in_transfer] > 0]
+        self._settle(_last_occurrences(blocks))
+
     def evict(self, count: int) -> None:
         """Forgets the first count of the eviction order (num_evictable is at least count), of tenants with too many first."""
+        victims = self._evict(count)
+        self.free.put(victims[self.transfer_counts[victims] == 0])
+
+    def _evict(self, count: int) -> Int32Array:
+        """[count] victims, which are nowhere now; those whose contents are being moved away are in transfer."""
         if self.limits.has_quotas and self.limits.over:
             victims = self.limits.take_over(count)
             self._lose(victims)
@@ -134,7 +174,7 @@ class BlockPool:
             self._lose(victims)
         self.indexed[victims] = False
         self.num_evicted += len(victims) + self.unindex(self._forget(victims, MatchEnd.EVICTED))
-        self.free.put(victims)  # last, so that the oldest are taken before what went with them
+        return victims
 
     def expire(self, blocks: Int32Array) -> int:
         """These evictable blocks have outlived their time. Answers how many came free, what hung below them included."""
@@ -156,6 +196,8 @@ class BlockPool:
             return BlockState.REFERENCED
         if self.quarantine_counts[block]:
             return BlockState.QUARANTINED
+        if self.transfer_counts[block]:
+            return BlockState.IN_TRANSFER
         if self.fence_counts[block]:
             return BlockState.FENCED
         return BlockState.CACHED if self.indexed[block] else BlockState.FREE
@@ -164,9 +206,20 @@ class BlockPool:
         ratio = self.num_used / (self.num_blocks - 1)
         return next((level for floor, level in _PRESSURE_STEPS if ratio >= floor), PressureLevel.LOW)
 
+    def num_distinct(self, blocks: Int32Array) -> int:
+        return len(self._distinct(blocks))
+
+    def _distinct(self, blocks: Int32Array) -> Int32Array:
+        """Each block once, in order."""
+        if len(blocks) < self.num_blocks // 64:
+            return np.unique(blocks)
+        there = np.zeros(self.num_blocks, np.bool_)  # a look at every block is less than sorting so many
+        there[blocks] = True
+        return there.nonzero()[0].astype(np.int32)
+
     def _settle(self, blocks: Int32Array) -> None:
         """Sends those of the distinct blocks that nothing holds any more where they belong."""
-        idle = blocks[(self.ref_counts[blocks] | self.fence_counts[blocks] | self.quarantine_counts[blocks]) == 0]
+        idle = blocks[(self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]) == 0]
         cached = self.indexed[idle]
         self.free.put(idle[~cached])
         kept = idle[cached]
@@ -182,7 +235,7 @@ class BlockPool:
             self._watcher.lost(blocks)
 
     def _is_evictable(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
-        held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.quarantine_counts[blocks]
+        held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]
         return self.indexed[blocks] & (held == 0)
 
 

@@ -6,32 +6,37 @@ Committed blocks come to be shared by publishing.py. Does not know how items arr
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from cache_service.block_pool import BlockPool
 from cache_service.counters import Counters
 from cache_service.eviction import Use
+from cache_service.mover import Mover
 from cache_service.owner import HeldLogits, Owner
 from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
 from cache_service.publishing import Publisher
 from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
-from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
-
-_UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots are negative, 0 is a block never used
+from cache_service.swapping import Swapping
+from cache_service.transfers import Order
+from cache_service.types import NO_INT32, NULL_BLOCK, UNKNOWN_ROOT, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)
 class StepLog:
-    """What a step tells its engine: copies in order and replaced table entries; both as lists, they are short."""
+    """What a step tells its engine, as lists, because they are short: orders and copies to run, replaced table entries, and
+    slots of sequences that run now without having been started."""
 
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
     update_ids: list[int] = field(default_factory=list)
     update_table_idx: list[int] = field(default_factory=list)
     update_blocks: list[int] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
         self.update_ids.append(sequence_id)
@@ -48,6 +53,14 @@ class Grants:
     blocks: Int32Array
 
 
+class Fit(NamedTuple):
+    """A start: new blocks and slots that it would get, and how many blocks it lacks, 0 where it fits."""
+
+    num_new: int
+    num_slots: int
+    num_short: int
+
+
 class BlockTables:
     """The operations on block tables."""
 
@@ -57,12 +70,18 @@ class BlockTables:
         self._prefix_caching = config.prefix_caching
         self._min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
-        self.index = PrefixIndex(config.num_blocks, config.block_size, config.logits_memory)
-        self.pool = BlockPool(config, self.index, lambda blocks, why: self.publisher.forget(blocks, why))
+        self.swapping: Swapping | None = None  # where there is a host tier
+        self.index = PrefixIndex(
+            config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks, self._lose_hosts
+        )
+        self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
+        if config.num_host_blocks:
+            mover = Mover(config, self.index, self.pool, self.last_roots, self.publisher.disown)
+            self.swapping = Swapping(self, mover)
 
     def commit(
         self,
@@ -147,6 +166,9 @@ class BlockTables:
         tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
+        if self.swapping is not None:
+            for slot in slots:
+                self.swapping.release(owner, slot)
         self.publisher.forget_slots(slots)
         for slot in slots:
             owner.ids.remove(int(seqs.ids[slot]))
@@ -154,7 +176,7 @@ class BlockTables:
             seqs.free_slot(slot)
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
-        """[matched] blocks that a waiting sequence can start on; at least one token is left to compute (R4).
+        """[matched] nodes that a waiting sequence can start on; at least one token is left to compute (R4).
 
         None where they are too few to count as a hit.
         """
@@ -162,10 +184,18 @@ class BlockTables:
         known = int(seqs.num_tokens[slot])
         num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
         num_most = min(num_most, int(seqs.share_limits[slot]))
-        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
-        if len(nodes) * self._block_size < self._min_prefix_tokens:
-            return NO_INT32
-        return self.index.block_of_node[nodes]
+        nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        return nodes if len(nodes) * self._block_size >= self._min_prefix_tokens else NO_INT32
+
+    def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
+        """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
+        nodes = self.index.match(root, tokens, max_blocks)
+        if self.swapping is not None and len(nodes):
+            hosts = self.index.host_of_node[nodes]
+            is_away = (self.index.block_of_node[nodes] == 0) & self.swapping.host.is_filling[hosts]
+            if np.count_nonzero(is_away):
+                nodes = nodes[: int(np.argmax(is_away))]
+        return nodes
 
     def full_hit(self, slot: int, max_hit: int) -> tuple[Int32Array, bytes] | None:
         """[num_tokens / block size] blocks of a waiting sequence's whole prompt, and the logits stored behind it."""
@@ -188,47 +218,74 @@ class BlockTables:
 
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
         follow the whole prompt, which the owner then holds; leaves num_spare blocks alone.
-        Look-up, hold and first reservation are one decision, so nobody steals the match.
+        Look-up, hold and first reservation are one decision, so nobody steals the match. Where a part of the hit is in the
+        host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
         full = self.full_hit(slot, max_hit) if self.index.logits.by_node and not exactly else None
-        hits = self.match(slot, max_hit) if full is None else full[0]
-        hit_len = len(hits) * self._block_size
-        least, most = hit_len + (full is None), min(hit_len + max_new, known)
-        if exactly:
-            least = most = max(exactly, hit_len)
-        num_room = pool.num_available - pool.num_revived(hits) - num_spare
-        num_new = seqs.num_blocks(most) - len(hits)
-        if num_new > num_room:
-            num_new = max(num_room, 0)
-            most = (len(hits) + num_new) * self._block_size
-        if most < least:
-            if self.pins_give_way(slot, seqs.num_blocks(least) - len(hits) - num_room, hits):
+        nodes = self.match(slot, max_hit) if full is None else self.index.node_of_block[full[0]]
+        hits, joined, num_least = self.index.block_of_node[nodes], None, int(full is None)
+        if self.swapping is not None and np.count_nonzero(hits) < len(hits):
+            joined = self.swapping.join(owner, nodes, hits)
+        fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
+        if fit.num_short and joined is not None:
+            on_device = self.index.block_of_node[nodes] > 0
+            nodes, joined = nodes[: int(np.argmin(on_device))], None
+            hits = self.index.block_of_node[nodes]
+            fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
+        if fit.num_short:
+            if self.pins_give_way(slot, fit.num_short, hits):
                 return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
             self.counters.num_refusals += 1
             return False
-        pool.acquire(hits)
+        num_new, most = fit.num_new, fit.num_slots
+        hit_len = len(hits) * self._block_size
+        if joined is not None and self.swapping is not None:
+            self.swapping.start(owner, slot, nodes, hits, joined)
+        else:
+            pool.acquire(hits)
         seqs.tables[slot, : len(hits)] = hits
         seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
-        for column in (seqs.num_committed, seqs.num_reserved_before, seqs.num_hit):
-            column[slot] = hit_len
+        is_look_up = max_hit > 0 and self._prefix_caching
+        self.counters.num_look_ups += is_look_up
+        self.counters.num_look_up_tokens += known * is_look_up
+        self.counters.num_starts += 1
+        seqs.num_hit[slot] = hit_len
         seqs.num_reserved[slot] = most
         seqs.last_reserve_step[slot] = owner.step_id
-        seqs.num_published[slot] = len(hits)
-        seqs.last_nodes[slot] = self.index.node_of_block[hits[-1]] if len(hits) else seqs.roots[slot]
-        seqs.states[slot] = SequenceState.RUNNING
         seqs.num_accesses[slot] += 1
-        self.counters.num_starts += 1
+        if joined is not None:
+            seqs.states[slot] = SequenceState.LOADING
+            return True
+        for column in (seqs.num_committed, seqs.num_reserved_before):
+            column[slot] = hit_len
+        seqs.num_published[slot] = len(hits)
+        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
+        seqs.states[slot] = SequenceState.RUNNING
         if full is not None:
             owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, full[1])
             self.counters.num_full_hits += 1
-        if max_hit and self._prefix_caching:
-            self.counters.num_look_ups += 1
-            self.counters.num_look_up_tokens += known
-            self.counters.num_hits += len(hits) > 0
-            self.counters.num_hit_tokens += hit_len
+        self.counters.num_hits += is_look_up and len(hits) > 0
+        self.counters.num_hit_tokens += hit_len
         return True
+
+    def _fit(self, hits: Int32Array, known: int, num_least: int, max_new: int, num_spare: int, exactly: int) -> Fit:
+        """How a start on these blocks fits; the zeros are to be loaded, and take a block each."""
+        hit_len = len(hits) * self._block_size
+        least, most = hit_len + num_least, min(hit_len + max_new, known)
+        if exactly:
+            least = most = max(exactly, hit_len)
+        num_loads = len(hits) - int(np.count_nonzero(hits))
+        num_room = self.pool.num_available - self.pool.num_revived(hits) - num_spare - num_loads
+        num_new = self.sequences.num_blocks(most) - len(hits)
+        num_short = 0
+        if num_new > num_room:
+            num_new = max(num_room, 0)
+            most = (len(hits) + num_new) * self._block_size
+        if most < least or (num_loads and num_room < 0):
+            num_short = self.sequences.num_blocks(least) - len(hits) - num_room
+        return Fit(num_new, most, num_short)
 
     def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
         """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
@@ -288,7 +345,7 @@ class BlockTables:
 
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: whoever gets one next, it is cleared first (R8)."""
-        self.last_roots[blocks] = _UNKNOWN_ROOT
+        self.last_roots[blocks] = UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
         """The same, one by one: when blocks are short, or copies are due."""
@@ -363,3 +420,30 @@ class BlockTables:
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.table(slot)),
         )
+
+    def shown_table(self, slot: int) -> Int32Array:
+        """The table as its owner sees it: a swapped sequence has none."""
+        table = self.sequences.table(slot)
+        return table[:0] if self.sequences.states[slot] == SequenceState.SWAPPED else table
+
+    def unpublish(self, slot: int) -> None:
+        """The index knows nothing of this table for now."""
+        self.sequences.num_published[slot] = 0
+        self.sequences.last_nodes[slot] = self.sequences.roots[slot]
+
+    def publish_again(self, owner: Owner, slot: int) -> None:
+        """The table is published from its first block."""
+        self.unpublish(slot)
+        if self._prefix_caching:
+            self.publisher.note(owner, np.array([slot]))
+
+    def _forget(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:
+        """These leave the device: for the host tier, or for good with what is below. Answers others that lost their entry."""
+        if self.swapping is not None and why is MatchEnd.EVICTED:
+            blocks = self.swapping.mover.demote(blocks)
+        return self.publisher.forget(blocks, why)
+
+    def _lose_hosts(self, hosts: Int32Array) -> None:
+        """Their nodes were forgotten."""
+        assert self.swapping is not None, "host copies without a host tier"
+        self.swapping.host.pool.unindex(hosts)

@@ -23,7 +23,7 @@ class Explanation:
     num_prompt: int
     num_matched: int  # in any tier
     num_host: int  # of them in the host tier only
-    num_hit: int  # that a start would take
+    num_hit: int  # that a start would take, all of them where the logits behind them are stored
     num_common: int  # behind the matched ones, in the nearest cached block
     end: MatchEnd
     seconds_ago: float | None = None
@@ -36,7 +36,10 @@ def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: 
     nodes = index.match(root, tokens, len(tokens) // size)
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
+    num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
     num_hit = min(num_matched, (len(tokens) - 1) // size * size)
+    if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
+        num_hit = num_matched
     if 0 < num_hit < config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
@@ -44,7 +47,7 @@ def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: 
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched,
-        num_host=int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size,
+        num_host=num_host,
         num_hit=num_hit,
         num_common=_num_common(index, last, tokens[num_matched : num_matched + size]),
         end=end,

@@ -6,6 +6,7 @@ raises nothing and changes nothing. Texts name blocks and sequences by number on
 
 import numpy as np
 
+from cache_service.block_pool import BlockPool
 from cache_service.block_tables import BlockTables
 from cache_service.owner import Owner
 from cache_service.types import NULL_BLOCK, Int32Array, SequenceState
@@ -17,16 +18,17 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
     if wrong:
         return wrong  # tables cannot be read by wrong counters
     running = tables.sequences.running_slots().tolist()
-    rows = [tables.sequences.table(slot) for slot in running]
+    holding = tables.sequences.holding_slots().tolist()
     pins = [pin.blocks for pin in tables.pins.live()]
-    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, running), *pins])
+    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, holding), *pins])
     if len(named) and (int(named.min()) < 1 or int(named.max()) >= tables.pool.num_blocks):
         return ["a block table or a pin names a block that is not there"]
     wrong.extend(_check_blocks(tables, owners, quarantines, named))
     wrong.extend(tables.index.check())
     wrong.extend(_check_pins(tables, owners))
     wrong.extend(tables.publisher.check())
-    for slot, row in zip(running, rows, strict=True):
+    for slot in running:
+        row = tables.sequences.table(slot)
         wrong.extend(_check_sequence(tables, slot, row))
         wrong.extend(_check_retention(tables, slot, row))
     return wrong
@@ -67,7 +69,20 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
     if (pool.indexed != (tables.index.node_of_block > 0)).any():
         wrong.append("pool and index disagree on what is indexed")
-    idle = (pool.ref_counts | pool.fence_counts | pool.quarantine_counts) == 0
+    wrong.extend(check_orders(pool))
+    if pool.num_fenced + pool.num_quarantined + pool.num_in_transfer != np.count_nonzero(
+        (pool.ref_counts == 0) & ((pool.fence_counts | pool.busy_counts) > 0)
+    ):
+        wrong.append("the numbers of fenced, quarantined and moving blocks are wrong")
+    return wrong
+
+
+def check_orders(pool: BlockPool) -> list[str]:
+    """Whether free list and eviction order hold what the counts say, in whichever tier."""
+    wrong: list[str] = []
+    if (pool.busy_counts != pool.quarantine_counts + pool.transfer_counts).any():
+        wrong.append("quarantines and transfers do not add up")
+    idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
     idle[0] = False
     free = pool.free.ids()
     if not np.array_equal(np.sort(free), np.flatnonzero(idle & ~pool.indexed)):
@@ -79,10 +94,6 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
     wrong.extend(pool.limits.check(idle & pool.indexed))
     if pool.num_referenced != np.count_nonzero(pool.ref_counts):
         wrong.append("the number of referenced blocks is wrong")
-    held = (pool.ref_counts == 0) & ~idle
-    held[0] = False
-    if pool.num_fenced + pool.num_quarantined != np.count_nonzero(held):
-        wrong.append("the numbers of fenced and quarantined blocks are wrong")
     return wrong
 
 

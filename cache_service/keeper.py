@@ -213,6 +213,7 @@ class Keeper:
         self.table.end(live.core)
         live.pool.manager.now = self.now()
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
+        live.pool.reclaim_soon()
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
         live.pool.sessions.discard(session_id)

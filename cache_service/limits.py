@@ -56,7 +56,7 @@ class CacheLimits:
         self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -root
         self._roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
         if self.has_quotas:
-            index.root_of_node = np.zeros(config.num_blocks, np.int32)
+            index.root_of_node = np.zeros(len(index.block_of_node), np.int32)
 
     def name_tenant(self, tenant: str, root: int) -> None:
         """A tenant has got its root."""

@@ -6,25 +6,38 @@ where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from cache_service import invariants
+from cache_service import invariants, tier_audit
 from cache_service.block_tables import StepLog
-from cache_service.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfSequences, UnknownBlock, UnknownSequence
+from cache_service.errors import (
+    DuplicateSequence,
+    InvalidField,
+    OutOfBlocks,
+    OutOfHostBlocks,
+    OutOfSequences,
+    UnknownBlock,
+    UnknownSequence,
+)
 from cache_service.explain import Explanation, explain_match
 from cache_service.owner import Owner
 from cache_service.prefix_calls import PrefixCalls
 from cache_service.retention import span
 from cache_service.stats import pool_stats
-from cache_service.step import too_long
+from cache_service.step import too_long, wrong_state
+from cache_service.transfers import Order
 from cache_service.types import (
+    NO_INT32,
     Admission,
     BlockId,
     BlockState,
     BlockView,
     Copies,
+    Executor,
     Int32Array,
     ItemResult,
     PoolStats,
@@ -47,6 +60,14 @@ class ClearResult(NamedTuple):
 
     num_freed_blocks: int
     num_forgotten_blocks: int
+
+
+@dataclass(slots=True)
+class Demotion:
+    """What evictions moved to the host tier instead of forgetting it; copies are to be run before anything else."""
+
+    num_blocks: int = 0
+    copies: Copies = field(default_factory=lambda: Copies(NO_INT32, NO_INT32))
 
 
 class Manager(PrefixCalls, SequenceUpdates):
@@ -74,14 +95,16 @@ class Manager(PrefixCalls, SequenceUpdates):
                 reserve_max=np.array([num_tokens], np.int32),
             )
             if reply.reserve_reserved[0] >= num_tokens:
-                return Copies(reply.copy_sources, reply.copy_destinations)
+                return copies_of(reply)
+        elif seqs.states[slot] != SequenceState.WAITING:
+            raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
             log = StepLog()
             max_hit = num_tokens if look_up else 0
-            if self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens):
+            if self._start_exactly(owner, log, slot, max_hit, num_tokens):
                 self.revision += 1
                 self.tables.counters.num_steps += 1
-                return Copies(np.array(log.copy_sources, np.int32), np.array(log.copy_destinations, np.int32))
+                return _copies(log.copy_sources, log.copy_destinations, log.orders)
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
 
@@ -138,16 +161,40 @@ class Manager(PrefixCalls, SequenceUpdates):
     def release(self, session: SessionId, sequence_id: int) -> int:
         """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
         owner, slot = self._find(session, sequence_id)
-        alone = int(np.count_nonzero(self.tables.pool.ref_counts[self.tables.sequences.held(slot)] == 1))
+        table = self.tables.shown_table(slot)
+        alone = int(np.count_nonzero(self.tables.pool.ref_counts[table[table > 0]] == 1))
         self._step_once(owner, release_ids=np.array([sequence_id]))
         return alone
+
+    def swap_out(self, session: SessionId, sequence_id: int) -> Copies:
+        """Moves a sequence to the host tier; one that is there stays there. Raises OutOfHostBlocks, which changes nothing."""
+        owner, slot = self._find(session, sequence_id)
+        reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
+        if reply.swap_out_results[0] == ItemResult.NO_ROOM:
+            swapping = self.tables.swapping
+            num_blocks = np.count_nonzero(self.tables.sequences.table(slot))
+            requested, available = swapping.shortage(owner, slot) if swapping is not None else (int(num_blocks), 0)
+            raise OutOfHostBlocks(f"{requested} host blocks, {available} to be had", requested=requested, available=available)
+        return copies_of(reply)
+
+    def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
+        """Moves a sequence back to the device; one that is there stays. Raises OutOfBlocks, which changes nothing."""
+        owner, slot = self._find(session, sequence_id)
+        reply = self._step_once(owner, swap_in_ids=np.array([sequence_id]))
+        if reply.swap_in_results[0] == ItemResult.NO_ROOM:
+            swapping = self.tables.swapping
+            assert swapping is not None, "a swapped sequence without a host tier"
+            requested, room = swapping.shortage_in(owner, slot, self._num_spare())
+            available = max(room, 0)
+            raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
+        return copies_of(reply)
 
     # Questions
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         """One sequence with its block table. Raises UnknownSequence."""
         owner, slot = self._find(session, sequence_id)
-        return self._view(owner, slot, self.tables.sequences.table(slot).copy())
+        return self._view(owner, slot, self.tables.shown_table(slot).copy())
 
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
@@ -162,14 +209,17 @@ class Manager(PrefixCalls, SequenceUpdates):
                 yield self._view(owner, slot, np.empty(0, np.int32))
 
     def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
-        """[committed, reserved): the token indices whose K and V may be written."""
+        """[committed, reserved): the token indices whose K and V may be written. Raises WrongState."""
         _, slot = self._find(session, sequence_id)
+        state = int(self.tables.sequences.states[slot])
+        if state in (SequenceState.SWAPPED, SequenceState.LOADING):
+            raise wrong_state(sequence_id, state)
         return int(self.tables.sequences.num_committed[slot]), int(self.tables.sequences.num_reserved[slot])
 
     def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
-        """[matched] block ids of the longest cached prefix, whole blocks."""
+        """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
         root = self.tables.index.find_root(tenant)
-        nodes = self.tables.index.match(root, token_ids, len(token_ids) // self.config.block_size)
+        nodes = self.tables.match_tokens(root, token_ids, len(token_ids) // self.config.block_size)
         return self.tables.index.block_of_node[nodes]
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
@@ -212,7 +262,7 @@ class Manager(PrefixCalls, SequenceUpdates):
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         if len(hits) * block_size < self.config.min_prefix_tokens:
             hits = hits[:0]
-        num_required -= len(hits)
+        num_required -= int(np.count_nonzero(hits))  # what is to be loaded takes a block too
         num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
         has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
         limit = self.config.limit_with(retention)
@@ -241,13 +291,34 @@ class Manager(PrefixCalls, SequenceUpdates):
             pool.evict(count)
         return count
 
+    @contextmanager
+    def demoting(self, session: SessionId) -> Iterator[Demotion]:
+        """What is evicted inside is moved to the host tier, if the session's orders are run by the cache service.
+
+        Others hear of orders with a step only: for them it is forgotten.
+        """
+        owner, swapping, result = self._owner(session), self.tables.swapping, Demotion()
+        if swapping is None or owner.executor is Executor.ENGINE:
+            yield result
+            return
+        orders: list[Order] = []
+        before = swapping.mover.num_demoted
+        swapping.begin(owner, orders)
+        yield result
+        swapping.finish(owner)
+        result.num_blocks, result.copies = swapping.mover.num_demoted - before, _copies([], [], orders)
+
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
         return pool_stats(self.tables, self.revision, self.num_sessions)
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
-        return invariants.violations(self.tables, list(self._owners.values()), list(self._quarantines.values()))
+        owners = [*self._owners.values(), *self.reclaim.owners]
+        wrong = invariants.violations(self.tables, owners, list(self._quarantines.values()))
+        if self.tables.swapping is not None and not wrong:
+            wrong = tier_audit.violations(self.tables, self.tables.swapping)
+        return wrong
 
     def block_state(self, block: BlockId) -> BlockState:
         return self.tables.pool.state(block)
@@ -265,8 +336,20 @@ class Manager(PrefixCalls, SequenceUpdates):
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         if seqs.states[slot] == SequenceState.RUNNING:
             return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), pool.num_available
-        hits = self.tables.match(slot, num_tokens if look_up else 0)
+        hits = self.tables.index.block_of_node[self.tables.match(slot, num_tokens if look_up else 0)]
+        hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
         return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+
+    def _start_exactly(self, owner: Owner, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
+        """Starts a waiting sequence; what it hits in the host tier is loaded by whoever runs the copies of this call."""
+        swapping = self.tables.swapping
+        if swapping is not None:
+            swapping.begin(owner, log.orders)
+        started = self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens)
+        if swapping is not None:
+            swapping.finish(owner)
+            swapping.wake(owner)
+        return started
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
         step_id = owner.step_id + 1
@@ -294,5 +377,17 @@ class Manager(PrefixCalls, SequenceUpdates):
             num_hit_tokens=int(seqs.num_hit[slot]),
             num_accesses=int(seqs.num_accesses[slot]),
             block_table=table,
+            num_host_blocks=self.tables.swapping.host.num_blocks_of(slot) if self.tables.swapping is not None else 0,
             retention=seqs.retention(slot),
         )
+
+
+def copies_of(reply: StepReply) -> Copies:
+    """What a step wants to have run."""
+    transfers = (reply.transfer_kinds, reply.transfer_sources, reply.transfer_destinations)
+    return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
+
+
+def _copies(sources: list[int], destinations: list[int], orders: list[Order]) -> Copies:
+    columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
+    return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))

@@ -88,7 +88,7 @@ class Pins:
     def could_give_way(self, num_short: int, besides: Int32Array) -> bool:
         """Whether ending pins would free so many blocks, not counting `besides`."""
         pool = self._pool
-        alone = (self.counts > 0) & (self.counts == pool.ref_counts) & ((pool.fence_counts | pool.quarantine_counts) == 0)
+        alone = (self.counts > 0) & (self.counts == pool.ref_counts) & ((pool.fence_counts | pool.busy_counts) == 0)
         alone[besides] = False
         return int(np.count_nonzero(alone)) >= num_short
 

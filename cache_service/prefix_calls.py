@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from cache_service.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
 from cache_service.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from cache_service.step_core import StepCore
@@ -31,7 +33,10 @@ class PrefixCalls(StepCore):
         if len(pins) >= MAX_PINS:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
         nodes = index.match(index.find_root(tenant), token_ids, len(token_ids) // self.config.block_size)
-        blocks = pins.fitting(index.block_of_node[nodes])
+        blocks = index.block_of_node[nodes]
+        if np.count_nonzero(blocks) < len(blocks):  # what is in the host tier only has no block to be held
+            blocks = blocks[: int(np.argmin(blocks > 0))]
+        blocks = pins.fitting(blocks)
         if not len(blocks):
             return PinResult("", 0)
         self.revision += 1

@@ -2,21 +2,23 @@
 
 Owns the nodes. A node stands for one full block of tokens behind one parent; its key is the parent's number and the tokens
 themselves, so that a hit compares tokens and never trusts a hash (R4), and the root is the tenant's, so that tenants share
-nothing. Rules: every node reaches its root; a node has exactly one block and a block at most one node; forgetting a node
-forgets what is below it, so a number may be used again. Does not know reference counts or sequences.
+nothing. Rules: every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block
+of either tier has at most one node; forgetting a node forgets what is below it, so a number may be used again. Does not know
+reference counts or sequences, nor whether a host copy has been written yet.
 
 A dictionary keyed by bytes finds a block in a third of a microsecond and costs about 250 bytes a block; hashing tokens
 ourselves would be slower and would still need the comparison.
 """
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 
 from cache_service.gone import GoneBlocks
 from cache_service.journal import Journal
 from cache_service.logits import StoredLogits
-from cache_service.types import Int32Array, MatchEnd
+from cache_service.types import Int32Array, MatchEnd, Tier
 
 NO_NODE = 0
 MAX_TENANTS = 65_536
@@ -26,23 +28,35 @@ _PACK_PARENT = struct.Struct("<i").pack
 class PrefixIndex:
     """Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
 
-    def __init__(self, num_blocks: int, block_size: int, logits_memory: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        logits_memory: int = 0,
+        num_host_blocks: int = 0,
+        lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
+    ) -> None:
+        """lose_hosts(host blocks) is told of host copies whose node was forgotten."""
         self._block_size = block_size
         self._key_len = 4 + 4 * block_size
+        self._lose_hosts = lose_hosts
+        num_nodes = num_blocks + max(num_host_blocks - 1, 0)
         self._nodes: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_nodes
         self._roots: dict[str, int] = {}
-        self._unused = list(range(num_blocks - 1, 0, -1))
-        self.block_of_node: Int32Array = np.zeros(num_blocks, np.int32)
+        self._unused = list(range(num_nodes - 1, 0, -1))
+        self.block_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
-        self.gone = GoneBlocks(num_blocks, MAX_TENANTS, block_size)
+        self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
+        self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
+        self.gone = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
         self.journal: Journal | None = None  # while somebody watches
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
-        self._first_child: Int32Array = np.zeros(num_blocks + MAX_TENANTS, np.int32)
-        self._next_sibling: Int32Array = np.zeros(num_blocks, np.int32)
-        self._prev_sibling: Int32Array = np.zeros(num_blocks, np.int32)
+        self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
+        self._next_sibling: Int32Array = np.zeros(num_nodes, np.int32)
+        self._prev_sibling: Int32Array = np.zeros(num_nodes, np.int32)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -120,33 +134,64 @@ class PrefixIndex:
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Forgets the nodes of these blocks and all below. Answers the other blocks that lost their node with them."""
-        nodes = self.node_of_block[blocks].tolist()
+        lost = self.forget_nodes(self.node_of_block[blocks], cause)
+        return np.setdiff1d(lost, blocks) if len(lost) else lost
+
+    def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+        """Forgets these nodes (0 is none) and all below. Answers the blocks that lost their node."""
+        blocks: list[int] = []
+        hosts: list[int] = []
         below_them: list[int] = []
-        extra: list[int] = []
-        for node in nodes:
-            if self._keys[node] is None:  # an earlier victim took it along as a descendant
+        for node in nodes.tolist():
+            if self._keys[node] is None:  # an earlier one took it along as a descendant
                 continue
             stack = [int(self._first_child[node])] if self._first_child[node] else []
-            self._remove(node)
+            self._remove(node, blocks, hosts)
             while stack:
                 below = stack.pop()
                 if self._next_sibling[below]:
                     stack.append(int(self._next_sibling[below]))
                 if self._first_child[below]:
                     stack.append(int(self._first_child[below]))
-                extra.append(int(self.block_of_node[below]))
                 below_them.append(below)
-                self._remove(below)
-        self.gone.remove(np.array(below_them + nodes, np.int32), cause)
-        if not extra:
-            return np.empty(0, np.int32)
-        return np.setdiff1d(np.array(extra, np.int32), blocks)
+                self._remove(below, blocks, hosts)
+        self.gone.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
+        if hosts:
+            self._lose_hosts(np.array(hosts, np.int32))
+        return np.array(blocks, np.int32)
+
+    def forget_hosts(self, hosts: Int32Array) -> Int32Array:
+        """These host copies are gone. Forgets the nodes that had nothing else, and all below; answers as forget_nodes."""
+        nodes = self.node_of_host[hosts]
+        self.node_of_host[hosts] = NO_NODE
+        self.host_of_node[nodes] = 0
+        return self.forget_nodes(nodes[self.block_of_node[nodes] == 0])
+
+    def leave_device(self, blocks: Int32Array) -> None:
+        """These blocks are no longer their nodes', which have a host copy each."""
+        nodes = self.node_of_block[blocks]
+        self.block_of_node[nodes] = 0
+        self.node_of_block[blocks] = NO_NODE
+        if self.journal is not None and len(nodes):
+            self.journal.tier_changed(nodes, Tier.HOST)
+
+    def add_block(self, node: int, block: int) -> None:
+        """Gives a node that had none a block on the device."""
+        self.block_of_node[node], self.node_of_block[block] = block, node
+        if self.journal is not None:
+            self.journal.tier_changed(np.array([node], np.int32), Tier.DEVICE)
+
+    def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
+        """Gives nodes that had none host copies."""
+        self.host_of_node[nodes] = hosts
+        self.node_of_host[hosts] = nodes
 
     def clear(self) -> Int32Array:
         """Forgets everything but the roots. Answers the blocks that had a node."""
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
         self.gone.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
-        blocks = self.block_of_node[nodes]
+        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
+        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         if self.journal is not None:
             self.journal.cleared(self._nodes)
         self.logits.by_node.clear()
@@ -155,10 +200,13 @@ class PrefixIndex:
             self._keys[node] = None
         self._nodes.clear()
         self.node_of_block[blocks] = NO_NODE
-        for links in (self.block_of_node, self._first_child, self._next_sibling, self._prev_sibling):
+        self.node_of_host[hosts] = NO_NODE
+        for links in self._columns():
             links[nodes] = 0
         if self._roots:
             self._first_child[-len(self._roots) :] = NO_NODE
+        if len(hosts):
+            self._lose_hosts(hosts)
         return blocks
 
     def check(self) -> list[str]:
@@ -171,8 +219,11 @@ class PrefixIndex:
                 wrong.append(f"node {node} does not know its key")
             if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
                 wrong.append(f"node {node} has no living parent")
-            if self.node_of_block[self.block_of_node[node]] != node:
+            block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
+            if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
                 wrong.append(f"node {node} and its block disagree")
+            if not block and not host:
+                wrong.append(f"node {node} has no block in any tier")
             seen_children.setdefault(parent, set()).add(node)
         for node in [*self._nodes.values(), *self._roots.values()]:
             children, child, prev = set(), int(self._first_child[node]), 0
@@ -185,8 +236,9 @@ class PrefixIndex:
                 wrong.append(f"children of node {node} are not those that name it")
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored of a node that is not there")
-        if np.count_nonzero(self.node_of_block) != len(self._nodes):
-            wrong.append("blocks with a node and nodes differ in number")
+        for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
+            if np.count_nonzero(of_node) != np.count_nonzero(of_block):
+                wrong.append("blocks with a node and nodes with a block differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
         return wrong
@@ -228,6 +280,11 @@ class PrefixIndex:
             nodes, parents, blocks = nodes[first], parents[first], blocks[first]
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
+        is_new = self.host_of_node[nodes] == 0  # one that was in the host tier only has its place already
+        if np.count_nonzero(is_new) < len(is_new):
+            if self.journal is not None:
+                self.journal.tier_changed(nodes[~is_new], Tier.DEVICE)
+            nodes, parents = nodes[is_new], parents[is_new]
         self._link_below(nodes, parents)
         if self.journal is not None:
             self.journal.stored(nodes)
@@ -249,7 +306,11 @@ class PrefixIndex:
         self._prev_sibling[NO_NODE] = NO_NODE
         self._first_child[parents] = youngest
 
-    def _remove(self, node: int) -> None:
+    def _columns(self) -> tuple[Int32Array, ...]:
+        return self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling
+
+    def _remove(self, node: int, blocks: list[int], hosts: list[int]) -> None:
+        """Appends what the node had on the device and in the host tier."""
         key = self._keys[node]
         assert key is not None
         (parent,) = struct.unpack_from("<i", key)
@@ -266,7 +327,13 @@ class PrefixIndex:
             self.logits.by_node.pop(node, None)
         del self._nodes[key]
         self._keys[node] = None
-        self.node_of_block[self.block_of_node[node]] = NO_NODE
-        for links in (self.block_of_node, self._first_child, self._next_sibling, self._prev_sibling):
+        block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
+        if block:
+            self.node_of_block[block] = NO_NODE
+            blocks.append(block)
+        if host:
+            self.node_of_host[host] = NO_NODE
+            hosts.append(host)
+        for links in self._columns():
             links[node] = 0
         self._unused.append(node)

@@ -72,16 +72,20 @@ class Publisher:
         return self._pool.unindex(blocks), len(blocks)
 
     def forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Un-indexes evicted blocks and what is below. Tables that lose a node publish again from their first block."""
+        """Un-indexes blocks and what is below. Answers the others that lost their entry."""
         lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
-            seqs = self._sequences
-            running = seqs.running_slots()
-            gone = self._index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
-            orphans = running[gone & (seqs.last_nodes[running] > 0)]
-            seqs.num_published[orphans] = 0
-            seqs.last_nodes[orphans] = seqs.roots[orphans]
+            self.disown()
         return lost
+
+    def disown(self) -> None:
+        """Nodes were forgotten: tables that lose one publish again from their first block."""
+        seqs = self._sequences
+        running = seqs.running_slots()
+        gone = self._index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
+        orphans = running[gone & (seqs.last_nodes[running] > 0)]
+        seqs.num_published[orphans] = 0
+        seqs.last_nodes[orphans] = seqs.roots[orphans]
 
     def set_published(self, slot: int, num_published: int, *, like: int) -> None:
         """The first num_published blocks of a table are indexed, as they are in the row `like`."""

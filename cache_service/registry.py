@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
+_PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
 
 Allocate = Callable[[int], SharedMemoryArena]
 
@@ -55,7 +56,7 @@ class Pool:
         self.num_watches = 0
         self.num_lagged_watches = 0  # cut off over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; nothing is granted until they are done
-        self._is_publishing = False
+        self._is_publishing = self._is_reclaiming = False
 
     def stats(self) -> pb.PoolStats:
         """Costs a look at every block."""
@@ -88,10 +89,21 @@ class Pool:
             self._is_publishing = True
             asyncio.get_running_loop().call_soon(self._publish_slice)
 
+    def reclaim_soon(self) -> None:
+        """Gives back what is left of sessions that ended, likewise."""
+        if self.manager.reclaim.owners and not self._is_reclaiming:
+            self._is_reclaiming = True
+            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
+
     def _publish_slice(self) -> None:
-        self._is_publishing = False
-        if self.manager.publish_pending(_SLICE_BLOCKS):
-            self.publish_soon()
+        self._is_publishing = self.manager.publish_pending(_SLICE_BLOCKS)
+        if self._is_publishing:
+            asyncio.get_running_loop().call_later(_PAUSE, self._publish_slice)
+
+    def _reclaim_slice(self) -> None:
+        self._is_reclaiming = self.manager.reclaim.some(_SLICE_BLOCKS)
+        if self._is_reclaiming:
+            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
     @property
     def is_idle(self) -> bool:

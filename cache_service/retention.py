@@ -13,7 +13,7 @@ import numpy as np
 
 from cache_service.errors import InvalidField
 from cache_service.owner import Owner, TableUpdates
-from cache_service.types import NULL_BLOCK, Int64Array, Retention
+from cache_service.types import NULL_BLOCK, Int64Array, Retention, SequenceState
 
 if TYPE_CHECKING:
     from cache_service.block_tables import BlockTables
@@ -67,7 +67,7 @@ def drop_outside(tables: "BlockTables", owner: Owner, slots: Int64Array, *, told
     steps that were told of them. What may be shared of them is published first.
     """
     seqs, size = tables.sequences, tables.sequences.block_size
-    slots = slots[seqs.num_window[slots] > 0]
+    slots = slots[(seqs.num_window[slots] > 0) & (seqs.states[slots] == SequenceState.RUNNING)]
     firsts, ends = -(-seqs.num_sink[slots] // size), (seqs.num_committed[slots] - seqs.num_window[slots]) // size
     due = np.flatnonzero(ends > np.maximum(firsts, seqs.hole_ends[slots]))
     if not len(due):

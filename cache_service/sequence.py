@@ -27,6 +27,7 @@ class SequenceTable:
         self.ids: Int64Array = np.zeros(slots, np.int64)
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
         self.states = np.zeros(slots, np.int8)  # SequenceState
+        self.keeps_table = np.zeros(slots, np.bool_)  # it is swapped, and its device blocks are not given up yet
         self.roots: Int32Array = np.zeros(slots, np.int32)  # root of the tenant's prefix tree
         self.num_tokens: Int32Array = np.zeros(slots, np.int32)
         self.num_committed: Int32Array = np.zeros(slots, np.int32)
@@ -159,6 +160,11 @@ class SequenceTable:
     def running_slots(self) -> Int64Array:
         return np.flatnonzero(self.states == SequenceState.RUNNING)
 
+    def holding_slots(self) -> Int64Array:
+        """Sequences whose tables hold device blocks."""
+        states = self.states
+        return np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING) | self.keeps_table)
+
 
 class IdMap:
     """Sequence ids of one session to slots, looked up by the column.
@@ -233,7 +239,7 @@ def _untouched(num_rows: int, num_columns: int) -> Int32Array:
     zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row.
     """
     size = num_rows * num_columns * np.dtype(np.int32).itemsize
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import numpy as np
 
 from cache_service.block_tables import BlockTables
+from cache_service.swapping import Swapping
 from cache_service.types import PoolStats, SequenceState
 
 
@@ -21,7 +22,7 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         num_referenced_blocks=pool.num_referenced,
         num_fenced_blocks=pool.num_fenced,
         num_quarantined_blocks=pool.num_quarantined,
-        num_indexed_blocks=len(tables.index),
+        num_indexed_blocks=int(np.count_nonzero(pool.indexed)),
         peak_used_blocks=pool.peak_used,
         num_shared_blocks=int(np.count_nonzero(pool.ref_counts - tables.pins.counts > 1)),
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
@@ -36,9 +37,33 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         block_utilization=pool.num_used / (pool.num_blocks - 1),
         num_pins=len(tables.pins),
         num_pinned_blocks=tables.pins.num_blocks,
+        num_transfer_blocks=pool.num_in_transfer,
+        num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
+        num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
         num_tenants=tables.index.num_roots,
         num_expired_blocks=pool.limits.num_expired,
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(tables.index.logits.by_node),
         **asdict(counters),
+        **_host_stats(tables.swapping),
     )
+
+
+def _host_stats(swapping: Swapping | None) -> dict[str, int]:
+    """The host tier's; zeros where there is none."""
+    if swapping is None:
+        return {}
+    host, mover = swapping.host, swapping.mover
+    return {
+        "num_free_host_blocks": len(host.pool.free),
+        "num_cached_host_blocks": host.num_cached,
+        "num_held_host_blocks": host.num_held,
+        "num_busy_host_blocks": host.num_busy,
+        "num_swap_outs": swapping.num_swap_outs,
+        "num_swap_ins": swapping.num_swap_ins,
+        "num_demoted_blocks": mover.num_demoted,
+        "num_promoted_blocks": mover.num_promoted,
+        "num_evicted_host_blocks": host.pool.num_evicted,
+        "num_transfers": mover.transfers.num_issued,
+        "num_failed_transfers": mover.transfers.num_failed,
+    }

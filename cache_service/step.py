@@ -5,6 +5,7 @@ reservations, which name every running sequence, are checked as columns; the oth
 overlay that shows each item the sequences as the items before it leave them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,11 +54,15 @@ def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Step
     """Raises the CacheError of the first item that is not lawful; changes nothing."""
     commit_slots = _check_commits(sequences, owner, batch)
     start_slots = _check_starts(sequences, owner, batch)
-    if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids):
+    if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
         reserve_slots = _check_in_order(sequences, owner, batch, commit_slots, start_slots)
         return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
     reserve_slots = _check_reservations(sequences, owner, batch, commit_slots)
     return StepPlan(commit_slots, start_slots, reserve_slots, len(start_slots) > 0)
+
+
+def has_swaps(batch: StepBatch) -> bool:
+    return len(batch.swap_out_ids) > 0 or len(batch.swap_in_ids) > 0
 
 
 def wrong_state(sequence_id: int, state: int) -> WrongState:
@@ -115,7 +120,9 @@ def _refuse_commits(sequences: SequenceTable, batch: StepBatch, slots: Int64Arra
     bad = (lens < sequences.num_committed[slots]) | (lens > limits) | (num_tokens > sequences.max_tokens[slots])
     for at in (bad | (sequences.states[slots] != _RUNNING)).nonzero()[0].tolist():
         sequence_id, slot = int(batch.commit_ids[at]), slots[at]
-        if sequences.states[slot] != _RUNNING:
+        if sequences.states[slot] == SequenceState.SWAPPED and not bad[at]:
+            continue  # steps before its swap-out
+        if sequences.states[slot] not in (SequenceState.RUNNING, SequenceState.SWAPPED):
             raise wrong_state(sequence_id, int(sequences.states[slot]))
         if num_tokens[at] > sequences.max_tokens[slot]:
             raise too_long("commit_token_ids", int(sequences.max_tokens[slot]))
@@ -168,7 +175,7 @@ def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> I
 def _check_in_order(
     sequences: SequenceTable, owner: Owner, batch: StepBatch, commit_slots: Int64Array, start_slots: Int64Array
 ) -> Int64Array | None:
-    """Forks, truncates, releases, then the starts and reservations they leave. Answers the reservations' slots."""
+    """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
     seen: dict[int, _Seen] = {}
     committed = dict(zip(batch.commit_ids.tolist(), range(len(commit_slots)), strict=True))
 
@@ -225,8 +232,15 @@ def _check_in_order(
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
+    if has_swaps(batch):
+        _check_swaps(batch, look)
     for sequence_id in batch.start_ids.tolist():
         look(sequence_id)
+    if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.num_retaining:
+        # The usual step in which requests end and begin: nothing above changed what a reservation is held against.
+        for sequence_id in set(batch.release_ids.tolist()).intersection(batch.reserve_ids.tolist()):
+            look(sequence_id)  # refuses it
+        return _check_reservations(sequences, owner, batch, commit_slots)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)
     for sequence_id, least, most in zip(
@@ -239,6 +253,23 @@ def _check_in_order(
             raise too_long("reserve_max_tokens", target.max_tokens)
         target.gone.check_fits("reserve_min_tokens", least, sequences)
     return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+
+
+def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
+    """What is swapped in a step is not written in it: so a reservation of it is refused, whatever the answer to the swap."""
+    _check_distinct_ids(batch.swap_out_ids, "swap_out_sequence_ids")
+    for sequence_id in batch.swap_out_ids.tolist():
+        target = look(sequence_id)
+        if target.state not in (SequenceState.RUNNING, SequenceState.SWAPPED):
+            raise wrong_state(sequence_id, target.state)
+        target.state = SequenceState.SWAPPED
+    _check_distinct_ids(batch.swap_in_ids, "swap_in_sequence_ids")
+    for sequence_id in batch.swap_in_ids.tolist():
+        target = look(sequence_id)
+        if target.state == SequenceState.WAITING:
+            raise wrong_state(sequence_id, target.state)
+        if target.state == SequenceState.SWAPPED:
+            target.state = SequenceState.LOADING
 
 
 def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:

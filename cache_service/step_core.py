@@ -15,12 +15,15 @@ from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, Out
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
 from cache_service.publishing import ALL_BLOCKS
-from cache_service.step import StepPlan, check_id, check_step, has_one_each
+from cache_service.reclaim import Reclaim
+from cache_service.step import StepPlan, check_id, check_step, has_one_each, has_swaps
+from cache_service.swapping import Swapping
 from cache_service.types import (
     NO_INT32,
     NO_INT64,
     Executor,
     Int32Array,
+    Int64Array,
     ItemResult,
     PoolConfig,
     SequenceArgs,
@@ -51,8 +54,11 @@ class StepCore:
                 raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
         if not 0 <= config.watermark < 1:
             raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
+        if config.num_host_blocks and config.num_host_blocks < 2:
+            raise InvalidField("num_host_blocks is 0, or 2 or more", field="num_host_blocks", limit=2)
         self.config = config
         self.tables = BlockTables(config)
+        self.reclaim = Reclaim(self.tables)
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -110,7 +116,10 @@ class StepCore:
         self._next_owner += 1
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
-        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse."""
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+
+        Of a large one, some is left for `reclaim.some`.
+        """
         owner = self._owner(session)
         self.revision += 1
         self._publish()
@@ -128,13 +137,17 @@ class StepCore:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
-        self.tables.release(owner, slots.tolist())
+        self.reclaim.end(owner)
         self.tables.pins.end_of(session)
+        if self.tables.swapping is not None:
+            self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
-        return CloseResult(len(ids), len(np.unique(self._quarantines.get(session, NO_INT32))))
+        return CloseResult(len(ids), self.tables.pool.num_distinct(self._quarantines.get(session, NO_INT32)))
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
+        if self.tables.swapping is not None:
+            self.tables.swapping.end_quarantine(session)
         blocks = self._quarantines.pop(session, None)
         if blocks is None:
             return 0
@@ -185,19 +198,40 @@ class StepCore:
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
-        return len(self.tables.index.match(root, args.token_ids, num_blocks)) * self.config.block_size
+        return len(self.tables.match_tokens(root, args.token_ids, num_blocks)) * self.config.block_size
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply."""
         owner = self._owner(session)
         plan = check_step(self.tables.sequences, owner, batch)
+        if len(batch.completed_transfers) or len(batch.failed_transfers):
+            self._check_report(owner, batch.completed_transfers, batch.failed_transfers)
         owner.step_id = batch.step_id
         owner.complete(self.tables.pool, batch.completed_step_id)
         return self._apply(owner, batch, plan)
 
-    def complete(self, session: SessionId, completed_step_id: int) -> None:
-        """All device work of the session up to this step has finished."""
-        self._owner(session).complete(self.tables.pool, completed_step_id)
+    def complete(
+        self,
+        session: SessionId,
+        completed_step_id: int,
+        completed_transfers: Int64Array = NO_INT64,
+        failed_transfers: Int64Array = NO_INT64,
+    ) -> None:
+        """All device work of the session up to this step has finished, and these orders have ended. Raises InvalidField."""
+        owner = self._owner(session)
+        if len(completed_transfers) or len(failed_transfers):
+            self._check_report(owner, completed_transfers, failed_transfers).report(completed_transfers, failed_transfers)
+            self.revision += 1
+        owner.complete(self.tables.pool, completed_step_id)
+
+    def _check_report(self, owner: Owner, completed: Int64Array, failed: Int64Array) -> Swapping:
+        """Who takes a report of orders, which is lawful. Raises InvalidField."""
+        swapping = self.tables.swapping
+        if swapping is None:
+            field = "completed_transfer_ids" if len(completed) else "failed_transfer_ids"
+            raise InvalidField("no transfer order was ever issued", field=field)
+        swapping.mover.transfers.check_report(owner, completed, failed)
+        return swapping
 
     def _apply(self, owner: Owner, batch: StepBatch, plan: StepPlan) -> StepReply:
         tables, log = self.tables, StepLog()
@@ -206,6 +240,14 @@ class StepCore:
         forks: list[ItemResult] = []
         starts: list[StartResult] = []
         refused: set[int] = set()
+        swap_outs = swap_ins = NO_INT32
+        swapping = tables.swapping
+        if swapping is not None:
+            swapping.begin(owner, log.orders)
+            if len(batch.completed_transfers) or len(batch.failed_transfers):
+                swapping.report(batch.completed_transfers, batch.failed_transfers)
+            if swapping.arrived:
+                log.ready.extend(swapping.wake(owner))
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
@@ -220,17 +262,23 @@ class StepCore:
         if len(batch.release_ids):
             slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
             tables.release(owner, [slot for slot in slots if slot is not None])
+        if has_swaps(batch):
+            swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
             items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
             starts = [self._start(owner, log, *item) for item in items]
         grants = self._reserve_all(owner, log, batch, plan, refused)
         if owner.updates:
             self._tell_updates(owner, log)
+        if swapping is not None:
+            swapping.finish(owner)
         reply = self._reply(log, forks, starts, plan, grants)
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = _int32([item is not None and item.step_id == owner.step_id for item in held])
             reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
+        if log.orders or log.ready or has_swaps(batch):
+            reply = self._with_moves(reply, owner, log, swap_outs, swap_ins)
         return reply
 
     def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
@@ -262,8 +310,62 @@ class StepCore:
         owner.updates.clear()
 
     def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
-        started = self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare())
-        return StartResult.STARTED if started else StartResult.NO_ROOM
+        if not self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare()):
+            return StartResult.NO_ROOM
+        if self.tables.sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
+            return StartResult.LOADING
+        return StartResult.STARTED
+
+    def _load_now(self, owner: Owner, log: StepLog, slot: int) -> bool:
+        """Whether a sequence that was to load runs already, because its orders are run before the answer."""
+        swapping = self.tables.swapping
+        assert swapping is not None, "a load without a host tier"
+        swapping.run_now(owner)
+        woken = swapping.wake(owner)
+        log.ready.extend(other for other in woken if other != slot)
+        return slot in woken
+
+    def _swap_all(self, owner: Owner, log: StepLog, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
+        """Results of the swap-outs and swap-ins: OK also where nothing is to be done. Without a host tier nothing fits."""
+        swapping, states = self.tables.swapping, self.tables.sequences.states
+        outs: list[ItemResult] = []
+        ins: list[ItemResult] = []
+        for slot in owner.ids.find(batch.swap_out_ids, "swap_out_sequence_ids").tolist():
+            done = states[slot] != SequenceState.RUNNING or (swapping is not None and swapping.swap_out(owner, slot))
+            outs.append(ItemResult.OK if done else ItemResult.NO_ROOM)
+            if swapping is not None:
+                swapping.run_now(owner)
+        for slot in owner.ids.find(batch.swap_in_ids, "swap_in_sequence_ids").tolist():
+            done = True
+            if swapping is not None and states[slot] == SequenceState.SWAPPED:
+                done = swapping.swap_in(owner, slot, self._num_spare())
+                if states[slot] == SequenceState.RUNNING or (done and self._load_now(owner, log, slot)):
+                    log.ready.append(slot)
+            ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
+        return _int32(outs), _int32(ins)
+
+    def _with_moves(
+        self, reply: StepReply, owner: Owner, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
+    ) -> StepReply:
+        """The reply with what only few have: results of swaps, orders, sequences that run now."""
+        seqs = self.tables.sequences
+        # What was released or swapped out again in this very step is not told.
+        ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
+        ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
+        tables = [seqs.table(slot) for slot in ready]
+        return reply._replace(
+            swap_out_results=swap_outs,
+            swap_in_results=swap_ins,
+            transfer_ids=np.array([order.id for order in log.orders], np.int64),
+            transfer_kinds=_int32([order.kind for order in log.orders]),
+            transfer_sources=_int32([order.source for order in log.orders]),
+            transfer_destinations=_int32([order.destination for order in log.orders]),
+            ready_ids=seqs.ids[ready],
+            ready_hits=seqs.num_hit[ready],
+            ready_reserved=seqs.num_reserved[ready],
+            ready_num_blocks=_int32([len(table) for table in tables]),
+            ready_block_ids=np.concatenate([NO_INT32, *tables]),
+        )
 
     def _reserve_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
         if not len(batch.reserve_ids):
@@ -281,13 +383,18 @@ class StepCore:
         self, log: StepLog, forks: list[ItemResult], starts: list[StartResult], plan: StepPlan, grants: Grants
     ) -> StepReply:
         seqs, pool = self.tables.sequences, self.tables.pool
-        # A start that was refused holds nothing, so its row tells zeros by itself.
+        # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
         tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
+        reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
+        if StartResult.LOADING in starts:
+            is_loading = [result is StartResult.LOADING for result in starts]
+            tables = [NO_INT32 if loads else table for table, loads in zip(tables, is_loading, strict=True)]
+            reserved[is_loading] = 0
         return StepReply(
             fork_results=_int32(forks),
             start_results=_int32(starts),
             start_hits=seqs.num_hit[plan.start_slots] if tables else NO_INT32,
-            start_reserved=seqs.num_reserved[plan.start_slots] if tables else NO_INT32,
+            start_reserved=reserved,
             start_num_blocks=_int32([len(table) for table in tables]),
             start_block_ids=np.concatenate(tables) if tables else NO_INT32,
             reserve_reserved=grants.reserved,
@@ -329,11 +436,28 @@ class StepCore:
         )
 
     def _writable_blocks(self, slot: int) -> Int32Array:
-        """Blocks that a step of the sequence's owner may still write: those behind its committed length."""
-        seqs = self.tables.sequences
-        if seqs.states[slot] != SequenceState.RUNNING:
+        """Blocks that a step of the sequence's owner may still write: those behind its committed length, or its hit to come.
+
+        What is being loaded is the transfers' to keep.
+        """
+        seqs, first = self.tables.sequences, int(self.tables.sequences.num_committed[slot])
+        if seqs.states[slot] == SequenceState.LOADING:
+            swapping = self.tables.swapping
+            assert swapping is not None, "a load without a host tier"
+            hit_len = swapping.moves[slot].hit_len
+            if hit_len is None:
+                return NO_INT32
+            first = hit_len
+        elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
             return NO_INT32
-        return seqs.table(slot)[int(seqs.num_committed[slot]) // self.config.block_size :]
+        return seqs.table(slot)[first // self.config.block_size :]
+
+    def _end_transfers(self, owner: Owner, *, may_still_write: bool) -> None:
+        """Orders of a session that ends: whatever they fill is kept from reuse with the rest that it may still write."""
+        assert self.tables.swapping is not None
+        blocks = self.tables.swapping.end_session(owner, may_still_write=may_still_write)
+        if len(blocks):
+            self._quarantines[owner.session] = np.concatenate([self._quarantines[owner.session], blocks])
 
 
 def _int32(values: Sequence[int]) -> Int32Array:

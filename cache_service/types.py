@@ -4,7 +4,7 @@ Owns: ids, what a pool is made of, the columns of a step and of its reply. Every
 copied, so whoever hands one over does not write to it again. Knows nothing of protobuf.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple, NewType
 
@@ -16,6 +16,7 @@ BlockId = NewType("BlockId", int)  # index of a block in its pool; NULL_BLOCK is
 SessionId = NewType("SessionId", str)  # 128 random bits in hex
 
 NULL_BLOCK = BlockId(0)
+UNKNOWN_ROOT = 1  # of a block that may still hold anybody's tokens; roots of tenants are negative, 0 is a block never used
 MAX_ID = 2**53 - 1
 
 Int32Array = npt.NDArray[np.int32]
@@ -251,10 +252,17 @@ class StepReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Block copies to be run in order, before anything that the same call allows is written."""
+    """Transfers, then block copies, to be run in order before anything that the same call allows is written."""
 
     sources: Int32Array
     destinations: Int32Array
+    transfer_kinds: Int32Array = field(default_factory=lambda: NO_INT32)
+    transfer_sources: Int32Array = field(default_factory=lambda: NO_INT32)
+    transfer_destinations: Int32Array = field(default_factory=lambda: NO_INT32)
+
+    def __len__(self) -> int:
+        """Blocks to be copied."""
+        return len(self.sources) + len(self.transfer_kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +281,7 @@ class SequenceView:
     num_accesses: int
     block_table: Int32Array  # NULL_BLOCK for a hole of retention
     retention: Retention | None = None
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,3 +348,17 @@ class PoolStats:
     num_tenants: int
     num_quota_evictions: int
     num_stored_logits: int
+    num_transfer_blocks: int = 0
+    num_loading_sequences: int = 0
+    num_swapped_sequences: int = 0
+    num_free_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_held_host_blocks: int = 0
+    num_busy_host_blocks: int = 0
+    num_swap_outs: int = 0
+    num_swap_ins: int = 0
+    num_demoted_blocks: int = 0
+    num_promoted_blocks: int = 0
+    num_evicted_host_blocks: int = 0
+    num_transfers: int = 0
+    num_failed_transfers: int = 0

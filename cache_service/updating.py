@@ -44,7 +44,7 @@ class SequenceUpdates(StepCore):
 
     def _narrow(self, session: SessionId, slot: int, retention: Retention) -> None:
         seqs = self.tables.sequences
-        self.publish_pending()  # so far attention was whole
+        self._publish()  # so far attention was whole
         seqs.retain(slot, retention.num_sink_tokens, retention.num_window_tokens)
         if seqs.states[slot] == SequenceState.RUNNING:
             drop_outside(self.tables, self._owner(session), np.array([slot]), told_now=False)

@@ -69,6 +69,16 @@ def test_a_hit_is_what_a_start_takes(min_prefix_tokens: int) -> None:
         world.step(A)
 
 
+def test_a_prompt_with_stored_logits_is_a_hit_whole() -> None:
+    world = CorePool(block_size=4, logits_memory=100)
+    world.prefill(1, PROMPT)
+    assert explain(world, PROMPT[:8]).num_hit == 4
+    world.manager.store_logits(A, 1, 8, np.zeros(3, "<f4").tobytes())
+    world.create(2, PROMPT[:8])
+    assert [explain(world, PROMPT[:num_tokens]).num_hit for num_tokens in (7, 8, 9)] == [4, 8, 8]
+    assert world.step(A, starts=[(2, 100, 100)]).start_hits.tolist() == [8]
+
+
 def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -> None:
     world = cached(num_blocks=4)
     world.manager.now = 10.0

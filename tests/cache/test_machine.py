@@ -9,7 +9,7 @@ from tests.support.machine import CacheMachine
 
 class CoreMachine(CacheMachine):
     def make_driver(self, config: PoolConfig) -> CoreDriver:
-        return CoreDriver(config)
+        return CoreDriver(config, reclaim_at_once=1 if config.max_sequences % 2 else 10**9)
 
 
 TestCoreMachine = CoreMachine.TestCase

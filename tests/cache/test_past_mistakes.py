@@ -3,8 +3,10 @@
 import pytest
 
 from cache_service.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
+from cache_service.kv_spec import block_bytes
 from cache_service.session import SessionTable
 from cache_service.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 
 
@@ -105,8 +107,10 @@ def test_nothing_past_the_length_can_be_read_or_shared() -> None:
     pool = CorePool()
     pool.prefill(1, range(6))
     pool.step(reserves=[(1, 12, 12)])
-    with pytest.raises(InvalidField):
-        pool.step(forks=[(1, 2, 7)])
+    pool.step(commits=[(1, 6, [6, 7])])  # told, and not computed
+    for length in (7, 9):
+        with pytest.raises(InvalidField):
+            pool.step(forks=[(1, 2, length)])
     assert len(pool.matched(range(12))) == 1
 
 
@@ -231,3 +235,11 @@ def test_a_clock_that_stands_still_or_jumps_back_reaps_nobody() -> None:
     for now in (1000.0, 500.0, -5.0, 1009.9):
         assert table.expired(now) == []
     assert table.expired(1010.0) == [session]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [(pb.KV_DTYPE_FLOAT16, 2), (pb.KV_DTYPE_BFLOAT16, 2), (pb.KV_DTYPE_FLOAT32, 4)]
+)
+def test_a_block_weighs_k_and_v_of_all_layers(dtype: "pb.KvDtype", num_bytes: int) -> None:
+    spec = pb.KvSpec(num_layers=3, num_kv_heads=5, head_dim=7, kv_dtype=dtype, block_size=16)
+    assert block_bytes(spec) == 2 * 3 * 5 * 7 * 16 * num_bytes

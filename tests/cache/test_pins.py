@@ -236,3 +236,18 @@ def test_the_watermark_is_0_beside_nothing_but_pins() -> None:
     pinned(pool, PROMPT)
     pool.create(1, range(16))
     assert pool.step(starts=[(1, ALL, 0)]).start_reserved.tolist() == [16]
+
+
+@pytest.mark.parametrize("end", ["unpin", "time", "session"])
+def test_what_was_pinned_goes_from_its_leaves(end: str) -> None:
+    pool = cached()
+    pinned(pool, PROMPT, session=B)
+    if end == "unpin":
+        pool.manager.unpin_prefix(B, "p")
+    elif end == "time":
+        pass_time(pool, 60.0)
+    else:
+        pool.manager.close_session(B, may_still_write=False)
+    for num_left in (3, 2, 1, 0):
+        pool.manager.evict_blocks(pool.manager.stats().num_free_blocks + 1)
+        assert len(pool.matched(PROMPT)) == num_left

@@ -1,7 +1,9 @@
-"""The core is pure: values in, values out."""
+"""The core is pure: values in, values out, and no locks, because one task owns it."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +15,11 @@ def test_the_core_loads_no_grpc_asyncio_or_torch(module: str) -> None:
     )
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=".")
     assert found.stdout == "set()\n"
+
+
+def test_the_core_takes_no_locks() -> None:
+    shell = {"server.py", "service.py", "steps.py", "keeper.py", "registry.py", "__main__.py"}
+    files = [path for path in Path("cache_service").glob("*.py") if path.name not in shell]
+    locking = [path.name for path in files if re.search(r"\bthreading\b|\bLock\(", path.read_text())]
+    assert len(files) > 20
+    assert locking == []

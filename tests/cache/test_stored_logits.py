@@ -110,8 +110,7 @@ def test_a_released_sequence_takes_its_promise_along_also_when_its_id_comes_agai
     pool.step(lag=1, releases=[2])
     with pytest.raises(UnknownSequence):
         pool.manager.read_logits(A, 2)
-    pool.create(2, [5] * 8)
-    pool.step(lag=1, starts=[(2, ALL, ALL)])
+    pool.create(2, [5] * 8)  # while the step of the start still runs
     with pytest.raises(UnknownLogits):
         pool.manager.read_logits(A, 2)
 

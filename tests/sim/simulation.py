@@ -88,7 +88,7 @@ class Simulation:
             tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
             logits_memory=rng.choice([0, 16, 1000]),
         )
-        self.driver = CoreDriver(config)
+        self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
         self.engines = [Engine() for _ in range(rng.choice([1, 2, 3]))]
         self.loss = rng.choice([0.0, 0.1, 0.3])
@@ -150,6 +150,9 @@ class Simulation:
         self._renew(session)
         if self.choose(2):
             self.world.publish(self.choose)
+        if self.world.naive.closing and not self.choose(3):
+            self.world.reclaim(self.choose)
+            self._called()
         event = self.choose(200)
         if event < 30:
             self.world.create(session, self.choose)

@@ -21,6 +21,7 @@ class CallsWorld(World):
     def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
         super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
         self.naive = NaiveCalls(driver.config)
+        self.naive.reclaim_at_once = driver.reclaim_at_once
         self.one_item: list[SessionId] = []  # in the order they were opened, whatever their ids
         self.num_refused = 0
 
@@ -116,7 +117,7 @@ class CallsWorld(World):
         if not known.can_be_cut(length, self.config.block_size):
             self.refused("INVALID_FIELD", lambda: self.driver.fork(session, q.sequence_id, child_id, length))
             return
-        if len(self.naive.sequences) == self.config.max_sequences:
+        if len(self.naive.holders) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.fork(session, q.sequence_id, child_id, length))
             return
         self.driver.fork(session, q.sequence_id, child_id, length)

@@ -44,6 +44,7 @@ class Driver(Protocol):
 
     config: PoolConfig
     publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
+    reclaim_at_once: int  # blocks given back with the end of a session; the rest by `reclaim`
 
     def memory(self) -> ShadowMemory:
         """What the pool's blocks hold."""
@@ -104,6 +105,9 @@ class Driver(Protocol):
     def publish_pending(self, max_blocks: int | None) -> bool:
         """Whether more is left."""
 
+    def reclaim(self, max_blocks: int) -> bool:
+        """Whether more is left."""
+
     def advance(self, seconds: float) -> None:
         """Time passes, and what fell due by itself has happened."""
 
@@ -116,9 +120,11 @@ class CoreDriver:
 
     publishes_itself = False
 
-    def __init__(self, config: PoolConfig, *, max_sessions: int = 64) -> None:
+    def __init__(self, config: PoolConfig, *, max_sessions: int = 64, reclaim_at_once: int = 10**9) -> None:
         self.config = config
+        self.reclaim_at_once = reclaim_at_once
         self.manager = Manager(config)
+        self.manager.reclaim.at_once = reclaim_at_once
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
         self._num_opened = self._num_pins = 0
@@ -226,6 +232,9 @@ class CoreDriver:
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
+
+    def reclaim(self, max_blocks: int) -> bool:
+        return self.manager.reclaim.some(max_blocks)
 
     def publish_pending(self, max_blocks: int | None) -> bool:
         return self.manager.publish_pending(max_blocks)

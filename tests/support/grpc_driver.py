@@ -142,6 +142,7 @@ class GrpcDriver:
     """See drivers.Driver. The service's watermark and eviction policy are the default ones."""
 
     publishes_itself = True
+    reclaim_at_once = 10**9  # more than a tiny pool has
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
@@ -314,6 +315,9 @@ class GrpcDriver:
         (pool,) = self._run(self._client.stats()).pools
         values = {field.name: getattr(pool, field.name) for field in fields(PoolStats)}
         return PoolStats(**values | {"pressure": PressureLevel(pool.pressure)})
+
+    def reclaim(self, max_blocks: int) -> bool:
+        return False
 
     def publish_pending(self, max_blocks: int | None) -> bool:
         return False

@@ -70,6 +70,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.world.publish(choose)
                 self.holds()
 
+    @precondition(lambda self: self.world.naive.closing)
+    @rule(data=st.data())
+    def reclaim(self, data: st.DataObject) -> None:
+        self.world.reclaim(chooser(data))
+
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         self.world.publish(chooser(data))

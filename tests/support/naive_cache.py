@@ -86,6 +86,8 @@ class NaiveCache:
         self.sessions: dict[str, NaiveSession] = {}
         self.sequences: dict[tuple[str, int], NaiveSequence] = {}
         self.index: dict[Key, int] = {}
+        self.closing: list[NaiveSequence] = []  # of sessions that ended, not given back yet
+        self.reclaim_at_once = 10**9  # blocks
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
@@ -125,8 +127,13 @@ class NaiveCache:
         limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
         return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
 
+    @property
+    def holders(self) -> list[NaiveSequence]:
+        """Everything that has a table, and a slot."""
+        return [*self.sequences.values(), *self.closing]
+
     def num_holders(self, block: int) -> int:
-        return sum(block in q.table for q in self.sequences.values()) + sum(block in p.blocks for p in self.pins.values())
+        return sum(block in q.table for q in self.holders) + sum(block in p.blocks for p in self.pins.values())
 
     def states(self) -> list[BlockState]:
         """Rule R1: the one state of every block."""
@@ -135,7 +142,7 @@ class NaiveCache:
             (self.index.values(), BlockState.CACHED),
             (self.fences, BlockState.FENCED),
             (self.quarantine, BlockState.QUARANTINED),
-            *((q.table, BlockState.REFERENCED) for q in self.sequences.values()),
+            *((q.table, BlockState.REFERENCED) for q in self.holders),
             *((pin.blocks, BlockState.REFERENCED) for pin in self.pins.values()),
         ):
             for block in held:

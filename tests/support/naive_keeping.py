@@ -64,14 +64,18 @@ class NaiveKeeping(NaiveCache):
         self.num_expired += num_cached - self.count(BlockState.CACHED)
         self.settle()
 
-    def enforce(self, max_blocks: int, gone: list[int]) -> None:
-        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
-        self.clock += 1
+    def excess(self) -> int:
+        """How many cached blocks are above the limits."""
         cached = [key for key, block in self.index.items() if block in self.ages]
         excess = sum(len(keys) - self.quota() for keys in self.over_quota(cached).values())
         if self.config.max_cached_blocks is not None:
             excess = max(excess, len(cached) - self.config.max_cached_blocks)
-        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(excess, max_blocks)
+        return excess
+
+    def enforce(self, max_blocks: int, gone: list[int]) -> None:
+        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
+        self.clock += 1
+        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(self.excess(), max_blocks)
         self.evict("limits", gone)
         self.settle()
 
@@ -92,11 +96,11 @@ class NaiveKeeping(NaiveCache):
 
     def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
         """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
-        if any(other.running for other in self.sequences.values() if other is not q):
+        if any(other.running for other in self.holders if other is not q):
             return False
         if num_short <= self.count(BlockState.FENCED):
             return False
-        in_use = {block for other in self.sequences.values() for block in other.table} | set(besides)
+        in_use = {block for other in self.holders for block in other.table} | set(besides)
         in_use |= {*self.fences, *self.quarantine}
         return len({block for pin in self.pins.values() for block in pin.blocks} - in_use) >= num_short
 

@@ -53,13 +53,37 @@ class NaiveSteps(NaiveKeeping):
         if may_still_write:
             for block in writable:
                 self.quarantine.setdefault(block, set()).add(session)
-        for q in sequences:
-            self.release(q)
+        self.pending = [q for q in self.pending if q.session != session]
+        for q in sorted(sequences, key=lambda q: q.sequence_id):
+            del self.sequences[session, q.sequence_id]
+            self.num_changes += 1
+            if q.running:
+                self.closing.append(q)
+        self._reclaim(self.reclaim_at_once)
         for pin_id in [pin_id for pin_id, pin in self.pins.items() if pin.session == session]:
             self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
         return len(sequences), len(writable) if may_still_write else 0
+
+    def reclaim(self, max_blocks: int) -> bool:
+        """Gives back what is left of sessions that ended, sequence by sequence. Whether more is left."""
+        self.clock += 1
+        self._reclaim(max_blocks)
+        self.settle()
+        return bool(self.closing)
+
+    def _reclaim(self, max_blocks: int) -> None:
+        while self.closing and max_blocks > 0:
+            session, left = self.closing[0].session, max_blocks
+            while self.closing and self.closing[0].session == session:
+                if left < max_blocks and len(self.closing[0].table) > left:
+                    break
+                q = self.closing.pop(0)
+                left -= len(q.table)
+                for block in q.table:
+                    self.ages.pop(block, None)
+            max_blocks = left
 
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
@@ -190,7 +214,7 @@ class NaiveSteps(NaiveKeeping):
         expect(len(reply.fork_results), len(batch.fork_parents), "fork results")
         columns = (batch.fork_parents, batch.fork_children, batch.fork_lens, reply.fork_results)
         for parent, child, length, result in zip(*(column.tolist() for column in columns), strict=True):
-            room = parent not in refused and len(self.sequences) < self.config.max_sequences
+            room = parent not in refused and len(self.holders) < self.config.max_sequences
             expect(result, ItemResult.OK if room else ItemResult.NO_ROOM, f"fork of {parent}")
             if room:
                 self.fork(self.sequences[session, parent], child, length)
@@ -213,7 +237,7 @@ class NaiveSteps(NaiveKeeping):
 
     def watermark(self) -> int:
         """Blocks kept free when admitting; none when nothing runs."""
-        if not any(q.running for q in self.sequences.values()):
+        if not any(q.running for q in self.holders):
             return 0
         return int(self.config.watermark * self.config.num_usable_blocks)
 

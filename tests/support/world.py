@@ -67,6 +67,11 @@ class World:
         if may_still_write:
             self.ended.append(session)
 
+    def reclaim(self, choose: Choose) -> None:
+        """Some of what ended sessions held is given back."""
+        max_blocks = 1 + choose(3)
+        expect(self.driver.reclaim(max_blocks), self.naive.reclaim(max_blocks), "more is to be given back")
+
     def run_ended(self, session: SessionId) -> None:
         self.memory.run_one(session, ended=True)
 
@@ -92,7 +97,7 @@ class World:
             tenant, known = list(self.naive.logits)[choose(len(self.naive.logits))]
             max_tokens, tokens = 0, list(known[:limit])
         args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
-        if len(self.naive.sequences) == self.config.max_sequences:
+        if len(self.naive.holders) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
@@ -274,10 +279,8 @@ class World:
 
     def enforced(self, max_blocks: int) -> None:
         """The pool has evicted what was above its limits, or so many blocks of it."""
-        config = self.config
-        if config.max_cached_blocks is None and config.tenant_quota == 1:
-            return
-        self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
+        if self.naive.excess() > 0:
+            self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
 
     def gone(self, session: SessionId) -> list[int]:
         """Blocks of which the reference says that they are indexed, and the pool that they are not."""

@@ -93,18 +93,21 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 def _core(policies: Sequence[str], sizes: Sequence[int], requests: Requests, block_size: int) -> list[dict[str, object]]:
-    from cache_service.replay import replay_core
+    from cache_service.replay import replay_core, replay_optimum
 
     longest = max(map(len, requests))
     if min(sizes) < longest:
         raise UsageFailure(f"--blocks {min(sizes)} do not hold the longest request of the trace, of {longest}")
+    best = {num_blocks: round(replay_optimum(requests, num_blocks).hit_rate, 4) for num_blocks in sizes}
     rows = []
     for policy in policies:
         for num_blocks in dict.fromkeys(sizes):
             bar = _bar(requests, f"{policy}, {num_blocks:,} blocks")
             replayed = replay_core(bar, num_blocks, policy, block_size=block_size)
             counts = replayed.num_blocks, replayed.num_hits, replayed.num_evicted
-            rows.append({"target": "core", "policy": policy, "blocks": num_blocks, **_figures(*counts, replayed.step_seconds)})
+            figures = _figures(*counts, replayed.step_seconds)
+            settings = {"target": "core", "policy": policy, "blocks": num_blocks}
+            rows.append({**settings, **figures, "optimum_hit_rate": best[num_blocks]})
     return rows
 
 

@@ -1,0 +1,99 @@
+"""How long a session waits for what another one does: admit 131,072 tokens, or end with 1e6 blocks.
+
+The other session lives in a process of its own. Delays are those of the service: the longest step while it happens, beside
+the longest of as many steps while nothing does.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from cache_service.config import MAX_POOL_BLOCKS
+from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.steps import StepItems
+from tests.benchmarks.crowd import ready_session
+from tests.benchmarks.disturber import NUM_SEQUENCES, NUM_TOKENS
+from tests.benchmarks.growing import Growing
+from tests.benchmarks.processes import process
+
+_LOAD = Growing(64)
+_PAUSE = 0.001  # seconds: what a device would take
+
+
+def figures() -> Iterator[dict[str, object]]:
+    yield from asyncio.run(_measure())
+
+
+async def _measure() -> list[dict[str, object]]:
+    limits = ["--num-blocks", str(MAX_POOL_BLOCKS), "--max-sequences", str(NUM_SEQUENCES + 64)]
+    limits += ["--max-tokens-per-sequence", str(NUM_TOKENS + 64)]
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        cache = f"unix:{folder}/cache"
+        async with (
+            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            AsyncCacheClient(cache) as client,
+        ):
+            steady = Steady(await ready_session(client, _LOAD, 0))
+            for what in ("admission", "reclaim"):
+                other = await _start("-m", "tests.benchmarks.disturber", cache, what)
+                quiet = await steady.step_until(asyncio.create_task(asyncio.sleep(1.0)))
+                happening = asyncio.create_task(_tell(other))
+                busy = await steady.step_until(happening)
+                rows.append({
+                    "while": what,
+                    "its_seconds": round(float(happening.result()), 3),
+                    "median_us": round(float(np.median(busy))),
+                    "p99_us": round(float(np.percentile(busy, 99))),
+                    "longest_us": round(max(busy)),
+                    "steps": len(busy),
+                    "quiet_median_us": round(float(np.median(quiet))),
+                    "quiet_p99_us": round(float(np.percentile(quiet, 99))),
+                    "quiet_longest_us": round(max(quiet)),
+                })  # fmt: skip
+                await other.wait()
+    return rows
+
+
+class Steady:
+    """A session that steps as an engine does."""
+
+    def __init__(self, session: AsyncCacheSession) -> None:
+        self._session = session
+        self._step_idx = 0
+
+    async def step_until(self, event: "asyncio.Task[object]") -> list[float]:
+        """Microseconds of each step until the event, and of some after it."""
+        took = []
+        left = 300
+        while left:
+            left -= event.done()
+            items = StepItems(**_LOAD.grow_columns(self._step_idx % 3000))
+            self._step_idx += 1
+            begin = time.perf_counter()
+            await self._session.step(items)
+            took.append((time.perf_counter() - begin) * 1e6)
+            await asyncio.sleep(_PAUSE)
+        return took
+
+
+async def _start(*args: str) -> asyncio.subprocess.Process:
+    """`python ARGS`, which has said "ready"."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe)
+    assert child.stdout is not None
+    line = await child.stdout.readline()
+    if b"ready" not in line:
+        raise RuntimeError(f"{' '.join(args)} ended before it was ready")
+    return child
+
+
+async def _tell(child: asyncio.subprocess.Process) -> float:
+    """Tells it to begin. Answers how long it took."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(b"go\n")
+    return float(await child.stdout.readline())

@@ -1,0 +1,152 @@
+"""An engine on a pool with a host tier: what it knows of its sequences, what it sends in a step, and what it reports.
+
+It sends at most one item for each sequence, all of them lawful. Orders are reported late, twice, as failed or never;
+`TierCounts` says how often each thing happened.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache_service.types import Executor, Int64Array, SequenceState, SessionId
+from tests.support.engine_model import Choose
+from tests.support.tier_memory import TierOrder
+
+
+@dataclass
+class TierCounts:
+    """How often each thing happened."""
+
+    steps: int = 0
+    loading: int = 0
+    ready: int = 0
+    short_hits: int = 0
+    swap_outs: int = 0
+    swap_ins: int = 0
+    refused_outs: int = 0
+    refused_ins: int = 0
+    failed: int = 0
+    repeated: int = 0
+    late: int = 0
+    silent: int = 0
+    deaths: int = 0
+    closes: int = 0
+    demoted: int = 0
+    promoted: int = 0
+    evicted_hosts: int = 0
+    back_on_device: int = 0
+    back_in_host: int = 0
+    late_commits: int = 0
+    moved: int = 0
+
+    def add(self, other: "TierCounts") -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class TierSequence:
+    """One sequence as its engine knows it. computed: written, or being written; written: (step, length) of each write."""
+
+    id: int
+    tenant: str
+    tokens: list[int]
+    max_tokens: int
+    state: SequenceState = SequenceState.WAITING
+    num_known: int = 0  # tokens that the service knows
+    committed: int = 0
+    reserved: int = 0
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    is_start: bool = False  # what it loads is the hit of a start
+
+
+@dataclass
+class TierItems:
+    """Items of a step, as core_pool.step_batch takes them; outs and ins are sequence ids."""
+
+    forks: list[tuple[int, int, int]] = field(default_factory=list)
+    truncates: list[tuple[int, int]] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+    outs: list[int] = field(default_factory=list)
+    ins: list[int] = field(default_factory=list)
+    starts: list[tuple[int, int, int]] = field(default_factory=list)
+    reserves: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class TierEngine:
+    """One session."""
+
+    session: SessionId
+    executor: Executor
+    step_id: int = 0
+    completed: int = 0
+    sequences: dict[int, TierSequence] = field(default_factory=dict)
+    orders: list[TierOrder] = field(default_factory=list)
+    next_id: int = 1
+
+    def items(self, choose: Choose, block_size: int) -> TierItems:
+        """At most one item for each sequence."""
+        items = TierItems()
+        for q in self.sequences.values():
+            turn = choose(12)
+            if turn == 0 or (turn == 11 and q.state is SequenceState.RUNNING):
+                items.releases.append(q.id)
+            elif q.state is SequenceState.WAITING and turn < 9:
+                items.starts.append((q.id, 1 + choose(2 * block_size), choose(3) * 1000))
+            elif q.state is SequenceState.RUNNING:
+                if turn < 6 and q.reserved < q.max_tokens:
+                    least = q.computed + 1
+                    most = min(q.max_tokens, least + choose(block_size + 1))
+                    if least <= most:
+                        items.reserves.append((q.id, least, most))
+                elif turn < 8:
+                    items.outs.append(q.id)
+                elif turn == 8:
+                    items.truncates.append((q.id, 1 + choose(q.num_known)))
+                elif turn == 9 and q.committed:
+                    items.forks.append((q.id, self.next_id, 1 + choose(q.committed)))
+                    self.next_id += 1
+                elif turn == 10:
+                    items.ins.append(q.id)  # it is there: nothing changes
+            elif q.state in (SequenceState.SWAPPED, SequenceState.LOADING):
+                if turn < 3 and not q.is_start:
+                    items.ins.append(q.id)
+                elif turn == 3 and q.state is SequenceState.SWAPPED:
+                    items.outs.append(q.id)
+        return items
+
+    def commits(self, choose: Choose, counts: TierCounts) -> list[tuple[int, int, list[int]]]:
+        """What has been written by completed steps, also of sequences that were swapped out since."""
+        commits = []
+        for q in self.sequences.values():
+            done = max([length for step, length in q.written if step <= self.completed], default=0)
+            if q.state in (SequenceState.RUNNING, SequenceState.SWAPPED) and done > q.committed and choose(4):
+                q.committed = done
+                new = q.tokens[q.num_known : done]
+                q.num_known = max(q.num_known, done)
+                commits.append((q.id, done, new))
+                counts.late_commits += q.state is SequenceState.SWAPPED
+        return commits
+
+    def reports(self, choose: Choose, counts: TierCounts) -> tuple[Int64Array, Int64Array]:
+        """Ids of orders that have ended: some late, some again, some never."""
+        done: list[int] = []
+        failed: list[int] = []
+        for order in list(self.orders):
+            if not order.has_run or order.silent:
+                continue
+            if order.num_reports == 0 and choose(3) == 0:
+                counts.late += 1
+                continue
+            if order.num_reports:
+                if choose(3):
+                    self.orders.remove(order)
+                    continue
+                counts.repeated += 1
+            order.num_reports += 1
+            (failed if order.fails else done).append(order.id)
+            counts.failed += order.fails and order.num_reports == 1
+        return np.array(done, np.int64), np.array(failed, np.int64)

@@ -1,0 +1,155 @@
+"""A tiny pool with a host tier, its engines, and the content oracle of both tiers around it.
+
+Owns the sessions: each steps with whatever its sequences allow, and its device work runs as late as the protocol lets it, or
+after its end. Rules: `audit` after every operation, `drain` at the end. Who chooses is the Hypothesis machine, the simulation
+or a long run.
+"""
+
+import numpy as np
+
+from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepReply
+from tests.support.core_pool import step_batch
+from tests.support.engine_model import Choose
+from tests.support.tier_answers import TierAnswers
+from tests.support.tier_engine import TierEngine, TierSequence
+from tests.support.tier_memory import TierOrder
+
+TENANTS = ("", "other")
+
+
+class TierWorld(TierAnswers):
+    """See the module."""
+
+    def __init__(self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8) -> None:
+        """faults: one order in so many fails, and one in four times as many is never reported."""
+        super().__init__(config, alphabet, faults)
+        self.engines: dict[SessionId, TierEngine] = {}
+        self.ended: list[SessionId] = []
+        self.tenants = TENANTS[:num_tenants]
+        self._num_opened = 0
+
+    # Sessions
+
+    def open(self, executor: Executor) -> SessionId:
+        self._num_opened += 1
+        session = SessionId(f"{self._num_opened:032x}")
+        self.manager.open_session(session, executor)
+        self.engines[session] = TierEngine(session, executor)
+        return session
+
+    def close(self, session: SessionId, *, may_still_write: bool) -> None:
+        """The session ends; with may_still_write its device goes on as if nothing had happened."""
+        del self.engines[session]
+        self.counts.deaths += may_still_write
+        self.counts.closes += not may_still_write
+        self.manager.close_session(session, may_still_write=may_still_write)
+        if may_still_write:
+            self.ended.append(session)
+        else:
+            self.memory.in_flight.pop(session, None)
+
+    def run_ended(self, session: SessionId) -> None:
+        """A step of a dead session runs: whoever reads what it tears has been given it too early."""
+        queue = self.memory.in_flight.get(session)
+        if queue:
+            queue[0].reads.clear()
+            queue[0].own.clear()
+            self.memory.num_late += 1
+            self.memory.run_one(session)
+
+    def end_quarantine(self, session: SessionId) -> None:
+        while self.memory.in_flight.get(session):
+            self.run_ended(session)
+        self.ended.remove(session)
+        self.manager.end_quarantine(session)
+
+    def create(self, session: SessionId, choose: Choose) -> None:
+        engine, limit = self.engines[session], self.config.limit_tokens
+        used = sum(len(other.sequences) for other in self.engines.values())
+        if used >= self.config.max_sequences:
+            return
+        size = self.config.block_size
+        num_tokens = max(1, min(limit, size * choose(limit // size + 1) + choose(3) - 1))
+        tokens = [choose(self.alphabet) for _ in range(num_tokens)]
+        q = TierSequence(engine.next_id, self.tenants[choose(len(self.tenants))], tokens, limit, num_known=num_tokens)
+        engine.next_id += 1
+        self.manager.create_sequence(session, SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant))
+        engine.sequences[q.id] = q
+
+    # Steps
+
+    def step(self, session: SessionId, choose: Choose) -> StepReply:
+        """Draws a step, sends it, checks the answer and issues its device work."""
+        engine = self.engines[session]
+        step_id = engine.step_id + 1
+        least = step_id - 1 if engine.executor is Executor.CACHE else max(engine.completed, step_id - 2, 0)
+        self._complete(engine, least + choose(step_id - least))
+        items = engine.items(choose, self.config.block_size)
+        done, failed = engine.reports(choose, self.counts)
+        batch = step_batch(
+            step_id,
+            engine.completed,
+            commits=engine.commits(choose, self.counts),
+            forks=items.forks,
+            truncates=items.truncates,
+            releases=items.releases,
+            starts=items.starts,
+            reserves=items.reserves,
+        )._replace(
+            completed_transfers=done,
+            failed_transfers=failed,
+            swap_out_ids=np.array(items.outs, np.int64),
+            swap_in_ids=np.array(items.ins, np.int64),
+        )
+        before = {q.id: q.state for q in engine.sequences.values()}
+        reply = self.manager.step(session, batch)
+        engine.step_id = step_id
+        self.counts.steps += 1
+        self.apply(engine, items, before, reply, choose)
+        if choose(2):
+            self.manager.publish_pending(1 + choose(4))
+        return reply
+
+    def report(self, session: SessionId, choose: Choose) -> None:
+        """A renewal: orders and steps are reported without a step."""
+        engine = self.engines[session]
+        self._complete(engine, engine.completed + choose(engine.step_id - engine.completed + 1))
+        self.manager.complete(session, engine.completed, *engine.reports(choose, self.counts))
+
+    def evict(self, session: SessionId, count: int) -> None:
+        """Evicts cached blocks outside of a step: to the host tier where this session's orders are run at once."""
+        with self.manager.demoting(session) as moved:
+            self.manager.evict_blocks(count)
+        copies = moved.copies
+        columns = (copies.transfer_kinds.tolist(), copies.transfer_sources.tolist(), copies.transfer_destinations.tolist())
+        for kind, source, destination in zip(*columns, strict=True):
+            self.memory.move(TierOrder(0, kind, source, destination))
+
+    def audit(self) -> None:
+        """The pool's own audit, and the content oracle."""
+        wrong = self.manager.check_invariants() + self.memory.faults
+        assert not wrong, wrong
+        swapping = self.manager.tables.swapping
+        assert swapping is not None
+        told = {order.id for engine in self.engines.values() for order in engine.orders if not order.num_reports}
+        assert told == set(swapping.mover.transfers.in_flight), "orders in flight are not those that were told"
+
+    def drain(self) -> None:
+        """Everything ends: no block of either tier may be left behind."""
+        for session in list(self.engines):
+            self.close(session, may_still_write=False)
+        for session in list(self.ended):
+            self.end_quarantine(session)
+        self.audit()
+        self.manager.clear_prefix_cache()
+        self.audit()
+        stats, config = self.manager.stats(), self.config
+        assert stats.num_free_blocks == config.num_usable_blocks, stats
+        assert stats.num_free_host_blocks == max(config.num_host_blocks - 1, 0), stats
+        counts = self.counts
+        counts.demoted, counts.promoted = stats.num_demoted_blocks, stats.num_promoted_blocks
+        counts.evicted_hosts, counts.moved = stats.num_evicted_host_blocks, self.memory.num_moved
+
+    def _complete(self, engine: TierEngine, completed: int) -> None:
+        self.memory.run_through(engine.session, completed)
+        engine.completed = max(engine.completed, completed)
