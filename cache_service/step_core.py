@@ -253,6 +253,8 @@ class StepCore:
             tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
+        if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
+            self._tell_updates(owner, log)
         if len(batch.fork_children):
             forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -268,8 +270,6 @@ class StepCore:
             items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
             starts = [self._start(owner, log, *item) for item in items]
         grants = self._reserve_all(owner, log, batch, plan, refused)
-        if owner.updates:
-            self._tell_updates(owner, log)
         if swapping is not None:
             swapping.finish(owner)
         reply = self._reply(log, forks, starts, plan, grants)
