@@ -232,6 +232,8 @@ class BlockTables:
         if fit.num_short and joined is not None:
             on_device = self.index.block_of_node[nodes] > 0
             nodes, joined = nodes[: int(np.argmin(on_device))], None
+            if len(nodes) * self._block_size < self._min_prefix_tokens:
+                nodes = NO_INT32
             hits = self.index.block_of_node[nodes]
             fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
         if fit.num_short:
@@ -333,7 +335,9 @@ class BlockTables:
         """
         if not self.pins or num_short <= self.pool.num_fenced:
             return False
-        is_alone = all(other == slot for other in self.sequences.running_slots().tolist())
+        states = self.sequences.states
+        holding = np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING))
+        is_alone = all(other == slot for other in holding.tolist())
         return is_alone and self.pins.could_give_way(num_short, hits)
 
     def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:

@@ -17,7 +17,7 @@ from cache_service.owner import Owner
 from cache_service.prefix_index import PrefixIndex
 from cache_service.tiers.host_tier import HostTier
 from cache_service.transfers import Order, Transfers
-from cache_service.types import NO_INT32, UNKNOWN_ROOT, Int32Array, PoolConfig, TransferKind
+from cache_service.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
 
 
 class Mover:
@@ -86,7 +86,7 @@ class Mover:
                 del self.outs[order.source]
             if not ok and self.host.pool.indexed[order.destination]:
                 self.host.pool.unindex(destination)
-                self._forget_hosts(destination)
+                self._forget_hosts(destination, MatchEnd.EVICTED)
             self._pool.end_transfers(source)
             self.host.pool.end_transfers(destination)
             return
@@ -149,11 +149,13 @@ class Mover:
         self._told.extend(orders)
         return orders
 
-    def _forget_hosts(self, hosts: Int32Array) -> None:
+    def _forget_hosts(self, hosts: Int32Array, why: MatchEnd) -> None:
         """Host copies are gone, and with them what nothing else holds."""
-        lost = self._index.forget_hosts(hosts)
+        lost = self._index.forget_hosts(hosts, why)
         if len(lost):
-            self._pool.num_evicted += self._pool.unindex(lost)
+            num_freed = self._pool.unindex(lost)
+            if why is not MatchEnd.EXPIRED:
+                self._pool.num_evicted += num_freed
             self._on_lost()
 
 

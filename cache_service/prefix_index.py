@@ -160,12 +160,12 @@ class PrefixIndex:
             self._lose_hosts(np.array(hosts, np.int32))
         return np.array(blocks, np.int32)
 
-    def forget_hosts(self, hosts: Int32Array) -> Int32Array:
+    def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """These host copies are gone. Forgets the nodes that had nothing else, and all below; answers as forget_nodes."""
         nodes = self.node_of_host[hosts]
         self.node_of_host[hosts] = NO_NODE
         self.host_of_node[nodes] = 0
-        return self.forget_nodes(nodes[self.block_of_node[nodes] == 0])
+        return self.forget_nodes(nodes[self.block_of_node[nodes] == 0], cause)
 
     def leave_device(self, blocks: Int32Array) -> None:
         """These blocks are no longer their nodes', which have a host copy each."""

@@ -41,7 +41,8 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
         num_tenants=tables.index.num_roots,
-        num_expired_blocks=pool.limits.num_expired,
+        num_expired_blocks=pool.limits.num_expired
+        + (tables.swapping.host.pool.limits.num_expired if tables.swapping is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(tables.index.logits.by_node),
         **asdict(counters),

@@ -85,6 +85,9 @@ class StepCore:
             return False
         before = len(self.tables.index)
         is_left = limits.expire(pool, _TICK_BLOCKS) | limits.enforce(pool, _TICK_BLOCKS)
+        if self.tables.swapping is not None:
+            host = self.tables.swapping.host.pool
+            is_left |= host.limits.expire(host, _TICK_BLOCKS)
         self.revision += len(self.tables.index) != before
         return is_left
 

@@ -147,6 +147,8 @@ class Swapping:
             self.num_swap_ins += 1
             return True
         num_missing, num_room = self.shortage_in(owner, slot, num_spare)
+        if num_missing > num_room and self._tables.pins_give_way(slot, num_missing - num_room, self._present(owner, slot)[0]):
+            num_missing, num_room = self.shortage_in(owner, slot, num_spare)
         if num_missing > num_room:
             self._tables.counters.num_refusals += 1
             return False

@@ -20,15 +20,16 @@ from cache_service.types import NO_INT32, Int32Array, MatchEnd, PoolConfig, Sess
 class HostTier:
     """Block ids are the host tier's own; 0 is its null block."""
 
-    def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array], None]) -> None:
-        """forget(host blocks) tells the index which copies are evicted."""
+    def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
+        """forget(host blocks, why) tells the index which copies are gone."""
 
-        def evicted(hosts: Int32Array, _: MatchEnd) -> Int32Array:
-            forget(hosts)
+        def evicted(hosts: Int32Array, why: MatchEnd) -> Int32Array:
+            forget(hosts, why)
             return NO_INT32
 
         self.num_blocks = config.num_host_blocks
-        own = PoolConfig(num_blocks=config.num_host_blocks, block_size=config.block_size)  # least recently used, no limits
+        # Least recently used; of the limits only the time to live, which starts anew when a block is cached here.
+        own = PoolConfig(config.num_host_blocks, config.block_size, prefix_ttl=config.prefix_ttl)
         self.pool = BlockPool(own, index, evicted)
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)  # its content is still on the way
         self.tables: dict[int, Int32Array] = {}  # slot of a swapped sequence: its host blocks in order, 0 for a hole
