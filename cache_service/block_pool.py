@@ -16,10 +16,9 @@ from cache_service.eviction import EvictionPolicy, make_policy
 from cache_service.free_list import FreeList
 from cache_service.limits import CacheLimits
 from cache_service.prefix_index import PrefixIndex
-from cache_service.types import BlockState, Int32Array, MatchEnd, PoolConfig, PressureLevel
+from cache_service.types import BlockState, Int32Array, MatchEnd, PoolConfig
 
 _NONE: Int32Array = np.empty(0, np.int32)
-_PRESSURE_STEPS = ((0.95, PressureLevel.CRITICAL), (0.8, PressureLevel.HIGH), (0.6, PressureLevel.MEDIUM))
 
 
 class BlockPool:
@@ -201,10 +200,6 @@ class BlockPool:
         if self.fence_counts[block]:
             return BlockState.FENCED
         return BlockState.CACHED if self.indexed[block] else BlockState.FREE
-
-    def pressure(self) -> PressureLevel:
-        ratio = self.num_used / (self.num_blocks - 1)
-        return next((level for floor, level in _PRESSURE_STEPS if ratio >= floor), PressureLevel.LOW)
 
     def num_distinct(self, blocks: Int32Array) -> int:
         return len(self._distinct(blocks))

@@ -17,6 +17,7 @@ from cache_service.mover import Mover
 from cache_service.owner import HeldLogits, Owner
 from cache_service.pins import Pins
 from cache_service.prefix_index import PrefixIndex
+from cache_service.progress import Progress
 from cache_service.publishing import Publisher
 from cache_service.retention import drop_outside
 from cache_service.sequence import SequenceTable
@@ -37,6 +38,7 @@ class StepLog:
     update_blocks: list[int] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
+    computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
         self.update_ids.append(sequence_id)
@@ -54,11 +56,15 @@ class Grants:
 
 
 class Fit(NamedTuple):
-    """A start: new blocks and slots that it would get, and how many blocks it lacks, 0 where it fits."""
+    """A start: new blocks and slots that it would get, and how many blocks it lacks, 0 where it fits.
+
+    num_wanted: available blocks that it would take for all that it asks for, those that it must leave alone included.
+    """
 
     num_new: int
     num_slots: int
     num_short: int
+    num_wanted: int
 
 
 class BlockTables:
@@ -67,8 +73,8 @@ class BlockTables:
     def __init__(self, config: PoolConfig) -> None:
         self._block_size = config.block_size
         self._divisor, self._round_up = np.int32(config.block_size), np.int32(config.block_size - 1)
-        self._prefix_caching = config.prefix_caching
-        self._min_prefix_tokens = config.min_prefix_tokens
+        self.prefix_caching = config.prefix_caching
+        self.min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
         self.swapping: Swapping | None = None  # where there is a host tier
         self.index = PrefixIndex(
@@ -76,6 +82,7 @@ class BlockTables:
         )
         self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
+        self.progress = Progress(self.sequences, self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
@@ -107,7 +114,7 @@ class BlockTables:
                 seqs.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
             seqs.num_tokens[slots] = known + num_new
         seqs.num_committed[slots] = lens
-        if self._prefix_caching:
+        if self.prefix_caching:
             self.publisher.note(owner, slots)
         if seqs.num_retaining:
             drop_outside(self, owner, slots, told_now=True)
@@ -125,6 +132,7 @@ class BlockTables:
             column[child] = num_tokens
         for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
             column[child] = column[parent]
+        seqs.start_numbers[child], seqs.last_access[child] = seqs.start_numbers[parent], self.progress.now
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
         if seqs.num_window[parent]:
@@ -171,6 +179,8 @@ class BlockTables:
                 self.swapping.release(owner, slot)
         self.publisher.forget_slots(slots)
         for slot in slots:
+            if self.progress.claims:
+                self.progress.forget(slot)
             owner.ids.remove(int(seqs.ids[slot]))
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.free_slot(slot)
@@ -182,10 +192,10 @@ class BlockTables:
         """
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
-        num_most = min(max_hit, known - 1) // self._block_size if self._prefix_caching else 0
+        num_most = min(max_hit, known - 1) // self._block_size if self.prefix_caching else 0
         num_most = min(num_most, int(seqs.share_limits[slot]))
         nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
-        return nodes if len(nodes) * self._block_size >= self._min_prefix_tokens else NO_INT32
+        return nodes if len(nodes) * self._block_size >= self.min_prefix_tokens else NO_INT32
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
@@ -202,7 +212,7 @@ class BlockTables:
         seqs = self.sequences
         known = int(seqs.num_tokens[slot])
         num_blocks, rest = divmod(known, self._block_size)
-        if rest or max_hit < known or known < self._min_prefix_tokens or num_blocks > seqs.share_limits[slot]:
+        if rest or max_hit < known or known < self.min_prefix_tokens or num_blocks > seqs.share_limits[slot]:
             return None
         nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
         blocks = self.index.block_of_node[nodes]
@@ -219,7 +229,9 @@ class BlockTables:
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
         follow the whole prompt, which the owner then holds; leaves num_spare blocks alone.
         Look-up, hold and first reservation are one decision, so nobody steals the match. Where a part of the hit is in the
-        host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device.
+        host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device. While an elder
+        sequence is owed blocks it is refused. A refusal is a claim, but not with `exactly`: that one is an error and leaves no
+        trace.
         """
         seqs, pool = self.sequences, self.pool
         known = int(seqs.num_tokens[slot])
@@ -236,11 +248,17 @@ class BlockTables:
                 nodes = NO_INT32
             hits = self.index.block_of_node[nodes]
             fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
-        if fit.num_short:
-            if self.pins_give_way(slot, fit.num_short, hits):
-                return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
+        is_younger = bool(self.progress.claims) and self.progress.is_younger(slot)
+        if fit.num_short and not is_younger and self.pins_give_way(slot, fit.num_short, hits):
+            return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
+        if fit.num_short or is_younger:
             self.counters.num_refusals += 1
+            self.counters.num_refused_starts += 1
+            if not exactly:
+                self.progress.refuse(owner, slot, max(1, fit.num_wanted))
             return False
+        if self.progress.claims:
+            self.progress.forget(slot)
         num_new, most = fit.num_new, fit.num_slots
         hit_len = len(hits) * self._block_size
         if joined is not None and self.swapping is not None:
@@ -249,14 +267,14 @@ class BlockTables:
             pool.acquire(hits)
         seqs.tables[slot, : len(hits)] = hits
         seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
-        is_look_up = max_hit > 0 and self._prefix_caching
+        is_look_up = max_hit > 0 and self.prefix_caching
         self.counters.num_look_ups += is_look_up
         self.counters.num_look_up_tokens += known * is_look_up
         self.counters.num_starts += 1
         seqs.num_hit[slot] = hit_len
         seqs.num_reserved[slot] = most
         seqs.last_reserve_step[slot] = owner.step_id
-        seqs.num_accesses[slot] += 1
+        seqs.touch(slot, self.progress.now)
         if joined is not None:
             seqs.states[slot] = SequenceState.LOADING
             return True
@@ -279,15 +297,16 @@ class BlockTables:
         if exactly:
             least = most = max(exactly, hit_len)
         num_loads = len(hits) - int(np.count_nonzero(hits))
-        num_room = self.pool.num_available - self.pool.num_revived(hits) - num_spare - num_loads
+        num_apart = self.pool.num_revived(hits) + num_spare + num_loads  # available, but not for new blocks
+        num_room = self.pool.num_available - num_apart
         num_new = self.sequences.num_blocks(most) - len(hits)
-        num_short = 0
+        num_short, num_wanted = 0, num_new + num_apart
         if num_new > num_room:
             num_new = max(num_room, 0)
             most = (len(hits) + num_new) * self._block_size
         if most < least or (num_loads and num_room < 0):
             num_short = self.sequences.num_blocks(least) - len(hits) - num_room
-        return Fit(num_new, most, num_short)
+        return Fit(num_new, most, num_short, num_wanted)
 
     def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
         """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
@@ -298,9 +317,14 @@ class BlockTables:
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
-        seqs.note_access(slots)
+        seqs.note_access(slots, self.progress.now)
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
+        if self.progress.claims:
+            is_enough = total + self.progress.most_owed <= self.pool.num_available
+            if not is_enough and self.progress.are_younger(slots[growing]).any():
+                return self._reserve_in_order(owner, log, slots, least, wanted)
+            self.progress.forget_all(slots)
         seqs.num_reserved_before[slots] = held
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
@@ -352,28 +376,35 @@ class BlockTables:
         self.last_roots[blocks] = UNKNOWN_ROOT
 
     def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
-        """The same, one by one: when blocks are short, or copies are due."""
-        seqs, pool = self.sequences, self.pool
+        """The same, one by one: when blocks are short or owed to an elder sequence, or copies are due."""
+        seqs, pool, progress = self.sequences, self.pool, self.progress
         reserved = np.empty(len(slots), np.int32)
         item_idx: list[int] = []
         new_blocks: list[int] = []
+        refused: list[tuple[int, int]] = []  # slot, blocks asked for
         starved = False
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
             num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
-            if not starved and num_least > pool.num_available:
+            num_kept = progress.num_kept_from(slot) if progress.claims else 0
+            may_take = not starved or (progress.claims and not num_kept)
+            if may_take and not num_kept and num_least > pool.num_available:
                 self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
-            num_room = (0 if starved else pool.num_available) - len(due)
+            num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
             granted = want
             if num_room < seqs.num_blocks(want) - table_len:
                 granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
             if granted < low or num_room < 0:
-                starved = True
+                # Whom only an elder one's blocks would help does not stand in anybody's way, the elder one's least of all.
+                starved = starved or num_least > pool.num_available
+                refused.append((slot, seqs.num_blocks(want) - table_len + len(due)))
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1
                 continue
+            if progress.claims:
+                progress.forget(slot)
             if len(due):
                 self._copy_on_write(owner, log, slot, due)
             if granted > seqs.num_committed[slot]:
@@ -386,6 +417,8 @@ class BlockTables:
             item_idx.extend([row] * len(blocks))
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
+        for slot, num_blocks in refused:
+            progress.refuse(owner, slot, num_blocks)
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
     def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
@@ -438,7 +471,7 @@ class BlockTables:
     def publish_again(self, owner: Owner, slot: int) -> None:
         """The table is published from its first block."""
         self.unpublish(slot)
-        if self._prefix_caching:
+        if self.prefix_caching:
             self.publisher.note(owner, np.array([slot]))
 
     def _forget(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:

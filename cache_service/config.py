@@ -14,6 +14,7 @@ from typing import Any
 
 from cache_service.errors import InvalidField
 from cache_service.eviction import make_policy
+from cache_service.pressure import PressureGauge
 from kvkeeper.service.config import (
     LOG_LEVELS,
     MAX_SOCKET_PATH_BYTES,
@@ -54,6 +55,9 @@ class CacheConfig:
     max_tokens_per_sequence: int = 4096
     max_sessions: int = 64
     eviction_policy: str = "adaptive"
+    watermark: float = 0.01  # share of a pool kept free when admitting while something runs
+    evict_above: float = 1.0  # share of a pool; cached blocks above it are evicted before they are needed
+    pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_caching: bool = True
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
@@ -91,6 +95,14 @@ class CacheConfig:
             if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
                 raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
         check_range("logits_memory", self.logits_memory, 0, 1 << 40)
+        if not 0 <= self.watermark < 1:
+            raise ConfigError("--watermark: a share from 0 to below 1")
+        if not 0 < self.evict_above <= 1:
+            raise ConfigError("--evict-above: a share above 0 and up to 1")
+        try:
+            PressureGauge(self.pressure_levels, 1)
+        except InvalidField as error:
+            raise ConfigError(f"--pressure-levels: {error}") from None
         check_range("max_sessions", self.max_sessions, 1, 4096)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         check_choice("log_level", self.log_level, LOG_LEVELS)
@@ -119,6 +131,14 @@ def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(quotas.items())
 
 
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares of "0.6,0.8,0.95". Raises ValueError."""
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise ValueError("three shares such as 0.6,0.8,0.95") from None
+
+
 _PARSERS: dict[str, Any] = {
     "listen": str,
     "runtime_dir": Path,
@@ -129,6 +149,9 @@ _PARSERS: dict[str, Any] = {
     "max_tokens_per_sequence": int,
     "max_sessions": int,
     "eviction_policy": str,
+    "watermark": float,
+    "evict_above": float,
+    "pressure_levels": parse_shares,
     "prefix_caching": parse_switch,
     "prefix_ttl": float,
     "min_prefix_tokens": int,
@@ -151,6 +174,9 @@ _HELP = {
     "max_sequences": "most live sequences of a pool",
     "max_tokens_per_sequence": "most tokens of a sequence",
     "max_sessions": "most live sessions",
+    "watermark": "share of a pool kept free for running sequences when others start",
+    "evict_above": "share of a pool above which cached blocks are evicted before they are needed",
+    "pressure_levels": "shares of a pool, held, at which pressure is medium, high and critical (default: 0.6,0.8,0.95)",
     "eviction_policy": "which cached block is forgotten first",
     "prefix_caching": "share committed prefixes between sequences",
     "prefix_ttl": "seconds that a cached block lives without being used (default: for ever)",

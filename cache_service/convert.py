@@ -55,7 +55,7 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
     check_no_transfers(request)
     commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = _EMPTY64
     commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = _EMPTY32
-    start_max_new = start_max_hit = reserve_min = reserve_max = _EMPTY32
+    start_max_new = start_max_hit = start_may_wait = reserve_min = reserve_max = _EMPTY32
     if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
         commit_ids = _int64(request.commit_sequence_ids, "commit_sequence_ids")
         commit_lens = _int32(request.commit_num_tokens, "commit_num_tokens", len(commit_ids))
@@ -77,6 +77,10 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
         start_ids = _int64(request.start_sequence_ids, "start_sequence_ids")
         start_max_new = _int32(request.start_max_new_tokens, "start_max_new_tokens", len(start_ids))
         start_max_hit = _int32(request.start_max_hit_tokens, "start_max_hit_tokens", len(start_ids))
+        if request.start_may_wait:
+            start_may_wait = _int32(request.start_may_wait, "start_may_wait", len(start_ids))
+    elif request.start_may_wait:
+        raise InvalidField("columns of one list are equally long", field="start_may_wait", limit=0)
     if request.reserve_sequence_ids or request.reserve_min_tokens or request.reserve_max_tokens:
         reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
         reserve_min = _int32(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
@@ -100,6 +104,7 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
         reserve_ids,
         reserve_min,
         reserve_max,
+        start_may_wait=start_may_wait,
     )
 
 
@@ -114,6 +119,7 @@ def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
         num_evictable_blocks=reply.num_evictable,
         num_fenced_blocks=reply.num_fenced,
         pressure=reply.pressure,  # type: ignore[arg-type]  # the numbers are the protocol's
+        num_give_back_blocks=reply.num_give_back,
     )
     if len(reply.new_block_ids):
         response.new_block_item_idx = reply.new_block_item_idx.tobytes()
@@ -150,6 +156,7 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
         raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
     check_range("priority", request.priority, -1000, 1000)
     check_range("max_tokens", request.max_tokens, 0, _MAX_INT32)
+    check_range("start_number", request.start_number, 0, MAX_ID)
     if request.packed_token_ids:
         tokens = _int32(request.packed_token_ids, "packed_token_ids", len(request.packed_token_ids) // 4)
         if tokens.min() < 0:
@@ -163,6 +170,7 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
         tenant(request.tenant),
         request.priority,
         retention(request),
+        request.start_number,
     )
 
 
@@ -212,6 +220,17 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
         raise InvalidField(f"{field} has {shortest} to {longest} characters", field=field, limit=longest)
 
 
+def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -> None:
+    """At most one of the ways to say how much should come free. Raises InvalidField."""
+    names = ("num_free_blocks", "num_blocks") if isinstance(request, pb.EvictBlocksRequest) else ("num_blocks",)
+    for name in names:
+        check_range(name, getattr(request, name), 0, _MAX_INT32)
+    if request.HasField("max_utilization"):
+        check_range("max_utilization", request.max_utilization, 0, 1)
+    if sum(bool(getattr(request, name)) for name in names) + request.HasField("max_utilization") > 1:
+        raise InvalidField(f"one of {', '.join(names)} and max_utilization", field=names[-1])
+
+
 def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = _EMPTY32) -> pb.SequenceInfo:
     """A sequence as people see it."""
     retention = None
@@ -232,6 +251,8 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         token_ids=tokens.tolist(),
         num_accesses=view.num_accesses,
         retention=retention,
+        idle_ms=round(view.idle_seconds * 1000),
+        start_number=view.start_number,
     )
 
 

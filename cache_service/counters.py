@@ -20,3 +20,6 @@ class Counters:
     num_cleared_blocks: int = 0
     num_steps: int = 0
     num_refusals: int = 0
+    num_refused_starts: int = 0
+    num_computing_answers: int = 0
+    num_collected_blocks: int = 0

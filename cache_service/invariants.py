@@ -27,6 +27,7 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
     wrong.extend(tables.index.check())
     wrong.extend(_check_pins(tables, owners))
     wrong.extend(tables.publisher.check())
+    wrong.extend(tables.progress.check())
     for slot in running:
         row = tables.sequences.table(slot)
         wrong.extend(_check_sequence(tables, slot, row))
@@ -42,6 +43,7 @@ def _check_counters(tables: BlockTables, owners: list[Owner]) -> list[str]:
         ("more committed than known", seqs.num_committed[live] > seqs.num_tokens[live]),
         ("more committed than reserved", seqs.num_committed[live] > seqs.num_reserved[live]),
         ("more than its most tokens", np.maximum(seqs.num_tokens, seqs.num_reserved)[live] > seqs.max_tokens[live]),
+        ("no place in the order of arrivals", seqs.start_numbers[live] < 1),
         ("blocks while it waits", (seqs.states[live] == SequenceState.WAITING) & (seqs.num_reserved[live] > 0)),
     ):
         wrong.extend(f"sequence {int(i)} has {name}" for i in seqs.ids[live[bad]])

@@ -5,6 +5,7 @@ whose device work is complete at once, and the questions that change nothing. Wh
 where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ from cache_service.updating import SequenceUpdates
 _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
            "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
 
+_ROUNDING = 1e-9  # 0.7 of 10 blocks is 7 blocks
+
 
 class ClearResult(NamedTuple):
     """What clearing the prefix cache did."""
@@ -96,14 +99,17 @@ class Manager(PrefixCalls, SequenceUpdates):
             )
             if reply.reserve_reserved[0] >= num_tokens:
                 return copies_of(reply)
+            self.tables.progress.forget(slot)  # what is refused with an error leaves no trace
         elif seqs.states[slot] != SequenceState.WAITING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
             log = StepLog()
+            self.tables.progress.pass_time(self.now)
             max_hit = num_tokens if look_up else 0
             if self._start_exactly(owner, log, slot, max_hit, num_tokens):
                 self.revision += 1
                 self.tables.counters.num_steps += 1
+                self._note_change()
                 return _copies(log.copy_sources, log.copy_destinations, log.orders)
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
@@ -184,7 +190,9 @@ class Manager(PrefixCalls, SequenceUpdates):
         if reply.swap_in_results[0] == ItemResult.NO_ROOM:
             swapping = self.tables.swapping
             assert swapping is not None, "a swapped sequence without a host tier"
-            requested, room = swapping.shortage_in(owner, slot, self._num_spare())
+            progress = self.tables.progress
+            progress.forget(slot)  # what is refused with an error leaves no trace
+            requested, room = swapping.shortage_in(owner, slot, self._num_spare() + progress.num_kept_from(slot))
             available = max(room, 0)
             raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
@@ -195,6 +203,11 @@ class Manager(PrefixCalls, SequenceUpdates):
         """One sequence with its block table. Raises UnknownSequence."""
         owner, slot = self._find(session, sequence_id)
         return self._view(owner, slot, self.tables.shown_table(slot).copy())
+
+    def start_number(self, session: SessionId, sequence_id: int) -> int:
+        """The sequence's place in the order of arrivals."""
+        _, slot = self._find(session, sequence_id)
+        return int(self.tables.sequences.start_numbers[slot])
 
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
@@ -266,6 +279,9 @@ class Manager(PrefixCalls, SequenceUpdates):
         num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
         has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
         limit = self.config.limit_with(retention)
+        self.tables.progress.pass_time(self.now)
+        if self.tables.progress.would_be_younger(priority=0):
+            num_room, has_room = 0, False  # an elder one waits, and nobody starts before it
         can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
             can_now=can_ever and has_room and self.tables.sequences.num_free_slots > 0,
@@ -280,16 +296,28 @@ class Manager(PrefixCalls, SequenceUpdates):
         """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end."""
         self.revision += 1
         self.tables.pins.clear()
-        return ClearResult(*self.tables.publisher.clear_index())
+        result = ClearResult(*self.tables.publisher.clear_index())
+        self._note_change()
+        return result
 
     def evict_blocks(self, num_free_blocks: int) -> int:
         """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
-        pool = self.tables.pool
-        count = min(max(num_free_blocks - len(pool.free), 0), pool.num_evictable)
-        if count:
-            self.revision += 1
-            pool.evict(count)
-        return count
+        return self._evict(num_free_blocks - len(self.tables.pool.free))
+
+    def evict_count(self, num_blocks: int) -> int:
+        """Evicts so many cached blocks, or all. Answers how many were."""
+        return self._evict(num_blocks)
+
+    def evict_to(self, max_utilization: float) -> int:
+        """Evicts until at most this share of the pool is held or cached, as far as that can be. Answers how many were."""
+        return self._evict(self._num_above(max_utilization))
+
+    def evict_excess(self, max_blocks: int) -> int:
+        """Evicts at most so many of the cached blocks above the configured share. Answers how many were.
+
+        For the time between steps, so that the next one finds its blocks free.
+        """
+        return self._evict(min(self._num_above(self.config.evict_above), max_blocks)) if self.config.evict_above < 1 else 0
 
     @contextmanager
     def demoting(self, session: SessionId) -> Iterator[Demotion]:
@@ -310,7 +338,7 @@ class Manager(PrefixCalls, SequenceUpdates):
 
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
-        return pool_stats(self.tables, self.revision, self.num_sessions)
+        return pool_stats(self.tables, self.gauge, self.revision, self.num_sessions)
 
     def check_invariants(self) -> list[str]:
         """What is wrong, one sentence each; empty when all is well."""
@@ -322,6 +350,19 @@ class Manager(PrefixCalls, SequenceUpdates):
 
     def block_state(self, block: BlockId) -> BlockState:
         return self.tables.pool.state(block)
+
+    def _num_above(self, share: float) -> int:
+        """How many of the held and cached blocks are above this share of the pool."""
+        num_usable = self.config.num_usable_blocks
+        return num_usable - len(self.tables.pool.free) - math.floor(share * num_usable + _ROUNDING)
+
+    def _evict(self, count: int) -> int:
+        pool = self.tables.pool
+        count = min(max(count, 0), pool.num_evictable)
+        if count:
+            self.revision += 1
+            pool.evict(count)
+        return count
 
     def _find(self, session: SessionId, sequence_id: int) -> tuple[Owner, int]:
         owner = self._owner(session)
@@ -335,9 +376,12 @@ class Manager(PrefixCalls, SequenceUpdates):
         seqs, pool = self.tables.sequences, self.tables.pool
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         if seqs.states[slot] == SequenceState.RUNNING:
-            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), pool.num_available
+            num_room = max(0, pool.num_available - self.tables.progress.num_kept_from(slot))
+            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), num_room
         hits = self.tables.index.block_of_node[self.tables.match(slot, num_tokens if look_up else 0)]
         hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
+        if self.tables.progress.is_younger(slot):
+            return num_needed - len(hits), 0
         return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
 
     def _start_exactly(self, owner: Owner, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
@@ -361,6 +405,7 @@ class Manager(PrefixCalls, SequenceUpdates):
         self._publish()
         owner.updates.clear()  # whoever asks is shown the table itself
         owner.complete(self.tables.pool, step_id)
+        self._note_change()
         return reply
 
     def _view(self, owner: Owner, slot: int, table: Int32Array) -> SequenceView:
@@ -379,6 +424,8 @@ class Manager(PrefixCalls, SequenceUpdates):
             block_table=table,
             num_host_blocks=self.tables.swapping.host.num_blocks_of(slot) if self.tables.swapping is not None else 0,
             retention=seqs.retention(slot),
+            start_number=int(seqs.start_numbers[slot]),
+            idle_seconds=max(0.0, self.now - float(seqs.last_access[slot])),
         )
 
 

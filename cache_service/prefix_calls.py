@@ -41,6 +41,7 @@ class PrefixCalls(StepCore):
             return PinResult("", 0)
         self.revision += 1
         pins.add(pin_id, Pin(session, blocks, self.now + ttl))
+        self._note_change()
         return PinResult(pin_id, len(blocks) * self.config.block_size)
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
@@ -53,6 +54,7 @@ class PrefixCalls(StepCore):
             raise UnknownPin("no live pin of this session has this id")
         self.revision += 1
         pins.end(pin_id)
+        self._note_change()
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
         """Stores what follows the first num_tokens of a sequence, for starts whose prompt is just these. Idempotent.

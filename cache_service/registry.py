@@ -17,6 +17,7 @@ from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
+from cache_service.progress import StartNumbers
 from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -32,9 +33,11 @@ Allocate = Callable[[int], SharedMemoryArena]
 class Pool:
     """One KV spec's core and memory. The sets say who keeps it from making room for another."""
 
-    def __init__(self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena) -> None:
+    def __init__(
+        self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena, start_numbers: StartNumbers
+    ) -> None:
         self.key = key
-        self.manager = Manager(config)
+        self.manager = Manager(config, start_numbers)
         self.arena = arena
         bytes_per_block = kv_spec.block_bytes(spec)
         self.blocks: ByteArray = arena.blocks(config.num_blocks, bytes_per_block)  # [num_blocks, block_bytes]
@@ -84,7 +87,10 @@ class Pool:
             self.copying = None
 
     def publish_soon(self) -> None:
-        """Publishes what steps committed when the reply being given is on its way, slice by slice, other calls between."""
+        """Publishes what steps committed when the reply being given is on its way, slice by slice, other calls between.
+
+        Then cached blocks above the configured share are evicted, so that the next step finds its blocks free.
+        """
         if not self._is_publishing:
             self._is_publishing = True
             asyncio.get_running_loop().call_soon(self._publish_slice)
@@ -96,12 +102,13 @@ class Pool:
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
     def _publish_slice(self) -> None:
-        self._is_publishing = self.manager.publish_pending(_SLICE_BLOCKS)
+        is_left = self.manager.publish_pending(_SLICE_BLOCKS)
+        self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
         if self._is_publishing:
             asyncio.get_running_loop().call_later(_PAUSE, self._publish_slice)
 
     def _reclaim_slice(self) -> None:
-        self._is_reclaiming = self.manager.reclaim.some(_SLICE_BLOCKS)
+        self._is_reclaiming = self.manager.reclaim_some(_SLICE_BLOCKS)
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
@@ -121,6 +128,7 @@ class PoolRegistry:
         self._is_ready = False
         self._making = asyncio.Lock()  # one pool is made at a time
         self._num_uses = 0
+        self._start_numbers = StartNumbers()  # of all pools that ever were: ages can be compared, and none is drawn twice
 
     @property
     def pools(self) -> list[Pool]:
@@ -176,6 +184,9 @@ class PoolRegistry:
             max_sequences=self._config.max_sequences,
             max_tokens_per_sequence=self._config.max_tokens_per_sequence,
             eviction_policy=self._config.eviction_policy,
+            watermark=self._config.watermark,
+            evict_above=self._config.evict_above,
+            pressure_levels=self._config.pressure_levels,
             prefix_caching=self._config.prefix_caching,
             prefix_ttl=self._config.prefix_ttl,
             min_prefix_tokens=self._config.min_prefix_tokens,
@@ -184,7 +195,7 @@ class PoolRegistry:
             tenant_quotas=self._config.tenant_quotas,
             logits_memory=self._config.logits_memory,
         )
-        return Pool(key, spec, config, await self._arena(num_bytes))
+        return Pool(key, spec, config, await self._arena(num_bytes), self._start_numbers)
 
     async def _arena(self, num_bytes: int) -> SharedMemoryArena:
         if self._spare:

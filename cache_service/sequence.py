@@ -8,6 +8,7 @@ objects, because a step over a thousand sequences must be array work. Does not k
 import mmap
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_service.errors import InvalidField, UnknownSequence
 from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
@@ -41,9 +42,11 @@ class SequenceTable:
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
         self._num_accesses: Int64Array = np.zeros(slots, np.int64)
-        # What steps leave for later: slots of accesses not counted, tokens (slots, positions, tokens) not written yet.
-        self._accessed: list[Int64Array] = []
+        # What steps leave for later: accesses not counted (slots, when), tokens (slots, positions, tokens) not written yet.
+        self._accessed: list[tuple[Int64Array, float]] = []
         self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
+        self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals; elder is smaller
+        self._last_access = np.zeros(slots, np.float64)
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
@@ -80,9 +83,15 @@ class SequenceTable:
             self.settle()
         return self._tokens
 
-    def note_access(self, slots: Int64Array) -> None:
+    @property
+    def last_access(self) -> npt.NDArray[np.float64]:
+        """[slots] when a step or a read last named each sequence, or made it."""
+        self.settle()
+        return self._last_access
+
+    def note_access(self, slots: Int64Array, now: float) -> None:
         """A step names these distinct sequences."""
-        self._accessed.append(slots)
+        self._accessed.append((slots, now))
         if len(self._accessed) == _MOST_NOTED:
             self.settle()
 
@@ -97,8 +106,9 @@ class SequenceTable:
 
     def settle(self) -> None:
         """Does what steps have left for later."""
-        for slots in self._accessed:
+        for slots, now in self._accessed:
             self._num_accesses[slots] += 1
+            self._last_access[slots] = now
         self._accessed.clear()
         for slots, positions, tokens in self._told:
             self._tokens[slots, positions] = tokens
@@ -107,6 +117,11 @@ class SequenceTable:
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    @property
+    def some_run(self) -> bool:
+        """Whether any sequence holds blocks, or is about to."""
+        return bool(((self.states == SequenceState.RUNNING) | (self.states == SequenceState.LOADING)).any())
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens need."""
@@ -121,6 +136,11 @@ class SequenceTable:
         self.may_copy[slot] = False
         self.share_limits[slot] = _ALL
         return slot
+
+    def touch(self, slot: int, now: float) -> None:
+        """A call or a read has named the sequence."""
+        self.num_accesses[slot] += 1
+        self.last_access[slot] = now
 
     def free_slot(self, slot: int) -> None:
         self.states[slot] = SequenceState.FREE_SLOT

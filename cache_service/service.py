@@ -107,7 +107,11 @@ class CacheService(Questions, PrefixService):
             live.core.complete(request.completed_step_id)
             live.pool.manager.complete(live.core.id, request.completed_step_id)
             live.pool.publish_soon()  # what waited for a copy
-        return pb.RenewSessionResponse(ttl_ms=_ms(live.core.ttl), expected_step_id=live.core.step_id + 1)
+        return pb.RenewSessionResponse(
+            ttl_ms=_ms(live.core.ttl),
+            expected_step_id=live.core.step_id + 1,
+            num_give_back_blocks=live.pool.manager.num_give_back(live.core.id),
+        )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
         result = self._keeper.close(request.session_id, request.epoch, drained=request.drained)
@@ -117,8 +121,10 @@ class CacheService(Questions, PrefixService):
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
         live = self._keeper.require(request.session_id, request.epoch)
-        num_matched = live.pool.manager.create_sequence(live.core.id, convert.sequence_args(request))
-        return pb.CreateSequenceResponse(num_matched_tokens=num_matched)
+        args = convert.sequence_args(request)
+        num_matched = live.pool.manager.create_sequence(live.core.id, args)
+        start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
+        return pb.CreateSequenceResponse(num_matched_tokens=num_matched, start_number=start_number)
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
         convert.check_range("num_tokens", request.num_tokens, 1, 2**31 - 1)
@@ -196,8 +202,14 @@ class CacheService(Questions, PrefixService):
 
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
         live = self._keeper.require(request.session_id, request.epoch)
-        convert.check_range("num_free_blocks", request.num_free_blocks, 0, 2**31 - 1)
-        num_evicted = live.pool.manager.evict_blocks(request.num_free_blocks)
+        convert.check_one_target(request)
+        manager = live.pool.manager
+        if request.HasField("max_utilization"):
+            num_evicted = manager.evict_to(request.max_utilization)
+        elif request.num_blocks:
+            num_evicted = manager.evict_count(request.num_blocks)
+        else:
+            num_evicted = manager.evict_blocks(request.num_free_blocks)
         num_free = live.pool.manager.stats().num_free_blocks
         return pb.EvictBlocksResponse(num_evicted_blocks=num_evicted, num_free_blocks=num_free)
 
@@ -265,6 +277,7 @@ class CacheService(Questions, PrefixService):
         except Exception:
             live.core.mode = mode
             raise
+        live.pool.publish_soon()
 
     async def _copies_done(self, request: _OfSession) -> None:
         """Waits until no large copy runs in the session's pool; see Pool.copy."""

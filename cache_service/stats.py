@@ -5,11 +5,12 @@ from dataclasses import asdict
 import numpy as np
 
 from cache_service.block_tables import BlockTables
+from cache_service.pressure import PressureGauge
 from cache_service.swapping import Swapping
 from cache_service.types import PoolStats, SequenceState
 
 
-def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolStats:
+def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
     pool, seqs, counters = tables.pool, tables.sequences, tables.counters
     running = seqs.running_slots()
@@ -30,7 +31,9 @@ def pool_stats(tables: BlockTables, revision: int, num_sessions: int) -> PoolSta
         slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
         num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
         revision=revision,
-        pressure=pool.pressure(),
+        pressure=gauge.level,
+        num_owed_blocks=tables.progress.num_owed,
+        num_pressure_changes=gauge.num_changes,
         num_sessions=num_sessions,
         num_misses=counters.num_look_ups - counters.num_hits,
         hit_rate=counters.num_hit_tokens / counters.num_look_up_tokens if counters.num_look_up_tokens else 0.0,

@@ -167,6 +167,8 @@ def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> I
             raise wrong_state(sequence_id, int(sequences.states[slot]))
     if int(batch.start_max_new.min()) < 1:
         raise InvalidField("a start computes 1 token or more", field="start_max_new_tokens", limit=1)
+    if len(batch.start_may_wait) and not np.isin(batch.start_may_wait, (0, 1)).all():
+        raise InvalidField("1 where the answer COMPUTING is welcome, else 0", field="start_may_wait", limit=1)
     if int(batch.start_max_hit.min()) < 0:
         raise InvalidField("a hit has 0 tokens or more", field="start_max_hit_tokens", limit=0)
     return slots

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cache_service.block_tables import BlockTables, Grants, StepLog
+from cache_service.computing import computing_len
 from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSession
 from cache_service.owner import Owner
 from cache_service.prefix_index import MAX_TENANTS
+from cache_service.pressure import PressureGauge
+from cache_service.progress import StartNumbers
 from cache_service.publishing import ALL_BLOCKS
 from cache_service.reclaim import Reclaim
 from cache_service.step import StepPlan, check_id, check_step, has_one_each, has_swaps
@@ -26,6 +29,7 @@ from cache_service.types import (
     Int64Array,
     ItemResult,
     PoolConfig,
+    PressureLevel,
     SequenceArgs,
     SequenceState,
     SessionId,
@@ -48,7 +52,8 @@ class CloseResult(NamedTuple):
 class StepCore:
     """See the module. Raises InvalidField for a configuration that cannot work."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
+        """start_numbers: of the whole service; a pool alone has its own."""
         for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
             if getattr(config, name) < least:
                 raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
@@ -56,9 +61,14 @@ class StepCore:
             raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
         if config.num_host_blocks and config.num_host_blocks < 2:
             raise InvalidField("num_host_blocks is 0, or 2 or more", field="num_host_blocks", limit=2)
+        if not 0 < config.evict_above <= 1:
+            raise InvalidField("evict_above is a share above 0 and up to 1", field="evict_above", limit=1)
         self.config = config
+        self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
+        self._start_numbers = start_numbers or StartNumbers()
         self.tables = BlockTables(config)
         self.reclaim = Reclaim(self.tables)
+        self.gauge.on_change = self._tell_pressure
         self._owners: dict[SessionId, Owner] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -81,7 +91,9 @@ class StepCore:
         """
         pool, limits = self.tables.pool, self.tables.pool.limits
         self.revision += self.tables.pins.expire(self.now) > 0
+        self.tables.progress.pass_time(self.now)
         if not limits.is_on:
+            self._note_change()
             return False
         before = len(self.tables.index)
         is_left = limits.expire(pool, _TICK_BLOCKS) | limits.enforce(pool, _TICK_BLOCKS)
@@ -89,6 +101,7 @@ class StepCore:
             host = self.tables.swapping.host.pool
             is_left |= host.limits.expire(host, _TICK_BLOCKS)
         self.revision += len(self.tables.index) != before
+        self._note_change()
         return is_left
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
@@ -109,7 +122,9 @@ class StepCore:
 
     def _publish(self, max_blocks: int = ALL_BLOCKS) -> bool:
         self.tables.sequences.settle()
-        return self.tables.publisher.publish(max_blocks)
+        is_left = self.tables.publisher.publish(max_blocks)
+        self._note_change()
+        return is_left
 
     # Sessions
 
@@ -121,7 +136,7 @@ class StepCore:
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
 
-        Of a large one, some is left for `reclaim.some`.
+        Of a large one, some is left for `reclaim_some`.
         """
         owner = self._owner(session)
         self.revision += 1
@@ -140,12 +155,20 @@ class StepCore:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
+        self.tables.progress.forget_all(slots)
         self.reclaim.end(owner)
         self.tables.pins.end_of(session)
         if self.tables.swapping is not None:
             self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
+        self._note_change()
         return CloseResult(len(ids), self.tables.pool.num_distinct(self._quarantines.get(session, NO_INT32)))
+
+    def reclaim_some(self, max_blocks: int) -> bool:
+        """Gives back about so many blocks of sessions that ended. Whether any are left."""
+        is_left = self.reclaim.some(max_blocks)
+        self._note_change()
+        return is_left
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
@@ -155,7 +178,9 @@ class StepCore:
         if blocks is None:
             return 0
         self.revision += 1
-        return self.tables.pool.end_quarantine(blocks)
+        num_freed = self.tables.pool.end_quarantine(blocks)
+        self._note_change()
+        return num_freed
 
     @property
     def num_sessions(self) -> int:
@@ -176,6 +201,9 @@ class StepCore:
             raise NeverFits(f"{requested} tokens, at most {limit} fit", requested=requested, limit=limit)
         if max_tokens < num_tokens:
             raise InvalidField("max_tokens is less than the prompt", field="max_tokens", limit=num_tokens)
+        if not 0 <= args.start_number <= self._start_numbers.last:
+            limit = self._start_numbers.last
+            raise InvalidField("not a place that was given out before", field="start_number", limit=limit)
         slot = owner.ids.get(sequence_id)
         if slot is not None:
             if not self._is_same(slot, args, max_tokens):
@@ -198,6 +226,8 @@ class StepCore:
             seqs.max_tokens[slot], seqs.priorities[slot] = max_tokens, args.priority
             if args.retention is not None:
                 seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
+            seqs.start_numbers[slot] = args.start_number or self._start_numbers.draw()
+            seqs.last_access[slot] = self.now
             owner.ids.add(sequence_id, slot)
         root = self.tables.index.find_root(args.tenant)
         num_blocks = num_tokens // self.config.block_size
@@ -226,6 +256,7 @@ class StepCore:
             self._check_report(owner, completed_transfers, failed_transfers).report(completed_transfers, failed_transfers)
             self.revision += 1
         owner.complete(self.tables.pool, completed_step_id)
+        self._note_change()
 
     def _check_report(self, owner: Owner, completed: Int64Array, failed: Int64Array) -> Swapping:
         """Who takes a report of orders, which is lawful. Raises InvalidField."""
@@ -239,6 +270,9 @@ class StepCore:
     def _apply(self, owner: Owner, batch: StepBatch, plan: StepPlan) -> StepReply:
         tables, log = self.tables, StepLog()
         self.revision += 1
+        tables.progress.now = self.now
+        if tables.progress.claims:
+            tables.progress.pass_time(self.now)
         tables.counters.num_steps += 1
         forks: list[ItemResult] = []
         starts: list[StartResult] = []
@@ -270,12 +304,15 @@ class StepCore:
         if has_swaps(batch):
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
-            items = zip(plan.start_slots.tolist(), batch.start_max_new.tolist(), batch.start_max_hit.tolist(), strict=True)
-            starts = [self._start(owner, log, *item) for item in items]
+            starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
         if swapping is not None:
             swapping.finish(owner)
-        reply = self._reply(log, forks, starts, plan, grants)
+        num_give_back = 0
+        if tables.progress.claims:
+            tables.progress.end_step(owner)
+            num_give_back = tables.progress.num_give_back(owner)
+        reply = self._reply(log, forks, starts, plan, grants, num_give_back)
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = _int32([item is not None and item.step_id == owner.step_id for item in held])
@@ -341,11 +378,22 @@ class StepCore:
         for slot in owner.ids.find(batch.swap_in_ids, "swap_in_sequence_ids").tolist():
             done = True
             if swapping is not None and states[slot] == SequenceState.SWAPPED:
-                done = swapping.swap_in(owner, slot, self._num_spare())
+                done = self._swap_in(owner, swapping, slot)
                 if states[slot] == SequenceState.RUNNING or (done and self._load_now(owner, log, slot)):
                     log.ready.append(slot)
             ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
         return _int32(outs), _int32(ins)
+
+    def _swap_in(self, owner: Owner, swapping: Swapping, slot: int) -> bool:
+        """A swap-in claims as a start does, and leaves alone what is kept for elder sequences."""
+        progress, num_apart = self.tables.progress, self._num_spare()
+        done = swapping.swap_in(owner, slot, num_apart + (progress.num_kept_from(slot) if progress.claims else 0))
+        if done:
+            progress.forget(slot)
+        else:
+            num_missing, num_room = swapping.shortage_in(owner, slot, num_apart)
+            progress.refuse(owner, slot, max(1, num_missing + self.tables.pool.num_available - num_room))
+        return done
 
     def _with_moves(
         self, reply: StepReply, owner: Owner, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
@@ -370,6 +418,22 @@ class StepCore:
             ready_block_ids=np.concatenate([NO_INT32, *tables]),
         )
 
+    def _start_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+        tables = self.tables
+        may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
+        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
+        ended = [other.number for other in self.reclaim.owners]
+        results: list[StartResult] = []
+        for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
+            if waits and (length := computing_len(tables, slot, max_hit, ended)):
+                tables.progress.forget(slot)  # it is not for want of blocks that it waits
+                tables.counters.num_computing_answers += 1
+                log.computing_lens[slot] = length
+                results.append(StartResult.COMPUTING)
+            else:
+                results.append(self._start(owner, log, slot, max_new, max_hit))
+        return results
+
     def _reserve_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
         if not len(batch.reserve_ids):
             return _NO_GRANTS
@@ -383,7 +447,13 @@ class StepCore:
         return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)
 
     def _reply(
-        self, log: StepLog, forks: list[ItemResult], starts: list[StartResult], plan: StepPlan, grants: Grants
+        self,
+        log: StepLog,
+        forks: list[ItemResult],
+        starts: list[StartResult],
+        plan: StepPlan,
+        grants: Grants,
+        num_give_back: int,
     ) -> StepReply:
         seqs, pool = self.tables.sequences, self.tables.pool
         # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
@@ -393,10 +463,14 @@ class StepCore:
             is_loading = [result is StartResult.LOADING for result in starts]
             tables = [NO_INT32 if loads else table for table, loads in zip(tables, is_loading, strict=True)]
             reserved[is_loading] = 0
+        hits = seqs.num_hit[plan.start_slots] if tables else NO_INT32
+        if log.computing_lens:
+            lens = log.computing_lens
+            hits = _int32([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
         return StepReply(
             fork_results=_int32(forks),
             start_results=_int32(starts),
-            start_hits=seqs.num_hit[plan.start_slots] if tables else NO_INT32,
+            start_hits=hits,
             start_reserved=reserved,
             start_num_blocks=_int32([len(table) for table in tables]),
             start_block_ids=np.concatenate(tables) if tables else NO_INT32,
@@ -411,15 +485,35 @@ class StepCore:
             num_free=len(pool.free),
             num_evictable=pool.num_evictable,
             num_fenced=pool.num_fenced,
-            pressure=pool.pressure(),
+            pressure=self._note_change(),
             revision=self.revision,
+            num_give_back=num_give_back,
         )
+
+    @property
+    def pressure(self) -> PressureLevel:
+        """How full the pool is."""
+        return self.gauge.level
+
+    def _note_change(self) -> PressureLevel:
+        """Blocks were taken, or came free."""
+        return self.gauge.update(self.tables.pool.num_used)
+
+    def _tell_pressure(self, level: PressureLevel) -> None:
+        if self.tables.index.journal is not None:
+            self.tables.index.journal.pressure_changed(level)
+
+    def num_give_back(self, session: SessionId) -> int:
+        """Blocks that the eldest claim misses, where the session runs younger sequences."""
+        progress = self.tables.progress
+        if not progress.claims:
+            return 0
+        progress.pass_time(self.now)
+        return progress.num_give_back(self._owner(session))
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
-        if self.tables.pins and not len(self.tables.sequences.running_slots()):
-            return 0  # what is held is held by pins
-        return self._num_spare_blocks if self.tables.pool.num_referenced else 0
+        return self._num_spare_blocks if self.tables.sequences.some_run else 0
 
     def _owner(self, session: SessionId) -> Owner:
         if session not in self._owners:
@@ -434,6 +528,7 @@ class StepCore:
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
             and seqs.retention(slot) == args.retention
+            and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self.tables.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)
         )

@@ -119,6 +119,7 @@ class Swapping:
         host.tables[slot] = host_table
         self._tables.unpublish(slot)
         seqs.states[slot], seqs.keeps_table[slot] = SequenceState.SWAPPED, True
+        self._tables.progress.forget(slot)
         self.num_swap_outs += 1
         if not move.num_pending:
             self._leave_device(move)

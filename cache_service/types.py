@@ -129,7 +129,7 @@ class PoolConfig:
     prefix_caching: bool = True
     num_host_blocks: int = 0  # 0: no host tier
     evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
-    pressure_levels: tuple[float, float, float] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
+    pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
     max_cached_blocks: int | None = None  # most blocks that are cached and held by nobody
@@ -282,6 +282,8 @@ class SequenceView:
     block_table: Int32Array  # NULL_BLOCK for a hole of retention
     retention: Retention | None = None
     num_host_blocks: int = 0
+    start_number: int = 0
+    idle_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,3 +364,8 @@ class PoolStats:
     num_evicted_host_blocks: int = 0
     num_transfers: int = 0
     num_failed_transfers: int = 0
+    num_refused_starts: int = 0
+    num_computing_answers: int = 0
+    num_owed_blocks: int = 0
+    num_pressure_changes: int = 0
+    num_collected_blocks: int = 0

@@ -38,9 +38,11 @@ class SequenceUpdates(StepCore):
         if priority is not None and priority != seqs.priorities[slot]:
             self.revision += 1
             seqs.priorities[slot] = priority
+            self.tables.progress.change_age(slot)
         if retention is not None and retention != seqs.retention(slot):
             self.revision += 1
             self._narrow(session, slot, retention)
+            self._note_change()
 
     def _narrow(self, session: SessionId, slot: int, retention: Retention) -> None:
         seqs = self.tables.sequences

@@ -81,6 +81,7 @@ class Request:
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     arrival: int = 0  # rank, given by Scheduler.add
+    start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
     num_copied_blocks: int = 0
     num_preemptions: int = 0

@@ -30,15 +30,14 @@ _FORKED = 1  # ItemResult.OK of the protocol
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, limits: Limits, seed: int | None = None) -> None:
-        """seed: of the patience that engines must not share; None draws one."""
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.running = _rows(limits)
         self.waiting = WaitingSequences()
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
         self.num_preemptions = 0
-        self.room = Room(limits.block_size, seed)
+        self.room = Room()
 
     # -- arrivals and ends
 
@@ -77,8 +76,10 @@ class Scheduler:
             self._leave_children(sequence)
         self.waiting.forget_all()
         self.limits, self.running = limits, _rows(limits)
-        self.room = Room(limits.block_size)
+        self.room = Room()
         requests = {sequence.request: None for sequence in self.waiting.sequences}
+        for request in requests:
+            request.start_number = 0  # of another cache service, perhaps
         return [request for request in requests if request.max_len > limits.max_len]
 
     @property
@@ -189,7 +190,7 @@ class Scheduler:
         if len(self.running.live) and not self.room.allows_starts(num_growing):
             return starts
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows or self.room.keeps_waiting(sequence):
+            if not budget or len(starts) == num_free_rows:
                 break
             if sequence.state is SequenceState.WAITING:
                 starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
@@ -221,7 +222,7 @@ class Scheduler:
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
         preempted: tuple[Sequence, ...] = ()
-        if granted.all():
+        if granted.all() and not answer.num_give_back:
             self.room.note_growth()
         elif victim := self.room.choose_victim(running.at(running.live), answer):
             kept = rows != victim.row
@@ -353,7 +354,7 @@ class Scheduler:
             elif result == _NO_ROOM:
                 refused.append(sequence)
         if plan.started:
-            self.room.note_starts(self.running.at(np.array(rows, np.intp)), refused)
+            self.room.note_starts(refused)
         return np.array(rows, np.intp)
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -69,8 +69,13 @@ class SequenceCreator:
         request = sequence.request
         assert sequence.sequence_id is not None
         try:
-            await self._session.create_sequence(
-                sequence.sequence_id, sequence.token_ids, request.max_len, request.tenant, request.priority
+            created = await self._session.create_sequence(
+                sequence.sequence_id,
+                sequence.token_ids,
+                request.max_len,
+                request.tenant,
+                request.priority,
+                start_number=request.start_number,
             )
         except KvkeeperError as error:
             is_bad = error.code is grpc.StatusCode.INVALID_ARGUMENT
@@ -81,6 +86,7 @@ class SequenceCreator:
                 raise
             self._fail(request, RequestFailed(f"the cache service refused it: {error.reason}"))
         else:
+            request.start_number = created.start_number
             self._scheduler.waiting.created(sequence)
             self._wake.set()
         return True

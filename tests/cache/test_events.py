@@ -129,7 +129,8 @@ def test_what_steps_do_is_told_in_their_order() -> None:
     world.prefill(2, [1, 2, 5, 6, 7, 8, 9])  # takes the pool whole: [3, 4] is evicted
     feed.advance(100)
     reader.read()
-    assert reader.kinds[2:] == [EventKind.REMOVED, EventKind.STORED]
+    assert reader.kinds[2:] == [EventKind.REMOVED, EventKind.PRESSURE, EventKind.STORED]
+    assert reader.pressure is PressureLevel.CRITICAL
     third = block_name(first, [5, 6])
     assert list(reader.blocks) == [first, third, block_name(third, [7, 8])]
     world.manager.clear_prefix_cache()

@@ -259,7 +259,8 @@ def test_3_after_one_refused_reservation_nobody_smaller_overtakes() -> None:
     reply = pool.step(reserves=[(1, 16, 16), (2, 5, 5), (3, 4, 4)])  # two blocks left
     assert reply.reserve_reserved.tolist() == [3, 3, 4]  # 3 needs no new block
     assert reply.num_free == 2
-    assert pool.step(reserves=[(2, 5, 5), (1, 16, 16)]).reserve_reserved.tolist() == [5, 3]
+    assert pool.step(reserves=[(2, 5, 5), (1, 16, 16)]).reserve_reserved.tolist() == [3, 3]  # nor in the next step
+    assert pool.step(reserves=[(2, 5, 5), (1, 11, 11)]).reserve_reserved.tolist() == [3, 11]  # what is kept is for 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ async def live(client: Any, spec: pb.KvSpec) -> None:
     """The life of a sequence and its fork, call by call; the synchronous client's calls run in this thread."""
     session = await settle(client.open_session(spec, client_name="test"))
     assert session.pool.block_size == 4
-    assert await settle(session.create_sequence(1, PROMPT, max_tokens=20, priority=3)) == 0
+    created = await settle(session.create_sequence(1, PROMPT, max_tokens=20, priority=3))
+    assert (created.num_matched_tokens, created.start_number) == (0, 1)
     extended = await settle(session.extend(1, 6))
     assert (extended.num_reserved_tokens, len(extended.block_table), extended.priority) == (6, 2, 3)
     assert (await settle(session.write_kv(1, 0, kv(6)))).num_bytes == 2 * kv(6).keys.nbytes

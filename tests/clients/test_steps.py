@@ -21,6 +21,7 @@ ANSWER_COLUMNS = (
     ("start_reserved", "start_num_reserved_tokens", "<i4"),
     ("start_num_blocks", "start_num_blocks", "<i4"),
     ("start_block_ids", "start_block_ids", "<i4"),
+    ("start_has_logits", "start_has_logits", "<i4"),
     ("reserve_reserved", "reserve_num_reserved_tokens", "<i4"),
     ("new_block_item_idx", "new_block_item_idx", "<i4"),
     ("new_block_ids", "new_block_ids", "<i4"),
@@ -34,6 +35,7 @@ ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),
     ("num_evictable", "num_evictable_blocks"),
     ("num_fenced", "num_fenced_blocks"),
+    ("num_give_back", "num_give_back_blocks"),
     ("revision", "revision"),
 )
 

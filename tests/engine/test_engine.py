@@ -48,10 +48,10 @@ async def test_a_refused_step_ends_its_requests_and_the_next_ones_are_served(mon
 async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     create = AsyncCacheSession.create_sequence
 
-    async def refuse_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any) -> int:
+    async def refuse_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
         if token_ids[0] == 7:
             raise KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "no sevens")
-        return await create(session, sequence_id, token_ids, *args)
+        return await create(session, sequence_id, token_ids, *args, **named)
 
     monkeypatch.setattr(AsyncCacheSession, "create_sequence", refuse_sevens)
     async with services() as world:
@@ -136,4 +136,4 @@ def test_every_column_of_a_plan_is_sent() -> None:
     from engine_service.plan import Plan
 
     sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
-    assert set(StepItems.__dataclass_fields__) - sent == {"truncate_ids", "truncate_lens"}
+    assert set(StepItems.__dataclass_fields__) - sent == {"truncate_ids", "truncate_lens", "start_may_wait"}

@@ -136,23 +136,34 @@ def test_the_only_running_one_is_never_preempted() -> None:
     assert request.num_preemptions == 0
 
 
-def test_the_only_one_gives_way_to_other_engines_in_the_end_and_comes_back_when_all_of_it_fits() -> None:
+def test_the_only_one_gives_way_when_an_elder_sequence_of_another_engine_is_owed_blocks() -> None:
     world = World(num_blocks=6, block_size=2)
-    world.cache.blocks -= {1, 2, 3}  # another engine's, which waits for ours
     request = world.submit(make_request([1, 2, 0], 6))
-    for _ in range(310):
+    for _ in range(2):
         world.step()
+    world.cache.num_give_back = 1
+    world.step()
     assert request.state is RequestState.PREEMPTED
     assert request.num_preemptions == 1
-    assert world.scheduler.room.is_giving_way
-    world.cache.blocks |= {1}
-    for _ in range(10):
-        world.step()
-    assert request.state is RequestState.PREEMPTED, "three blocks are less than it can come to"
-    world.cache.blocks |= {2, 3}
+    world.cache.num_give_back = 0
     world.run()
     world.check_outputs()
-    assert not world.scheduler.room.is_giving_way
+
+
+def test_one_sequence_a_step_gives_way_the_youngest_first() -> None:
+    world = World(num_blocks=30, block_size=2)
+    requests = [world.submit(make_request([1, place % 3, 0], 9)) for place in range(3)]
+    world.step()
+    world.cache.num_give_back = 2
+    for num_given in (1, 2):
+        world.step()
+        assert [request.num_preemptions for request in requests] == [0] * (3 - num_given) + [1] * num_given
+    world.cache.num_give_back = 0
+    world.step()
+    assert requests[1].state is RequestState.PREEMPTED, "nothing starts until another sequence has ended"
+    world.run()
+    world.check_outputs()
+    assert [request.num_preemptions for request in requests] == [0, 1, 1]
 
 
 def test_nobody_overtakes_a_refused_start_for_ever() -> None:

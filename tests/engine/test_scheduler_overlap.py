@@ -40,7 +40,7 @@ def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
     assert sum(count for (arrival, _, _), count in world.computed.items() if arrival == 0) == 3 + 3 - 1
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(12, 40),

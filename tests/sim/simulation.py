@@ -52,6 +52,11 @@ class Counts:
     full_hits: int = 0
     retention_dropped: int = 0
     narrowed: int = 0
+    claims: int = 0
+    kept_for_elders: int = 0
+    give_backs: int = 0
+    computing: int = 0
+    pressure_changes: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -87,6 +92,7 @@ class Simulation:
             max_cached_blocks=rng.choice([None, None, 0, 4]),
             tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
             logits_memory=rng.choice([0, 16, 1000]),
+            evict_above=rng.choice([1.0, 1.0, 0.9, 0.5]),
         )
         self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -130,6 +136,9 @@ class Simulation:
         counts.expired, counts.quota_evictions = naive.num_expired, stats.num_quota_evictions
         counts.pins = sum(pin_id != "" for pin_id in self.world.pin_ids)
         counts.retention_dropped = naive.num_retention_dropped
+        counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
+        counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
+        counts.pressure_changes = naive.num_pressure_changes
         return counts
 
     def _open(self, engine: Engine) -> None:
@@ -234,6 +243,9 @@ class Simulation:
         self.counts.steps += 1
         self.world.executed(session, plan, reply)
         self._called()
+        if self.driver.config.evict_above < 1:
+            self.world.evict_excess()
+            self._called()
         return reply
 
     def _late_message(self, engine: Engine) -> None:

@@ -8,38 +8,48 @@ from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, 
 from engine_service.plan import Plan
 from tests.support.scheduler_cache import OutOfSequencesError
 
-_SESSION = SessionId("s")
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
 
 class CoreCache:
-    """Audits the core after every step."""
+    """One session of a pool, its own by default. Audits the core after every step."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_sequences: int, watermark: float = 0.0) -> None:
-        self.manager = Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
-        self.manager.open_session(_SESSION, Executor.ENGINE)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        watermark: float = 0.0,
+        manager: Manager | None = None,
+        session: SessionId = SessionId("s"),  # noqa: B008  # a string
+    ) -> None:
+        self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
+        self.session = session
+        self.manager.open_session(session, Executor.ENGINE)
         self.num_refused_forks_to_come = 0
         self.has_step_in_flight = False  # the last one's device work has not ended
         self._step_id = 0
 
     @property
     def sequences(self) -> list[int]:
-        return [view.sequence_id for view in self.manager.views(_SESSION)]
+        return [view.sequence_id for view in self.manager.views(self.session)]
 
     @property
     def num_reusable_blocks(self) -> int:
         self._step_id += 1
-        self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1))
-        self.manager.complete(_SESSION, self._step_id)
+        self.manager.step(self.session, StepBatch(self._step_id, self._step_id - 1))
+        self.manager.complete(self.session, self._step_id)
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int) -> None:
-        args = SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32), max_len)
+    def create(self, sequence_id: int, tokens: list[int], max_len: int, priority: int = 0, start_number: int = 0) -> int:
+        token_ids = np.array(tokens, np.int32)
+        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, priority=priority, start_number=start_number)
         try:
-            self.manager.create_sequence(_SESSION, args)
+            self.manager.create_sequence(self.session, args)
         except OutOfSequences:
             raise OutOfSequencesError from None
+        return self.manager.start_number(self.session, sequence_id)
 
     def step(self, plan: Plan) -> StepReply:
         self._step_id += 1
@@ -49,7 +59,7 @@ class CoreCache:
             for name, column in columns.items()
         )
         completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
-        reply = self.manager.step(_SESSION, StepBatch(self._step_id, completed, **columns))
+        reply = self.manager.step(self.session, StepBatch(self._step_id, completed, **columns))
         assert self.manager.check_invariants() == []
         self.manager.publish_pending()
         assert self.manager.check_invariants() == []

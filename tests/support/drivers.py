@@ -98,6 +98,9 @@ class Driver(Protocol):
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
 
+    def evict_excess(self) -> int:
+        """What the service does by itself between steps."""
+
     def stats(self) -> PoolStats: ...
 
     def check_invariants(self) -> list[str]: ...
@@ -230,11 +233,14 @@ class CoreDriver:
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
         return self.manager.evict_blocks(num_free_blocks)
 
+    def evict_excess(self) -> int:
+        return self.manager.evict_excess(1 << 30)
+
     def stats(self) -> PoolStats:
         return self.manager.stats()
 
     def reclaim(self, max_blocks: int) -> bool:
-        return self.manager.reclaim.some(max_blocks)
+        return self.manager.reclaim_some(max_blocks)
 
     def publish_pending(self, max_blocks: int | None) -> bool:
         return self.manager.publish_pending(max_blocks)

@@ -134,6 +134,7 @@ class EngineModel:
             del self.sequences[sequence_id]
         starts = [(q.sequence_id, self.length(choose, len(q.tokens)), self._max_hit(choose, q))
                   for q in self.sequences.values() if not q.running and choose(3)]  # fmt: skip
+        may_wait = [choose(2) for _ in starts] if choose(2) else []
         running = [q for q in self.sequences.values() if q.running]
         reserves = [self._reserve(choose, q) for q in running if choose(4)]
         if len(reserves) > 1 and choose(3) == 2:
@@ -157,6 +158,7 @@ class EngineModel:
             reserve_ids=int64([item[0] for item in reserves]),
             reserve_min=int32([item[1] for item in reserves]),
             reserve_max=int32([item[2] for item in reserves]),
+            start_may_wait=int32(may_wait),
         )
         return StepPlan(batch, commits, forks, truncates, releases, starts, reserves)
 

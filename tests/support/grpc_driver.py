@@ -139,14 +139,14 @@ def _retention_of(info: pb.SequenceInfo) -> Retention | None:
 
 
 class GrpcDriver:
-    """See drivers.Driver. The service's watermark and eviction policy are the default ones."""
+    """See drivers.Driver. The service's eviction policy and threshold are the default ones."""
 
     publishes_itself = True
     reclaim_at_once = 10**9  # more than a tiny pool has
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
-        self.config = replace(config, watermark=default.watermark, eviction_policy=default.eviction_policy)
+        self.config = replace(config, evict_above=default.evict_above, eviction_policy=default.eviction_policy)
         self._thread = thread
         self._stack = AsyncExitStack()
         self._sessions: dict[SessionId, AsyncCacheSession] = {}
@@ -169,6 +169,8 @@ class GrpcDriver:
                 max_cached_blocks=config.max_cached_blocks,
                 tenant_quota=config.tenant_quota,
                 logits_memory=config.logits_memory,
+                watermark=config.watermark,
+                pressure_levels=config.pressure_levels,
             )
         )
         self._client = await self._stack.enter_async_context(AsyncCacheClient(self.api.server.address))
@@ -220,9 +222,11 @@ class GrpcDriver:
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         call = self._sessions[session].create_sequence(
-            args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority, _retention_message(args.retention)
+            *(args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority),
+            _retention_message(args.retention),
+            args.start_number,
         )
-        return self._run(call)
+        return self._run(call).num_matched_tokens
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         items = step_items(batch)
@@ -284,6 +288,7 @@ class GrpcDriver:
             num_accesses=info.num_accesses,
             block_table=np.array(info.block_table, np.int32),
             retention=_retention_of(info),
+            start_number=info.start_number,
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
@@ -310,6 +315,9 @@ class GrpcDriver:
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
         return self._run(self._sessions[session].evict_blocks(num_free_blocks)).num_evicted_blocks
+
+    def evict_excess(self) -> int:
+        return 0  # the threshold is the default one, at which nothing is evicted
 
     def stats(self) -> PoolStats:
         (pool,) = self._run(self._client.stats()).pools

@@ -29,6 +29,8 @@ configs = st.builds(
     max_cached_blocks=st.sampled_from([None, None, 0, 2]),
     tenant_quota=st.sampled_from([1.0, 1.0, 0.2, 0.5]),
     logits_memory=st.sampled_from([0, 4, 16, 1000]),  # two numbers of 4 bytes each
+    evict_above=st.sampled_from([1.0, 1.0, 0.75, 0.1]),
+    pressure_levels=st.sampled_from([(0.6, 0.8, 0.95), (0.01, 0.3, 0.5), (0.5, 0.5, 1.0)]),
 )
 
 
@@ -68,6 +70,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.holds()
             if choose(2):
                 self.world.publish(choose)
+                self.holds()
+            if self.world.config.evict_above < 1:
+                self.world.evict_excess()
                 self.holds()
 
     @precondition(lambda self: self.world.naive.closing)

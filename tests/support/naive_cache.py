@@ -63,6 +63,10 @@ class NaiveSequence:
         length = min(length, self.committed)
         return all(self.table[position // block_size] for position in self.readable(length))
 
+    priority: int = 0
+    start_number: int = 0
+    claim: Any = None  # see naive_progress
+
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
 
@@ -72,6 +76,7 @@ class NaiveSession:
     """One session; a step is in flight when its id is above completed."""
 
     executor: Executor
+    number: int = 0  # in the order of opening
     step_id: int = 0
     completed: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, table index, block; not told yet

@@ -18,6 +18,9 @@ class NaiveCalls(NaiveSteps):
     def fits(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> bool:
         """Whether an extend to num_tokens gets its blocks, all of them."""
         match, num_short = self._shortage(q, num_tokens, look_up=look_up)
+        if self.is_younger(q):
+            num_needed = num_short + self.num_available()
+            return q.running and num_needed <= max(0, self.num_available() - self.owed())
         return num_short <= 0 or self.can_give_way(q, num_short, match)
 
     def extend(
@@ -117,7 +120,10 @@ class NaiveCalls(NaiveSteps):
         self.complete(q.session, self.sessions[q.session].step_id - 1)
         yield
         self.evict(f"call on {q.sequence_id}")
+        self.observe()
         self.publish()
+        self.observe()
         self.sessions[q.session].updates.clear()
         self.complete(q.session, self.sessions[q.session].step_id)
         self.settle()
+        self.observe()

@@ -6,6 +6,8 @@ given to `step` is one that the protocol allows; refusals of the others are chec
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from cache_service.types import (
     NULL_BLOCK,
     BlockState,
@@ -18,16 +20,20 @@ from cache_service.types import (
     StepReply,
 )
 from tests.support.naive_cache import NaiveSequence, NaiveSession, expect, require
-from tests.support.naive_keeping import NaiveKeeping
+from tests.support.naive_progress import NaiveProgress
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
-class NaiveSteps(NaiveKeeping):
+class NaiveSteps(NaiveProgress):
     """The reference model, with its operations."""
 
+    num_opened = 0
+    refused: list[tuple[NaiveSequence, int]] = []  # noqa: RUF012  # reservations of this step, with the blocks they asked for
+
     def open_session(self, session: str, executor: Executor) -> None:
-        self.sessions[session] = NaiveSession(executor)
+        self.num_opened += 1
+        self.sessions[session] = NaiveSession(executor, self.num_opened)
 
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
         self.seen_tenants.add(args.tenant)
@@ -35,6 +41,8 @@ class NaiveSteps(NaiveKeeping):
         limit = args.max_tokens or self.config.limit_with(args.retention)
         key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
         q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
+        self.last_number += not args.start_number
+        q.priority, q.start_number = args.priority, args.start_number or self.last_number
         self.sequences[session, q.sequence_id] = q
         self.num_changes += 1
         return q
@@ -43,6 +51,7 @@ class NaiveSteps(NaiveKeeping):
         """Answers (sequences released, blocks in quarantine): what a step in flight may still write is not reused."""
         self.clock += 1
         self.publish()
+        self.observe()
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
@@ -64,6 +73,7 @@ class NaiveSteps(NaiveKeeping):
             self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
+        self.observe()
         return len(sequences), len(writable) if may_still_write else 0
 
     def reclaim(self, max_blocks: int) -> bool:
@@ -87,8 +97,11 @@ class NaiveSteps(NaiveKeeping):
 
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
+        had_any = any(session in owners for owners in self.quarantine.values())
         self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
         self.settle()
+        if had_any:
+            self.observe()
 
     # Steps
 
@@ -118,7 +131,12 @@ class NaiveSteps(NaiveKeeping):
         updates += told
         self.settle()
         expect(sorted(found), sorted(updates), "table updates")
+        self.end_of_step(session)
         self.check_counts(reply)
+        self.observe()
+        expect(reply.pressure, self.pressure, "pressure")
+        expect(reply.num_give_back, self.give_back(session), "blocks to give back")
+        self.num_given_back += reply.num_give_back > 0
 
     def check_counts(self, reply: StepReply) -> None:
         states = self.states()
@@ -142,6 +160,7 @@ class NaiveSteps(NaiveKeeping):
         self.num_changes += retention != q.retention
         if retention != q.retention:
             self.publish()
+            self.observe()
             q.retention = retention
             self.retain(q.session, [q], told_now=False)
         self.settle()
@@ -180,6 +199,7 @@ class NaiveSteps(NaiveKeeping):
         child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
+        child.priority, child.start_number = parent.priority, parent.start_number
         child.table = parent.table[: self.num_blocks(length)]
         child.copied_at = parent.copied_at
         child.published = min(length // self.block_size, parent.published)
@@ -225,10 +245,18 @@ class NaiveSteps(NaiveKeeping):
 
     def _starts(self, session: str, batch: StepBatch, reply: StepReply) -> None:
         tables = iter(reply.start_block_ids.tolist())
+        may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(batch.start_ids), np.int32)
         columns = (batch.start_ids, batch.start_max_new, batch.start_max_hit, reply.start_results, reply.start_hits,
-                   reply.start_reserved, reply.start_num_blocks)  # fmt: skip
-        for sequence_id, max_new, max_hit, result, hit, reserved, count in zip(*(c.tolist() for c in columns), strict=True):
+                   reply.start_reserved, reply.start_num_blocks, may_wait)  # fmt: skip
+        items = zip(*(c.tolist() for c in columns), strict=True)
+        for sequence_id, max_new, max_hit, result, hit, reserved, count, waits in items:
             table = [next(tables) for _ in range(count)]
+            q = self.sequences[session, sequence_id]
+            if waits and (length := self.computing(q, max_hit)):
+                found = (result, hit, reserved, count)
+                expect(found, (StartResult.COMPUTING, length, 0, 0), f"start of {sequence_id}, which may wait")
+                q.claim, self.num_computing = None, self.num_computing + 1
+                continue
             started = self.start(self.sequences[session, sequence_id], max_new, max_hit, hit, reserved, table)
             expect(result, StartResult.STARTED if started else StartResult.NO_ROOM, f"start of {sequence_id}")
         require(next(tables, None) is None, "more start blocks than tables")
@@ -246,17 +274,21 @@ class NaiveSteps(NaiveKeeping):
         """Look-up, pin and first reservation are one decision. Compares with what the core answered."""
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
         logits = self.full_hit(q, max_hit)
-        if logits is not None:
-            self.promised[q.session, q.sequence_id] = self.sessions[q.session].step_id, logits
         match = self.hit(q, limit + (logits is not None))
-        if logits is None:
+        if logits is None and not self.is_younger(q):
             self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
         room = self.room_beside(match) - self.watermark() if logits is None else 1  # a full hit takes no new block
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
-        if room <= 0:
+        if room <= 0 or self.is_younger(q):
+            self.num_kept += room > 0
+            apart = self.num_available() - self.room_beside(match) + self.watermark()
+            self.claim(q, max(1, self.num_blocks(wanted) - len(match) + apart))
             expect((hit, reserved, table), (0, 0, []), f"R7 start of {q.sequence_id} without room")
             return False
+        q.claim = None
+        if logits is not None:
+            self.promised[q.session, q.sequence_id] = self.sessions[q.session].step_id, logits
         expect(hit, len(match) * size, f"R4 hit of {q.sequence_id}")
         expect(reserved, granted, f"slots granted to the start of {q.sequence_id}")
         expect(len(table), self.num_blocks(granted), f"R2 table of {q.sequence_id}")
@@ -287,6 +319,9 @@ class NaiveSteps(NaiveKeeping):
             new_blocks = reply.new_block_ids[of_item].tolist()
             blocked, update = self.reserve(q, least, most, answer, new_blocks, copies, blocked=blocked)
             updates += update
+        for q, num_blocks in self.refused:
+            self.claim(q, num_blocks)
+        self.refused = []
         require(next(copies, None) is None, "more copies than copies-on-write")
         self.check_cleared()
         self.evict("reservations")
@@ -306,10 +341,12 @@ class NaiveSteps(NaiveKeeping):
         """The largest count that fits. Answers whether later items get nothing, and the table updates."""
         target = max(q.reserved, most)
         copied_idx = self.must_copy(q, target)
-        if not blocked:
-            num_least = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
-            self.give_way(q, num_least - self.num_available(), [])
-        room = 0 if blocked else self.num_available()
+        needed = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
+        has_right = bool(self.claimants()) and not self.is_younger(q)
+        if has_right or not (blocked or self.is_younger(q)):
+            self.give_way(q, needed - self.num_available(), [])
+        available = self.num_available()
+        room = 0 if blocked and not has_right else max(0, available - self.kept_from(q))
         room -= copied_idx is not None
         granted = min(target, (len(q.table) + max(room, 0)) * self.block_size)
         name = f"reservation of {q.sequence_id}"
@@ -317,7 +354,10 @@ class NaiveSteps(NaiveKeeping):
             require(answer < least, f"{name}: refused, but the answer {answer} reads as granted")
             expect(answer, min(q.reserved, least - 1), f"{name}, refused")
             expect(new_blocks, [], f"R7 {name}, refused")
-            return True, []
+            self.refused.append((q, self.num_blocks(target) - len(q.table) + (copied_idx is not None)))
+            self.num_kept += needed <= available and not blocked
+            return blocked or needed > available, []
+        q.claim = None
         expect(answer, granted, name)
         expect(len(new_blocks), self.num_blocks(granted) - len(q.table), f"R2 new blocks of {name}")
         updates: list[Update] = []

@@ -43,6 +43,7 @@ class FakeAnswer:
     num_free: int = 0
     num_evictable: int = 0
     num_fenced: int = 0
+    num_give_back: int = 0
 
     def as_columns(self) -> "FakeAnswer":
         for name, value in vars(self).items():
@@ -59,17 +60,20 @@ class NaiveCache:
         self.sequences: dict[int, FakeSequence] = {}
         self.index: dict[tuple[int, ...], int] = {}
         self.num_refused_forks_to_come = 0
+        self.num_give_back = 0  # told with every answer
 
     @property
     def num_reusable_blocks(self) -> int:
         return len(self.free_blocks()) + len(self.evictable())
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int) -> None:
+    def create(self, sequence_id: int, tokens: list[int], max_len: int, priority: int = 0, start_number: int = 0) -> int:
+        """Answers the start number, which this cache does not know."""
         assert sequence_id not in self.sequences
         assert 0 < len(tokens) < max_len
         if len(self.sequences) >= self.max_sequences:
             raise OutOfSequencesError
         self.sequences[sequence_id] = FakeSequence(list(tokens), max_len)
+        return 0
 
     def holders(self, block: int) -> int:
         tables = sum(block in (sequence.table or ()) for sequence in self.sequences.values())
@@ -112,6 +116,7 @@ class NaiveCache:
             zip(plan.reserve_ids.tolist(), plan.reserve_min.tolist(), plan.reserve_max.tolist(), strict=True)
         ):
             starved = not self._reserve(item, sequence_id, least, most, starved, answer)
+        answer.num_give_back = self.num_give_back
         answer.num_free, answer.num_evictable = len(self.free_blocks()), len(self.evictable())
         return answer.as_columns()
 

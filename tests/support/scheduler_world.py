@@ -93,7 +93,10 @@ class World:
         while (sequence := self.scheduler.next_to_create()) is not None:
             assert sequence.sequence_id is not None
             try:
-                self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
+                request = sequence.request
+                request.start_number = self.cache.create(
+                    sequence.sequence_id, sequence.token_ids.tolist(), request.max_len, request.priority, request.start_number
+                )
             except OutOfSequencesError:
                 self.scheduler.waiting.create_refused(sequence, try_again=True)
                 return

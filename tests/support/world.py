@@ -7,8 +7,10 @@ simulator differ only in who chooses.
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 
@@ -71,6 +73,7 @@ class World:
         """Some of what ended sessions held is given back."""
         max_blocks = 1 + choose(3)
         expect(self.driver.reclaim(max_blocks), self.naive.reclaim(max_blocks), "more is to be given back")
+        self.naive.observe()
 
     def run_ended(self, session: SessionId) -> None:
         self.memory.run_one(session, ended=True)
@@ -96,7 +99,10 @@ class World:
         if self.naive.logits and choose(4) == 3:  # a prompt that may need no pass
             tenant, known = list(self.naive.logits)[choose(len(self.naive.logits))]
             max_tokens, tokens = 0, list(known[:limit])
-        args = SequenceArgs(SequenceId(engine.new_id(choose)), int32(tokens), max_tokens, tenant, retention=retention)
+        priority = (0, 0, -1, 1)[choose(4)]
+        number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
+        sequence_id = SequenceId(engine.new_id(choose))
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number)
         if len(self.naive.holders) == self.config.max_sequences:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
@@ -124,12 +130,14 @@ class World:
         self.naive.clock += 1
         is_left = self.driver.publish_pending(max_blocks)
         require(self.naive.publish(max_blocks or 10**9) <= is_left, "there is more to publish than the core says")
+        self.naive.observe()
         self.enforced(max_blocks or 10**9)
 
     def published_by_itself(self) -> None:
         """A pool that publishes by itself has done so by now."""
         if self.driver.publishes_itself:
             self.naive.publish()
+            self.naive.observe()
             self.enforced(10**9)
 
     def plan(self, session: SessionId, choose: Choose) -> StepPlan:
@@ -193,6 +201,7 @@ class World:
         self.naive.clock += 1
         self.naive.complete(session, engine.completed)
         self.naive.settle()
+        self.naive.observe()
         self.published_by_itself()
 
     def narrow(self, session: SessionId, choose: Choose) -> bool:
@@ -207,17 +216,34 @@ class World:
             return False
         self.driver.update(session, q.sequence_id, wanted)
         self.naive.narrow(self.naive.sequences[session, q.sequence_id], wanted)
+        if wanted != held:
+            self.naive.observe()
         q.retention = wanted
         q.drop(size)
         return True
 
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
+        self.naive.observe()
 
     def evict(self, session: SessionId, num_free: int) -> None:
+        self._evict(session, num_free, lambda: self.driver.evict_blocks(session, num_free))
+
+    def evict_excess(self) -> None:
+        """What is held and cached above the configured share goes, between two steps."""
+        session, share = next(iter(self.engines), None), Fraction(str(self.config.evict_above))
+        if session is not None:
+            usable = self.config.num_usable_blocks
+            self._evict(session, usable - math.floor(share * usable), self.driver.evict_excess)
+
+    def _evict(self, session: SessionId, num_free: int, call: Callable[[], int]) -> None:
         self.naive.clock += 1
         num_evicted = self.driver.evict_blocks(session, num_free)
         self.naive.evict_to(num_free, num_evicted, self.gone(session))
+        num_evicted = call()
+        gone = [block for (tenant, tokens), block in self.naive.index.items()
+                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
+        self.naive.evict_to(num_free, num_evicted, gone)
 
     # Pins and time
 
@@ -231,6 +257,8 @@ class World:
         found = self.driver.pin_prefix(session, tenant, int32(tokens), ttl)
         self.naive.pin(session, tenant, tokens, ttl, found)
         self.pin_ids += [found[0]]
+        if found[0]:
+            self.naive.observe()
 
     def unpin(self, session: SessionId, choose: Choose) -> None:
         """A pin of the session ends; one of another, or one that has ended, is refused."""
@@ -241,6 +269,7 @@ class World:
         else:
             self.driver.unpin_prefix(session, pin_id)
             self.naive.unpin(pin_id)
+            self.naive.observe()
 
     def store_logits(self, session: SessionId, choose: Choose) -> None:
         """Of a prefix that is cached, or of one that is not."""
@@ -275,6 +304,7 @@ class World:
             self.driver.advance(min(seconds, 1.0))
             self.naive.pass_time(min(seconds, 1.0))
             self.enforced(10**9)
+            self.naive.observe()
             seconds -= 1.0
 
     def enforced(self, max_blocks: int) -> None:
@@ -308,7 +338,7 @@ class World:
         views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
         shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
                   v.block_table.tolist()) for v in views]  # fmt: skip
-        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0)
+        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0, num_refused_starts=0)
         return shown, stats, self.driver.block_states()
 
     def audit(self) -> None:
@@ -325,12 +355,17 @@ class World:
             expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
             expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
             expect(view.retention, q.retention, f"retention of {sequence_id}")
+            expect((view.priority, view.start_number), (q.priority, q.start_number), f"age of {sequence_id}")
         stats, naive = self.driver.stats(), self.naive
         pinned = {block for pin in naive.pins.values() for block in pin.blocks}
         expect((stats.num_pins, stats.num_pinned_blocks), (len(naive.pins), len(pinned)), "pins and pinned blocks")
         states = self.driver.block_states()
         if states is not None:
             expect(states, self.naive.states(), "R1 block states")
+        expect(stats.pressure, naive.pressure, "pressure")
+        if states is not None:  # a service looks more often, when nobody can tell
+            expect(stats.num_pressure_changes, naive.num_pressure_changes, "changes of pressure")
+        expect((stats.num_owed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "owed, computing")
         for session in self.engines:
             reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]),
                           unread(q.retention, q.committed))

@@ -80,7 +80,8 @@ class SessionCalls:
         tenant: str,
         priority: int,
         retention: pb.Retention | None,
-    ) -> Call[int]:
+        start_number: int,
+    ) -> Call[pb.CreateSequenceResponse]:
         request = pb.CreateSequenceRequest(
             **self.head,
             sequence_id=sequence_id,
@@ -89,8 +90,9 @@ class SessionCalls:
             tenant=tenant,
             priority=priority,
             retention=retention,
+            start_number=start_number,
         )
-        return Call("CreateSequence", request, lambda answer: answer.num_matched_tokens)
+        return Call("CreateSequence", request, _whole)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool) -> Call[pb.SequenceInfo]:
         request = pb.ExtendSequenceRequest(
@@ -180,8 +182,22 @@ class SessionCalls:
     def clear_prefix_cache(self) -> Call[pb.ClearPrefixCacheResponse]:
         return Call("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self.head), _whole)
 
-    def evict_blocks(self, num_free_blocks: int) -> Call[pb.EvictBlocksResponse]:
-        return Call("EvictBlocks", pb.EvictBlocksRequest(**self.head, num_free_blocks=num_free_blocks), _whole)
+    def evict_blocks(
+        self, num_free_blocks: int, num_blocks: int, max_utilization: float | None
+    ) -> Call[pb.EvictBlocksResponse]:
+        request = pb.EvictBlocksRequest(
+            **self.head, num_free_blocks=num_free_blocks, num_blocks=num_blocks, max_utilization=max_utilization
+        )
+        return Call("EvictBlocks", request, _whole)
+
+    def select_victims(
+        self, policy: "pb.VictimPolicy", num_blocks: int, max_utilization: float | None
+    ) -> Call[pb.SelectVictimsResponse]:
+        request = pb.SelectVictimsRequest(**self.head, policy=policy, num_blocks=num_blocks, max_utilization=max_utilization)
+        return Call("SelectVictims", request, _whole)
+
+    def collect_garbage(self) -> Call[pb.CollectGarbageResponse]:
+        return Call("CollectGarbage", pb.CollectGarbageRequest(**self.head), _whole)
 
     def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]) -> Call[pb.WriteKvResponse]:
         head = {**self.head, "sequence_id": sequence_id}

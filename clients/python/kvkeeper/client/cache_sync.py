@@ -118,9 +118,11 @@ class CacheSession:
         tenant: str = "",
         priority: int = 0,
         retention: pb.Retention | None = None,
-    ) -> int:
-        """Store a prompt; the leading tokens that are cached now, for information. No retention keeps everything."""
-        return self._do(self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention))
+        start_number: int = 0,
+    ) -> pb.CreateSequenceResponse:
+        """Store a prompt. No retention keeps everything; start_number keeps an age that was answered, 0 draws the next."""
+        call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
+        return self._do(call)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
@@ -201,9 +203,24 @@ class CacheSession:
         """Forget all cached blocks of the pool that nothing holds."""
         return self._do(self._calls.clear_prefix_cache())
 
-    def evict_blocks(self, num_free_blocks: int) -> pb.EvictBlocksResponse:
-        """Evict until so many blocks are free."""
-        return self._do(self._calls.evict_blocks(num_free_blocks))
+    def evict_blocks(
+        self, num_free_blocks: int = 0, num_blocks: int = 0, max_utilization: float | None = None
+    ) -> pb.EvictBlocksResponse:
+        """Evict until so many blocks are free, so many cached blocks, or until this share of the pool is held or cached."""
+        return self._do(self._calls.evict_blocks(num_free_blocks, num_blocks, max_utilization))
+
+    def select_victims(
+        self,
+        policy: "pb.VictimPolicy" = pb.VICTIM_POLICY_PRIORITY,
+        num_blocks: int = 0,
+        max_utilization: float | None = None,
+    ) -> pb.SelectVictimsResponse:
+        """Which of the session's sequences to preempt so that so many blocks come free; neither number means one victim."""
+        return self._do(self._calls.select_victims(policy, num_blocks, max_utilization))
+
+    def collect_garbage(self) -> pb.CollectGarbageResponse:
+        """Free what nobody can use any more."""
+        return self._do(self._calls.collect_garbage())
 
     def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()) -> pb.WriteKvResponse:
         """Write K and V into reserved, uncommitted slots; no layers are all layers."""

@@ -48,6 +48,7 @@ class StepItems:
     start_ids: Int64Array = field(default_factory=_none64)
     start_max_new: Int32Array = field(default_factory=_none32)
     start_max_hit: Int32Array = field(default_factory=_none32)  # 0: no look-up
+    start_may_wait: Int32Array = field(default_factory=_none32)  # 1 where the answer COMPUTING is welcome; empty: nowhere
     reserve_ids: Int64Array = field(default_factory=_none64)
     reserve_min: Int32Array = field(default_factory=_none32)
     reserve_max: Int32Array = field(default_factory=_none32)
@@ -78,6 +79,7 @@ class StepResult(NamedTuple):
     num_free: int
     num_evictable: int
     num_fenced: int
+    num_give_back: int  # blocks that an elder sequence is owed, where this session runs younger ones
     pressure: int  # of PressureLevel
     revision: int
 
@@ -97,6 +99,7 @@ _REQUEST_COLUMNS = (
     ("start_ids", "start_sequence_ids", _INT64),
     ("start_max_new", "start_max_new_tokens", _INT32),
     ("start_max_hit", "start_max_hit_tokens", _INT32),
+    ("start_may_wait", "start_may_wait", _INT32),
     ("reserve_ids", "reserve_sequence_ids", _INT64),
     ("reserve_min", "reserve_min_tokens", _INT32),
     ("reserve_max", "reserve_max_tokens", _INT32),
@@ -143,6 +146,7 @@ def decode(raw: bytes) -> StepResult:
         num_free=response.num_free_blocks,
         num_evictable=response.num_evictable_blocks,
         num_fenced=response.num_fenced_blocks,
+        num_give_back=response.num_give_back_blocks,
         pressure=response.pressure,
         revision=response.revision,
     )
