@@ -316,6 +316,9 @@ class Scheduler:
         for child, child_id, table, result in answers:
             if result == _FORKED:
                 self.waiting.num_known += 1
+                if child.state is SequenceState.ENDED:  # since the plan was made
+                    self.waiting.releases.append(child_id)
+                    continue
                 child.sequence_id, child.state = child_id, SequenceState.RUNNING
                 shared = len(child.request.prompt)
                 self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
@@ -343,6 +346,8 @@ class Scheduler:
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
         for sequence, end, result, hit_len, reserved, num_blocks in items:
+            if sequence.state is SequenceState.ENDED:
+                continue  # since the plan was made; its release is noted already
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING

@@ -103,8 +103,8 @@ class World:
             self.scheduler.waiting.created(sequence)
 
     def step(self) -> Work:
-        for request in self._cancels.pop(self.num_steps, ()):
-            self.cancel(request)
+        if not self._overlap:
+            self._cancel_due()
         self.num_steps += 1
         self.create_all()
         plan = self.scheduler.schedule(self._guesses())
@@ -114,6 +114,8 @@ class World:
         if self._in_flight is not None:
             self._finish(self._in_flight)
             self._in_flight = None
+        if self._overlap:  # at the worst of times: the plan is made, and not applied yet
+            self._cancel_due()
         work = self.scheduler.apply(plan, answer)
         self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
         if self._overlap:
@@ -121,6 +123,11 @@ class World:
         else:
             self._finish(work)
         return work
+
+    def _cancel_due(self) -> None:
+        for due in [step for step in self._cancels if step <= self.num_steps]:
+            for request in self._cancels.pop(due):
+                self.cancel(request)
 
     def _finish(self, work: Work) -> None:
         """The device runs it, and its tokens are taken."""
