@@ -244,7 +244,7 @@ class BlockTables:
         if fit.num_short and joined is not None:
             on_device = self.index.block_of_node[nodes] > 0
             nodes, joined = nodes[: int(np.argmin(on_device))], None
-            if len(nodes) * self._block_size < self._min_prefix_tokens:
+            if len(nodes) * self._block_size < self.min_prefix_tokens:
                 nodes = NO_INT32
             hits = self.index.block_of_node[nodes]
             fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)

@@ -220,6 +220,13 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
         raise InvalidField(f"{field} has {shortest} to {longest} characters", field=field, limit=longest)
 
 
+def victim_policy(number: int) -> str:
+    """The policy's name. Raises InvalidField."""
+    if number not in pb.VictimPolicy.values():
+        raise InvalidField("a policy of VictimPolicy is wanted", field="policy", limit=max(pb.VictimPolicy.values()))
+    return pb.VictimPolicy.Name(number or pb.VICTIM_POLICY_PRIORITY).removeprefix("VICTIM_POLICY_").lower()
+
+
 def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -> None:
     """At most one of the ways to say how much should come free. Raises InvalidField."""
     names = ("num_free_blocks", "num_blocks") if isinstance(request, pb.EvictBlocksRequest) else ("num_blocks",)
@@ -287,8 +294,10 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
         state=_BLOCK_STATES[view.state],
         num_references=view.num_references,
         num_fences=view.num_fences,
+        num_transfers=view.num_transfers,
         num_quarantines=view.num_quarantines,
         indexed=view.indexed,
+        has_host_copy=view.has_host_copy,
     )
 
 

@@ -13,7 +13,7 @@ from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
 from cache_service.types import Int32Array, MatchEnd, PoolConfig, SequenceState
 
-_MAX_CHILDREN = 4096  # of the last matched block that are compared with what comes next, the youngest first
+_MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: 
     """tokens [1 or more]."""
     index, size = tables.index, config.block_size
     root = index.find_root(tenant)
-    nodes = index.match(root, tokens, len(tokens) // size)
+    nodes = tables.match_tokens(root, tokens, len(tokens) // size)
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
@@ -49,7 +49,7 @@ def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: 
         num_matched=num_matched,
         num_host=num_host,
         num_hit=num_hit,
-        num_common=_num_common(index, last, tokens[num_matched : num_matched + size]),
+        num_common=_num_common(index, last, tokens[num_matched : num_matched + size], size),
         end=end,
         seconds_ago=seconds_ago,
     )
@@ -61,6 +61,8 @@ def in_words(found: Explanation) -> str:
     if found.num_host:
         first += f" ({found.num_host:,} of them in the host tier only)"
     why = _WORDS[found.end]
+    if found.end is MatchEnd.EVICTED and found.seconds_ago is None:
+        why = "the next block is on its way to the host tier"
     if found.seconds_ago is not None:
         why += f" {found.seconds_ago:,.1f} s ago"
     if found.num_common:
@@ -96,9 +98,12 @@ def _end(
     seqs = tables.sequences
     if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
-    gone = tables.index.gone.last_end(last, needed[num_matched:])
+    index = tables.index
+    gone = index.gone.last_end(last, needed[num_matched:])
+    if len(index.match(last, needed[num_matched:], 1)):
+        return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if gone is not None:
-        return gone[0], max(tables.index.gone.now - gone[1], 0.0)
+        return gone[0], max(index.gone.now - gone[1], 0.0)
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
         return MatchEnd.COMPUTING, None  # it is committed, and about to be published
     return MatchEnd.NEVER_STORED, None
@@ -109,16 +114,19 @@ def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarr
     computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
     shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
     slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    if not len(slots):  # as with tokens that are more than a sequence can have
+        return False
     start = len(needed) - seqs.block_size
     same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
     return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())
 
 
-def _num_common(index: PrefixIndex, node: int, tokens: Int32Array) -> int:
+def _num_common(index: PrefixIndex, node: int, tokens: Int32Array, block_size: int) -> int:
     """Most leading tokens that a block behind this node has in common with these."""
     children = index.children(node, _MAX_CHILDREN) if node and len(tokens) else []
     if not children:
         return 0
     rows = np.array([index.key_tokens(child)[1][: len(tokens)] for child in children])
     differs = rows != tokens
-    return int(np.where(differs.any(axis=1), differs.argmax(axis=1), len(tokens)).max())
+    all_alike = len(tokens) if len(tokens) < block_size else 0  # the very block is there, but cannot be had now
+    return int(np.where(differs.any(axis=1), differs.argmax(axis=1), all_alike).max())

@@ -188,6 +188,19 @@ class CacheService(Questions, PrefixService):
         rows = [convert.sequence_info(view, with_table=False) for view in views]
         return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 
+    async def select_victims(self, request: pb.SelectVictimsRequest) -> pb.SelectVictimsResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        convert.check_one_target(request)
+        policy = convert.victim_policy(request.policy)
+        share = request.max_utilization if request.HasField("max_utilization") else None
+        victims = live.pool.manager.select_victims(live.core.id, policy, request.num_blocks, share)
+        ids = live.pool.manager.tables.sequences.ids[victims.slots].tolist() if victims.slots else []
+        return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
+
+    async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
+
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         blocks = live.pool.manager.match_prefix(convert.tenant(request.tenant), convert.token_ids(request.token_ids))
@@ -231,15 +244,18 @@ class CacheService(Questions, PrefixService):
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
-        view = live.pool.manager.view(live.core.id, sequence_id)
+        for layer_idx in request.layer_idx:
+            convert.check_range("layer_idx", layer_idx, 0, num_layers - 1)
+        view = live.pool.manager.readable(live.core.id, sequence_id)
         committed, first = view.num_committed_tokens, request.first_token_idx
         convert.check_range("first_token_idx", first, 0, committed)
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
         check_readable(view.retention, committed, first, request.num_tokens or committed - first)
+        live.pool.manager.note_read(live.core.id, sequence_id)
         for layer_idx in request.layer_idx or range(num_layers):
             for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
                 await self._copies_done(request)  # one of them may fill the block that is read
-                view = live.pool.manager.view(live.core.id, sequence_id)
+                view = live.pool.manager.readable(live.core.id, sequence_id)
                 key, value = kv_io.read(live.pool, view, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
                     layer_idx=layer_idx, first_token_idx=token_idx, num_tokens=num_tokens, key=key, value=value

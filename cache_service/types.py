@@ -293,8 +293,10 @@ class BlockView:
     state: BlockState
     num_references: int
     num_fences: int
+    num_transfers: int
     num_quarantines: int
     indexed: bool
+    has_host_copy: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,6 @@ STEPPING = ("Step", "StreamSteps", "RenewSession")
 # What refusals may count, and what ends a moment after the call.
 COUNTED = ("num_refusals", "num_refused_starts", "num_computing_answers", "num_watches", "num_lagged_watches",
            "num_steps", "revision")  # fmt: skip
-# What nothing looks at yet.
-UNREAD = {"StepRequest.start_may_wait", "CreateSequenceRequest.start_number", "EvictBlocksRequest.num_blocks",
-          "EvictBlocksRequest.max_utilization"}  # fmt: skip
 
 # A lawful request of each method, beside its session; one value of it is then made another.
 LAWFUL: dict[str, dict[str, Any]] = {
@@ -219,7 +216,7 @@ def resident_bytes() -> int:
 def judge(case: Case, code: Any, reason: str, metadata: dict[str, str], codes: dict[str, str]) -> str:
     """What is wrong with the outcome; empty when nothing is."""
     if code is None:
-        return "" if case.bound.holds(case.value) or name_of(case.path[-1]) in UNREAD else "was taken"
+        return "" if case.bound.holds(case.value) else "was taken"
     if reason == "BROKEN_INVARIANT" or codes.get(reason) != code.name:
         return f"was refused with {code.name} {reason or 'and no reason'}"
     if reason == "NOT_IMPLEMENTED":

@@ -53,6 +53,18 @@ async def test_reads_stay_below_the_committed_length(api: Api) -> None:
     assert [(chunk.layer_idx, chunk.first_token_idx, chunk.num_tokens) for chunk in chunks] == [(1, 0, 5)]
 
 
+async def test_a_read_counts_as_one_access_and_a_refused_one_as_none(api: Api) -> None:
+    session = await api.open(engine=False)
+    await session.create(1, 6)
+    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
+    await session.call("CommitSequence", sequence_id=1, num_tokens=6, first_token_idx=6)
+    before = (await session.call("GetSequence", sequence_id=1)).sequence.num_accesses
+    await session.read_kv(1)
+    await refusal(session.read_kv(1, first_token_idx=7))
+    await refusal(session.read_kv(1, layer_idx=[2]))
+    assert (await session.call("GetSequence", sequence_id=1)).sequence.num_accesses == before + 1
+
+
 async def test_reads_come_in_chunks_below_a_mebibyte() -> None:
     spec = pb.KvSpec(
         model_id="wide",

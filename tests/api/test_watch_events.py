@@ -150,6 +150,30 @@ async def test_watches_of_two_pools_do_not_meet(api: Api) -> None:
         assert not one.names & two.names
 
 
+async def test_the_level_is_told_with_the_snapshot_and_when_it_changes(api: Api) -> None:
+    session = await api.open()
+    size = (session.opened.pool.num_blocks - 1) * 4
+    await session.call("CreateSequence", sequence_id=1, token_ids=[1] * 8, max_tokens=size)
+    await session.step(1, start_sequence_ids=le64(1), start_max_new_tokens=le32(8), start_max_hit_tokens=le32(0))
+    level = pb.PRESSURE_LEVEL_LOW
+    async with watching(session) as reader:
+        event = await reader.next()
+        assert (event.kind, event.pressure) == (pb.EVENT_KIND_SNAPSHOT_END, level)
+        for step_id, share in ((2, 0.7), (3, 0.85)):
+            length = le32(int(share * size))
+            reply = await session.step(
+                step_id, reserve_sequence_ids=le64(1), reserve_min_tokens=length, reserve_max_tokens=length
+            )
+            assert reply.pressure > level
+            level = reply.pressure
+            event = await reader.next()
+            assert (event.kind, event.pressure) == (pb.EVENT_KIND_PRESSURE, level)
+        async with watching(session) as late:
+            assert (await late.next()).pressure == level == pb.PRESSURE_LEVEL_HIGH
+        await session.step(4, release_sequence_ids=le64(1))
+        assert (await reader.next()).pressure == pb.PRESSURE_LEVEL_LOW
+
+
 async def test_a_watch_ends_with_its_session_and_leaves_nothing_behind(api: Api) -> None:
     session, other = await api.open(), await api.open()
     async with watching(session) as reader, watching(other) as stays:

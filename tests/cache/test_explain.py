@@ -69,6 +69,14 @@ def test_a_hit_is_what_a_start_takes(min_prefix_tokens: int) -> None:
         world.step(A)
 
 
+def test_more_tokens_than_a_sequence_can_have_are_explained_too() -> None:
+    world = CorePool(block_size=4, max_tokens_per_sequence=8)
+    world.prefill(1, PROMPT[:8])
+    for num_more in (4, 5, 400):
+        found = explain(world, [*PROMPT[:8], *[0] * num_more])
+        assert (found.num_matched, found.num_hit, found.end) == (8, 8, MatchEnd.NEVER_STORED)
+
+
 def test_a_prompt_with_stored_logits_is_a_hit_whole() -> None:
     world = CorePool(block_size=4, logits_memory=100)
     world.prefill(1, PROMPT)

@@ -8,9 +8,15 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PAST = "cache/test_past_mistakes.py"
+SWAP = "cache/test_swap.py"
 RETENTION = "cache/test_retention.py"
 
 MISTAKES = {
+    "swap-out then release frees twice": (SWAP, "test_releasing_a_swapped_sequence_frees_nothing_twice"),
+    "swap moves no bytes, or restores zeros": (SWAP, "test_the_bytes_come_back"),
+    "swap-in drops the saved data before there is room": (SWAP, "test_saved_data_is_not_dropped_before_there_is_room"),
+    "a swapped sequence is still decoded": (SWAP, "test_a_swapped_sequence_is_not_stepped"),
+    "a swap map keyed by a reusable id": (PAST, "test_what_was_swapped_under_an_id_is_not_what_its_next_owner_swaps_in"),
     "a double release gives a block two owners": (PAST, "test_a_double_release_frees_nothing_twice"),
     "a second create under the same id leaks the first": (PAST, "test_a_second_create_under_the_same_id_leaks_nothing"),
     "copy-on-write copies nothing": (PAST, "test_copy_on_write_does_not_copy_nothing"),

@@ -8,6 +8,7 @@ from cache_service.session import SessionTable
 from cache_service.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.core_pool import ALL, A, B, CorePool, int32
+from tests.support.tier_pool import TierPool
 
 
 def all_blocks(pool: CorePool) -> list[int]:
@@ -216,6 +217,8 @@ def test_naming_a_sequence_counts_as_access() -> None:
     pool.create(2, range(6))
     pool.step(starts=[(2, ALL, ALL)])
     assert pool.view(2).num_accesses == 1
+    pool.manager.note_read(A, SequenceId(2))
+    assert pool.view(2).num_accesses == 2
 
 
 def test_the_sequence_being_extended_is_not_evicted_for_itself() -> None:
@@ -243,3 +246,25 @@ def test_a_clock_that_stands_still_or_jumps_back_reaps_nobody() -> None:
 def test_a_block_weighs_k_and_v_of_all_layers(dtype: "pb.KvDtype", num_bytes: int) -> None:
     spec = pb.KvSpec(num_layers=3, num_kv_heads=5, head_dim=7, kv_dtype=dtype, block_size=16)
     assert block_bytes(spec) == 2 * 3 * 5 * 7 * 16 * num_bytes
+
+
+def test_what_was_swapped_under_an_id_is_not_what_its_next_owner_swaps_in() -> None:
+    pool = TierPool(num_blocks=9, num_host_blocks=9)
+    pool.prefill(1, range(6))
+    pool.fill(1)
+    pool.swap_out(1)
+    other = pool.prefill(1, range(50, 56), session=B)  # another session's sequence of this id, in the slot beside it
+    for block in other:
+        pool.device[block] = 7
+    assert pool.step(B, ins=[1]).transfer_ids.tolist() == []
+    pool.step(releases=[1])
+    pool.prefill(1, range(80, 86))  # and the same session's next one, in the same slot
+    second = [11, 12]
+    for block, content in zip(pool.table(1), second, strict=True):
+        pool.device[block] = content
+    pool.swap_out(1)
+    pool.manager.clear_prefix_cache()
+    pool.scribble()
+    pool.step(done=pool.run(pool.step(ins=[1])))
+    assert pool.bytes(1) == second
+    assert pool.bytes(1, session=B) == [7, 7]

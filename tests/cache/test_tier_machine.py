@@ -50,6 +50,11 @@ class TierMachine(RuleBasedStateMachine):
         self.world.report(self.any_of(data), chooser(data))
 
     @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def narrow(self, data: st.DataObject) -> None:
+        self.world.narrow(self.any_of(data), chooser(data))
+
+    @precondition(lambda self: self.world.engines)
     @rule(data=st.data(), count=st.integers(1, 8))
     def evict(self, data: st.DataObject, count: int) -> None:
         self.world.evict(self.any_of(data), count)

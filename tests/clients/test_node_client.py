@@ -5,7 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from cache_service.server import RunningServer
+from cache_service.config import CacheConfig
+from cache_service.server import RunningServer, start_server
 
 NODE_CLIENT = Path(__file__).parents[2] / "clients" / "node"
 
@@ -36,5 +37,12 @@ async def test_a_sequence_lives_through_the_node_client(cache_server: RunningSer
     await run_node("cache.test.js", KVKEEPER_CACHE_LISTEN=cache_server.address)
 
 
-async def test_prefixes_events_and_steps_go_through_the_node_client(cache_server: RunningServer) -> None:
-    await run_node("calls.test.js", KVKEEPER_CACHE_LISTEN=cache_server.address)
+async def test_everything_else_goes_through_the_node_client(folder: Path) -> None:
+    config = CacheConfig(
+        listen=f"unix:{folder}/s", runtime_dir=folder / "run", pool_memory=1 << 20, logits_memory=1 << 12, drain_timeout=0
+    )
+    server = await start_server(config)
+    try:
+        await run_node("calls.test.js", KVKEEPER_CACHE_LISTEN=server.address)
+    finally:
+        await server.stop()

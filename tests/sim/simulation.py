@@ -87,6 +87,7 @@ class Simulation:
             max_sequences=rng.choice([4, 8, 16, 32]),
             max_tokens_per_sequence=rng.choice([6, 12, 24, 48]),
             watermark=rng.choice([0.0, 0.01, 0.2]),
+            eviction_policy="lru",  # the model knows its order exactly
             prefix_ttl=rng.choice([None, None, 1.0, 10.0]),
             min_prefix_tokens=rng.choice([0, 0, 3]),
             max_cached_blocks=rng.choice([None, None, 0, 4]),

@@ -1,35 +1,37 @@
-"""The simulated pool with watches on it: whatever engines do to it, their readers have what the index has."""
+"""Simulated pools with watches on them: whatever engines do, and in which tier, readers have what the index has."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from cache_service.events import EventFeed
+from cache_service.prefix_index import PrefixIndex
 from cache_service.types import EventKind, PressureLevel
 from tests.sim.simulation import Simulation
 from tests.support.event_reader import SPEC_KEY, EventReader, names_in
+from tests.support.tier_simulation import TierSimulation
 from tests.support.world import TENANTS
 
-NUM_TICKS = 1500
+CHANGES = {EventKind.SNAPSHOT, EventKind.SNAPSHOT_END, EventKind.STORED, EventKind.REMOVED}
 
 
-def _watched(seed: int, kinds: set[EventKind]) -> int:
+def _watched(index: PrefixIndex, tick: Callable[[], None], num_ticks: int, seed: int, kinds: set[EventKind]) -> int:
     """Runs one seed. Answers the blocks told of."""
-    simulation, dice = Simulation(seed), random.Random(seed)
-    index = simulation.driver.manager.tables.index
-    feed, num_told = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None), 0
+    dice, num_told = random.Random(seed), 0
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     readers: list[EventReader] = []
-    for tick in range(NUM_TICKS):
-        simulation.tick()
-        if len(readers) < 6 and dice.random() < 0.01:
+    for number in range(num_ticks):
+        tick()
+        if len(readers) < 6 and dice.random() < 0.02:
             tenant = dice.choice(TENANTS)
             readers.append(EventReader(tenant, feed.open(tenant)))
-        elif len(readers) > 3 and dice.random() < 0.01:
+        elif len(readers) > 3 and dice.random() < 0.02:
             feed.close(readers.pop(dice.randrange(len(readers))).watch)
         feed.advance(dice.randint(1, 4))
         for reader in readers:
             reader.read(dice.randint(0, 2))
-        if tick % 100 == 99:
+        if number % 100 == 99:
             while feed.advance(100):
                 pass
             for reader in readers:
@@ -43,5 +45,19 @@ def _watched(seed: int, kinds: set[EventKind]) -> int:
 @pytest.mark.parametrize("first_seed", [0, 6])
 def test_readers_have_what_the_index_has(first_seed: int) -> None:
     kinds: set[EventKind] = set()
-    assert sum(_watched(seed, kinds) for seed in range(first_seed, first_seed + 6)) > 100
-    assert {EventKind.SNAPSHOT, EventKind.SNAPSHOT_END, EventKind.STORED, EventKind.REMOVED} <= kinds
+    num_told = 0
+    for seed in range(first_seed, first_seed + 6):
+        simulation = Simulation(seed)
+        num_told += _watched(simulation.driver.manager.tables.index, simulation.tick, 1500, seed, kinds)
+    assert num_told > 100
+    assert kinds >= CHANGES
+
+
+def test_readers_know_the_tier_of_each_block() -> None:
+    kinds: set[EventKind] = set()
+    num_told = 0
+    for seed in range(16):
+        simulation = TierSimulation(seed)
+        num_told += _watched(simulation.world.manager.tables.index, simulation.tick, 300, seed, kinds)
+    assert num_told > 100
+    assert kinds >= CHANGES | {EventKind.TIER_CHANGED}

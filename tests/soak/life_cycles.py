@@ -24,7 +24,7 @@ _ROUNDS = 24
 _WARM_UP_ROUNDS = 8
 _NUM_SIZES = 20
 MOST_BYTES_PER_REQUEST = 4.0
-MOST_BYTES_UNSETTLED = 64.0
+MOST_BYTES_UNSETTLED = 160.0
 
 
 class _Round:
@@ -152,7 +152,7 @@ def memory(seed: int) -> Counts:
 
 
 def memory_briefly(seed: int) -> Counts:
-    """The same without the time to settle: sees what a request leaks if it is an object or more."""
+    """The same without the time to settle: sees a request that leaks an object or two."""
     return asyncio.run(_memory(random.Random(seed), 0, 200, 200, MOST_BYTES_UNSETTLED))
 
 

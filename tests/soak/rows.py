@@ -12,6 +12,8 @@ from tests.soak import (
     reclaim,
     stopped_engines,
     tenant_residue,
+    tier_walks,
+    transfers,
     two_requests,
     uncommitted,
 )
@@ -42,6 +44,10 @@ ROWS = [
         100, uncommitted.run, num_ci_seeds=4),
     Row(8, "two requests", "look-up and pin are one operation", "interleavings", "matches lost before the start",
         50_000, two_requests.run, num_ci_seeds=2),
+    Row(9, "transfers", "nothing is reused with a copy in flight", "blocks moved", "completions late, doubled, failed, missing",
+        1_000_000, transfers.run, num_ci_seeds=20),
+    Row(10, "tier walks", "swap is bit-exact", "blocks brought back", "blocks moved out",
+        100_000, tier_walks.run, num_ci_seeds=16),
     Row(12, "exactly once", "a step takes effect exactly once", "steps", "losses and repeats",
         1_000_000, exactly_once.run, num_ci_seeds=5),
     Row(13, "stale calls", "a stale epoch changes nothing", "cycles", "refused old calls",
@@ -53,7 +59,7 @@ ROWS = [
     Row(15, "idle", "an idle live engine is never reaped", "session days", "late renewals, clock jumps",
         9_000, reclaim.idle, num_ci_seeds=1),
     Row(16, "big reclaim", "reclaiming 1e6 blocks delays others by 50 ms at most", "reclaims", "steps meanwhile",
-        100, big_reclaim.run, num_ci_seeds=0, is_timed=True),
+        99, big_reclaim.run, num_ci_seeds=1, is_timed=True),
     Row(32, "tenant residue", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",
         100_000, tenant_residue.run, num_ci_seeds=4),
 ]  # fmt: skip

@@ -54,7 +54,7 @@ def step_items(batch: StepBatch) -> StepItems:
 
 def step_reply(result: StepResult) -> StepReply:
     """The client's columns as the core's."""
-    return StepReply(*(getattr(result, name) for name in _REPLY))
+    return StepReply(**{name: getattr(result, name) for name in _REPLY})
 
 
 class Refused(CacheError):
@@ -139,14 +139,14 @@ def _retention_of(info: pb.SequenceInfo) -> Retention | None:
 
 
 class GrpcDriver:
-    """See drivers.Driver. The service's eviction policy and threshold are the default ones."""
+    """See drivers.Driver. The service's threshold is the default one."""
 
     publishes_itself = True
     reclaim_at_once = 10**9  # more than a tiny pool has
 
     def __init__(self, config: PoolConfig, thread: LoopThread) -> None:
         default = PoolConfig(2, 1)
-        self.config = replace(config, evict_above=default.evict_above, eviction_policy=default.eviction_policy)
+        self.config = replace(config, evict_above=default.evict_above)
         self._thread = thread
         self._stack = AsyncExitStack()
         self._sessions: dict[SessionId, AsyncCacheSession] = {}
@@ -164,6 +164,7 @@ class GrpcDriver:
                 max_sequences=config.max_sequences,
                 max_tokens_per_sequence=config.max_tokens_per_sequence,
                 prefix_caching=config.prefix_caching,
+                eviction_policy=config.eviction_policy,
                 prefix_ttl=config.prefix_ttl,
                 min_prefix_tokens=config.min_prefix_tokens,
                 max_cached_blocks=config.max_cached_blocks,
@@ -234,7 +235,7 @@ class GrpcDriver:
         assert batch.step_id == live.step_id + 1
         result = self._run(live.step(items, batch.completed_step_id))
         raw = encode(items, live.session_id, live.epoch, batch.step_id, batch.completed_step_id)
-        reply = StepReply(**{name: getattr(result, name) for name in _REPLY})
+        reply = step_reply(result)
         self._last_step[session] = raw, reply
         return reply
 

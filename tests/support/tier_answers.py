@@ -5,10 +5,10 @@ A hit and a swap-in hold their tokens right now; a table is what was told; a ref
 
 from cache_service.manager import Manager
 from cache_service.types import Executor, ItemResult, PoolConfig, SequenceId, SequenceState, StartResult, StepReply
-from tests.support.engine_model import Choose
+from tests.support.engine_model import Choose, unread
 from tests.support.shadow_memory import Contents
 from tests.support.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
-from tests.support.tier_memory import TierMemory, TierOrder, TierStep
+from tests.support.tier_memory import PASSED, TierMemory, TierOrder, TierStep
 
 
 class TierAnswers:
@@ -113,7 +113,8 @@ class TierAnswers:
         while len(q.tokens) < upto:
             q.tokens.append(choose(self.alphabet))
         spelled = self.contents.spell(q.tenant, q.tokens[:upto])
-        step.reads.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), spelled[: q.computed]))
+        read = self._read(q, spelled[: q.computed])
+        step.reads.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), read))
         own = self.written.setdefault(q.tenant, set())
         own.update(spelled)
         step.own.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), own))
@@ -182,9 +183,14 @@ class TierAnswers:
                 self.counts.back_on_device += before[sequence_id] is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
                 if before[sequence_id] is SequenceState.LOADING:
-                    spelled = self.contents.spell(q.tenant, q.tokens[: q.committed])
+                    spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
                     assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
         return late_starts
+
+    def _read(self, q: TierSequence, contents: list[int]) -> list[int]:
+        """The contents that attention reads, PASSED for those between sink and window."""
+        passed = unread(q.retention, len(contents))
+        return [PASSED if position in passed else content for position, content in enumerate(contents)]
 
     def _check_hit(self, q: TierSequence, table: list[int], hit: int) -> None:
         """Blocks hit hold the prompt right now, whatever is in flight (R4, R6)."""

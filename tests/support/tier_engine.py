@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_service.types import Executor, Int64Array, SequenceState, SessionId
+from cache_service.types import Executor, Int64Array, Retention, SequenceState, SessionId
 from tests.support.engine_model import Choose
 from tests.support.tier_memory import TierOrder
 
@@ -37,6 +37,8 @@ class TierCounts:
     back_on_device: int = 0
     back_in_host: int = 0
     late_commits: int = 0
+    narrowed: int = 0
+    dropped: int = 0
     moved: int = 0
 
     def add(self, other: "TierCounts") -> None:
@@ -60,6 +62,7 @@ class TierSequence:
     table: list[int] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
     is_start: bool = False  # what it loads is the hit of a start
+    retention: Retention | None = None
 
 
 @dataclass
@@ -104,6 +107,8 @@ class TierEngine:
                         items.reserves.append((q.id, least, most))
                 elif turn < 8:
                     items.outs.append(q.id)
+                elif turn < 10 and q.retention is not None:
+                    continue  # which lengths it can be cut to is tested without tiers
                 elif turn == 8:
                     items.truncates.append((q.id, 1 + choose(q.num_known)))
                 elif turn == 9 and q.committed:

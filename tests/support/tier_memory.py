@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cache_service.types import TransferKind
 
 GARBAGE = 0
+PASSED = -1  # what attention passes over
 
 
 @dataclass(slots=True)
@@ -88,13 +89,13 @@ class TierMemory:
         self.num_moved += not order.fails
 
     def fault(self, label: str, table: list[int], contents: list[int]) -> str:
-        """What is wrong with reading these contents through this table now; empty when nothing is."""
+        """What is wrong with reading these contents through this table now; empty when nothing is. PASSED is not read."""
         size = self.block_size
         if len(table) * size < len(contents):
             return f"{label}: {len(contents)} tokens in a table of {len(table)} blocks"
         for position, content in enumerate(contents):
             found = self.device[table[position // size]][position % size]
-            if found != content:
+            if content not in (found, PASSED):
                 what = "garbage" if found == GARBAGE else "another prefix"
                 return f"{label}: position {position} (block {table[position // size]}) holds {what}"
         return ""

@@ -53,9 +53,11 @@ class TierSimulation:
                 end(world.ended[self.choose(len(world.ended))])
         elif event < 64:
             world.memory.run_one(session)
-        elif event == 64:
+        elif event < 68:
+            world.narrow(session, self.choose)
+        elif event == 68:
             world.manager.clear_prefix_cache()
-        elif event < 72:
+        elif event < 76:
             world.evict(session, self.choose(world.config.num_blocks))
         else:
             world.step(session, self.choose)

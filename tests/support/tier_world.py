@@ -7,7 +7,16 @@ or a long run.
 
 import numpy as np
 
-from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepReply
+from cache_service.types import (
+    Executor,
+    PoolConfig,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SequenceState,
+    SessionId,
+    StepReply,
+)
 from tests.support.core_pool import step_batch
 from tests.support.engine_model import Choose
 from tests.support.tier_answers import TierAnswers
@@ -72,9 +81,25 @@ class TierWorld(TierAnswers):
         num_tokens = max(1, min(limit, size * choose(limit // size + 1) + choose(3) - 1))
         tokens = [choose(self.alphabet) for _ in range(num_tokens)]
         q = TierSequence(engine.next_id, self.tenants[choose(len(self.tenants))], tokens, limit, num_known=num_tokens)
+        q.retention = self._retention(choose) if choose(4) == 3 else None
         engine.next_id += 1
-        self.manager.create_sequence(session, SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant))
+        args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
+        self.manager.create_sequence(session, args)
         engine.sequences[q.id] = q
+
+    def narrow(self, session: SessionId, choose: Choose) -> None:
+        """A sequence that kept everything keeps less from now on."""
+        states = (SequenceState.WAITING, SequenceState.RUNNING)
+        whole = [q for q in self.engines[session].sequences.values() if q.retention is None and q.state in states]
+        if whole:
+            q = whole[choose(len(whole))]
+            q.retention = self._retention(choose)
+            self.manager.update_sequence(session, q.id, retention=q.retention)
+            self.counts.narrowed += 1
+
+    def _retention(self, choose: Choose) -> Retention:
+        size = self.config.block_size
+        return Retention(choose(2 * size + 2), 1 + choose(2 * size + 2))
 
     # Steps
 
@@ -147,6 +172,7 @@ class TierWorld(TierAnswers):
         assert stats.num_free_blocks == config.num_usable_blocks, stats
         assert stats.num_free_host_blocks == max(config.num_host_blocks - 1, 0), stats
         counts = self.counts
+        counts.dropped = stats.num_retention_dropped_blocks
         counts.demoted, counts.promoted = stats.num_demoted_blocks, stats.num_promoted_blocks
         counts.evicted_hosts, counts.moved = stats.num_evicted_host_blocks, self.memory.num_moved
 

@@ -98,3 +98,31 @@ test('steps go one by one and on a stream, numbers in and out', async () => {
   assert.deepEqual(await session.list(), []);
   await session.close();
 });
+
+test('a sequence is changed, and the logits behind a prompt make it a hit whole', async () => {
+  const session = await client.openSession({ ...SPEC, revision: 'logits' });
+  const prompt = PROMPT.slice(0, 8);
+  const retention = { num_sink_tokens: 4, num_window_tokens: 100 };
+  await session.createSequence(1, prompt, { retention });
+  await session.extend(1, 8);
+  await session.commit(1, 8);
+  const changed = await session.update(1, { priority: 7, retention: { ...retention, num_window_tokens: 90 } });
+  assert.deepEqual([changed.priority, changed.retention.num_window_tokens], [7, 90]);
+  assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequence_ids, [1]);
+  await session.extend(1, 16); // two blocks more than the known tokens need
+  const collected = await session.collectGarbage();
+  assert.deepEqual([collected.num_trimmed_blocks, collected.num_freed_blocks], [2, 2]);
+  const logits = Float32Array.from([1.5, -2.25, 0]);
+  await session.storeLogits(1, 8, logits);
+  await session.release(1);
+  assert.equal((await session.explainMatch(prompt)).num_hit_tokens, 8);
+  await session.close();
+
+  const engine = await client.openSession({ ...SPEC, revision: 'logits' }, { executor: 'EXECUTOR_ENGINE' });
+  await engine.createSequence(2, prompt);
+  const started = await engine.step({ start_sequence_ids: [2], start_max_new_tokens: [1], start_max_hit_tokens: [8] });
+  assert.deepEqual([started.start_num_hit_tokens, started.start_has_logits], [[8], [1]]);
+  assert.deepEqual(await engine.readLogits(2), logits);
+  await assert.rejects(engine.readLogits(3), { reason: 'UNKNOWN_SEQUENCE' });
+  await engine.close();
+});

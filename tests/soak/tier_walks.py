@@ -1,0 +1,149 @@
+"""Row 10: swap is bit-exact on every tier. Sequences and cached blocks walk between device and host memory at random.
+
+The memory of both tiers is bytes that only the transfers of the core touch; every sequence that is on the device must read
+what was written to it, byte for byte, however often its blocks moved, and so must every prefix that is hit.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache_service.errors import CacheError
+from cache_service.manager import Manager
+from cache_service.types import Copies, Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, TransferKind
+from tests.soak.row import Counts
+from tests.soak.toy_engine import contents
+from tests.support.core_pool import int32
+
+_EVENTS = 250
+_SLOT_WORDS = 4
+_SESSION = SessionId("walker")
+
+
+@dataclass
+class _Walker:
+    """One sequence: its tokens have K and V up to the end, and it is on the device or not."""
+
+    sequence_id: SequenceId
+    tokens: list[int]
+    is_out: bool = False
+
+
+class _Tiers:
+    """A pool of one session, and the memory of its two tiers, [blocks, block_size, words] each."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.size = rng.choice([1, 2, 3, 4])
+        config = PoolConfig(
+            num_blocks=rng.choice([6, 10, 20]),
+            block_size=self.size,
+            max_sequences=8,
+            max_tokens_per_sequence=5 * self.size + 1,
+            watermark=0.0,
+            eviction_policy=rng.choice(["lru", "adaptive"]),
+            num_host_blocks=rng.choice([6, 12, 40]),
+        )
+        self.config = config
+        self.manager = Manager(config)
+        self.manager.open_session(_SESSION, Executor.CACHE)
+        self.device = np.full((config.num_blocks, self.size, _SLOT_WORDS), -1, np.int64)
+        self.host = np.full((config.num_host_blocks, self.size, _SLOT_WORDS), -2, np.int64)
+        self.walkers: list[_Walker] = []
+        self.num_out = self.num_in = 0
+        self._next_id = 0
+
+    def transfer(self, copies: Copies) -> None:
+        """What the service does before it answers: transfers, then copies."""
+        columns = (copies.transfer_kinds, copies.transfer_sources, copies.transfer_destinations)
+        for kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
+            if kind == TransferKind.SWAP_OUT:
+                self.host[destination] = self.device[source]
+                self.num_out += 1
+            else:
+                self.device[destination] = self.host[source]
+                self.num_in += 1
+        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
+            self.device[destination] = self.device[source]
+
+    def start(self) -> None:
+        """A new sequence of known or new tokens; what it hits it reads, from whichever tier."""
+        length = max(1, self.rng.randint(1, 4) * self.size + self.rng.choice([-1, 0, 1]))
+        tokens = [self.rng.randrange(2) for _ in range(length)]
+        if self.walkers and self.rng.random() < 0.6:
+            old = self.rng.choice(self.walkers).tokens
+            tokens = (old + tokens)[:length]
+        self._next_id += 1
+        walker = _Walker(SequenceId(self._next_id), tokens)
+        if len(self.walkers) == self.config.max_sequences:
+            return
+        self.manager.create_sequence(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens)))
+        self.walkers.append(walker)
+        try:
+            self.transfer(self.manager.extend(_SESSION, walker.sequence_id, length, look_up=True))
+        except CacheError:
+            self.end(walker)
+            return
+        hit = self.manager.view(_SESSION, walker.sequence_id).num_hit_tokens
+        self.check(walker, hit)
+        self.write(walker, hit)
+
+    def write(self, walker: _Walker, first: int) -> None:
+        table = self.manager.view(_SESSION, walker.sequence_id).block_table.tolist()
+        wanted = slots_of(walker.tokens)
+        for position in range(first, len(walker.tokens)):
+            self.device[table[position // self.size], position % self.size] = wanted[position]
+        length = len(walker.tokens)
+        self.manager.commit(_SESSION, walker.sequence_id, length, length, int32([]))
+        self.manager.publish_pending()
+
+    def check(self, walker: _Walker, length: int) -> None:
+        table = self.manager.view(_SESSION, walker.sequence_id).block_table
+        found = self.device[table].reshape(-1, _SLOT_WORDS)[:length]
+        assert found.tobytes() == slots_of(walker.tokens)[:length].tobytes(), f"sequence {walker.sequence_id} reads other bytes"
+
+    def swap(self, walker: _Walker) -> None:
+        """To the other tier, if it has room."""
+        call = self.manager.swap_in if walker.is_out else self.manager.swap_out
+        try:
+            self.transfer(call(_SESSION, walker.sequence_id))
+        except CacheError:
+            return
+        walker.is_out = not walker.is_out
+
+    def end(self, walker: _Walker) -> None:
+        self.walkers.remove(walker)
+        self.manager.release(_SESSION, walker.sequence_id)
+
+    def evict(self) -> None:
+        """Cached blocks go to the host tier, as far as it has room."""
+        with self.manager.demoting(_SESSION) as moved:
+            self.manager.evict_blocks(self.rng.randint(1, self.config.num_blocks))
+        self.transfer(moved.copies)
+
+
+def slots_of(tokens: list[int]) -> np.ndarray:
+    """[tokens, words] what their slots hold: the chained hash of the prefix, and words made of it."""
+    return np.array(contents("", tokens), np.int64)[:, None] ^ np.arange(_SLOT_WORDS, dtype=np.int64) * 0x5851F42D
+
+
+def run(seed: int) -> Counts:
+    """Counts blocks that came back from the host tier; the fault is a block that left the device."""
+    rng = random.Random(seed)
+    tiers = _Tiers(rng)
+    for _ in range(_EVENTS):
+        event = rng.random()
+        if not tiers.walkers or event < 0.3:
+            tiers.start()
+        elif event < 0.7:
+            tiers.swap(rng.choice(tiers.walkers))
+        elif event < 0.8:
+            tiers.evict()
+        else:
+            tiers.end(rng.choice(tiers.walkers))
+        for walker in tiers.walkers:
+            if not walker.is_out:
+                tiers.check(walker, len(walker.tokens))
+        assert tiers.manager.check_invariants() == []
+    return Counts(tiers.num_in, tiers.num_out)
