@@ -47,6 +47,8 @@ class KvMemory:
         self._hosts = _rows(arena.host_array, session.pool.block_bytes)
         self._done: list[int] = []  # transfer orders that have ended and were not reported yet
         self._failed: list[int] = []
+        self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
+        self._failed_now: list[int] = []
 
     @property
     def runner(self) -> Runner:
@@ -77,7 +79,10 @@ class KvMemory:
         return bool(self._done or self._failed)
 
     def run_orders(self, answer: StepResult) -> None:
-        """Run the transfer orders of a step, in order; before its copies, because their sources may be written again."""
+        """Run the transfer orders of a step, in order; before its copies, because their sources may be written again.
+
+        In the worker thread.
+        """
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
             try:
@@ -85,10 +90,16 @@ class KvMemory:
                     self._hosts[destination] = self._blocks[source]
                 else:
                     self._blocks[destination] = self._hosts[source]
-                self._done.append(order_id)
+                self._done_now.append(order_id)
             except IndexError:
                 log.error("transfer_failed", order_id=order_id)
-                self._failed.append(order_id)
+                self._failed_now.append(order_id)
+
+    def note_ended_orders(self) -> None:
+        """The step has been computed: its orders are to be reported."""
+        self._done += self._done_now
+        self._failed += self._failed_now
+        self._done_now, self._failed_now = [], []
 
     def _take_ended(self) -> tuple[list[int], list[int]]:
         """What is reported is forgotten: when the report is lost, so is the session, and its orders with it."""

@@ -65,7 +65,7 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
         await generate(client, prompt)
 
     def idle(memory: KvMemory, answer: StepResult) -> None:
-        memory._done += answer.transfer_ids.tolist()
+        memory._done_now += answer.transfer_ids.tolist()
 
     monkeypatch.setattr(KvMemory, "run_orders", idle)
     outputs = [(await generate(client, prompt)).token_ids for prompt in PROMPTS]
