@@ -153,3 +153,13 @@ def test_garbage_is_also_what_has_outlived_its_time() -> None:
     assert (garbage.num_expired_pins, garbage.num_expired_blocks, garbage.num_freed_blocks) == (1, 2, 2)
     assert pool.manager.stats().num_cached_blocks == 1
     pool.audit()
+
+
+def test_of_two_families_of_forks_only_the_one_that_goes_whole_is_chosen() -> None:
+    pool = CorePool(num_blocks=20)
+    pool.prefill(1, range(8))
+    pool.prefill(2, range(100, 108))
+    pool.step(forks=[(1, 3, 8), (2, 4, 8)])
+    pool.step(forks=[(2, 5, 8)])
+    pool.step()
+    assert sorted(victims(pool, "fifo", num_blocks=2)) == [1, 3]
