@@ -160,6 +160,9 @@ def test_of_two_families_of_forks_only_the_one_that_goes_whole_is_chosen() -> No
     pool.prefill(1, range(8))
     pool.prefill(2, range(100, 108))
     pool.step(forks=[(1, 3, 8), (2, 4, 8)])
-    pool.step(forks=[(2, 5, 8)])
+    for now, named in enumerate((1, 2, 3, 4), start=1):
+        pool.manager.now = float(now)
+        pool.step(reserves=[(named, 8, 8)])
     pool.step()
-    assert sorted(victims(pool, "fifo", num_blocks=2)) == [1, 3]
+    assert victims(pool, "lru", num_blocks=2) == [1, 3]  # 2 is used less than 3, and frees nothing without 4
+    assert victims(pool, "lru", num_blocks=3) == [1, 2, 3, 4]
