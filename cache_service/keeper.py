@@ -17,9 +17,9 @@ import structlog
 
 from cache_service.arena.attach import AttachRefused, Grant
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
+from cache_service.pool_core import CloseResult
 from cache_service.registry import Pool, PoolRegistry
 from cache_service.session import Session, SessionTable
-from cache_service.step_core import CloseResult
 from cache_service.types import Executor, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 

@@ -15,8 +15,8 @@ from cache_service import convert
 from cache_service.door import EOF
 from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
-from cache_service.manager import copies_of
 from cache_service.session import SessionMode
+from cache_service.step_reply import copies_of
 from cache_service.types import Executor
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import MAX_MESSAGE_BYTES
