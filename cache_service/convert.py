@@ -220,6 +220,13 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
         raise InvalidField(f"{field} has {shortest} to {longest} characters", field=field, limit=longest)
 
 
+def victim_policy(number: int) -> str:
+    """The policy's name. Raises InvalidField."""
+    if number not in pb.VictimPolicy.values():
+        raise InvalidField("a policy of VictimPolicy is wanted", field="policy", limit=max(pb.VictimPolicy.values()))
+    return pb.VictimPolicy.Name(number or pb.VICTIM_POLICY_PRIORITY).removeprefix("VICTIM_POLICY_").lower()
+
+
 def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -> None:
     """At most one of the ways to say how much should come free. Raises InvalidField."""
     names = ("num_free_blocks", "num_blocks") if isinstance(request, pb.EvictBlocksRequest) else ("num_blocks",)

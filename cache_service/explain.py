@@ -100,7 +100,7 @@ def _end(
         return MatchEnd.COMPUTING, None
     index = tables.index
     gone = index.gone.last_end(last, needed[num_matched:])
-    if len(index.match(root, needed, len(needed))) * config.block_size == len(needed):
+    if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if gone is not None:
         return gone[0], max(index.gone.now - gone[1], 0.0)

@@ -5,7 +5,6 @@ whose device work is complete at once, and the questions that change nothing. Wh
 where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,11 +50,10 @@ from cache_service.types import (
     StepReply,
 )
 from cache_service.updating import SequenceUpdates
+from cache_service.victim_calls import VictimCalls, share_of
 
 _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
            "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
-
-_ROUNDING = 1e-9  # 0.7 of 10 blocks is 7 blocks
 
 
 class ClearResult(NamedTuple):
@@ -73,7 +71,7 @@ class Demotion:
     copies: Copies = field(default_factory=lambda: Copies(NO_INT32, NO_INT32))
 
 
-class Manager(PrefixCalls, SequenceUpdates):
+class Manager(PrefixCalls, SequenceUpdates, VictimCalls):
     """See the module."""
 
     # One-item calls
@@ -103,7 +101,7 @@ class Manager(PrefixCalls, SequenceUpdates):
         elif seqs.states[slot] != SequenceState.WAITING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
-            log = StepLog()
+            log, owner.is_one_item = StepLog(), True
             self.tables.progress.pass_time(self.now)
             max_hit = num_tokens if look_up else 0
             if self._start_exactly(owner, log, slot, max_hit, num_tokens):
@@ -368,7 +366,7 @@ class Manager(PrefixCalls, SequenceUpdates):
     def _num_above(self, share: float) -> int:
         """How many of the held and cached blocks are above this share of the pool."""
         num_usable = self.config.num_usable_blocks
-        return num_usable - len(self.tables.pool.free) - math.floor(share * num_usable + _ROUNDING)
+        return num_usable - len(self.tables.pool.free) - share_of(self.config, share)
 
     def _evict(self, count: int) -> int:
         pool = self.tables.pool
@@ -410,6 +408,7 @@ class Manager(PrefixCalls, SequenceUpdates):
         return started
 
     def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
+        owner.is_one_item = True
         step_id = owner.step_id + 1
         try:
             reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))

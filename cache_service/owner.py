@@ -42,6 +42,7 @@ class Owner:
     ids: IdMap = field(default_factory=IdMap)
     step_id: int = 0
     completed_step_id: int = 0
+    is_one_item: bool = False  # it has made a one-item call: it is shown its tables with each answer
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
     logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
     updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold

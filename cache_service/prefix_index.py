@@ -23,6 +23,7 @@ from cache_service.types import Int32Array, MatchEnd, Tier
 NO_NODE = 0
 MAX_TENANTS = 65_536
 _PACK_PARENT = struct.Struct("<i").pack
+_UNPACK_PARENT = struct.Struct("<i").unpack_from
 
 
 class PrefixIndex:
@@ -138,27 +139,34 @@ class PrefixIndex:
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets these nodes (0 is none) and all below. Answers the blocks that lost their node."""
-        blocks: list[int] = []
-        hosts: list[int] = []
-        below_them: list[int] = []
-        for node in nodes.tolist():
-            if self._keys[node] is None:  # an earlier one took it along as a descendant
+        """Forgets these nodes (0 is none) and all below. Answers the blocks that lost their node.
+
+        Whoever goes with its parent needs not be taken out of its children; links are cleared at the end, all in one go.
+        """
+        keys, chosen = self._keys, nodes.tolist()
+        victims, removed, below_them = set(chosen), list[int](), list[int]()
+        for node, child in zip(chosen, self._first_child[nodes].tolist(), strict=True):
+            key = keys[node]
+            if key is None:  # an earlier one took it along as a descendant
                 continue
-            stack = [int(self._first_child[node])] if self._first_child[node] else []
-            self._remove(node, blocks, hosts)
+            (parent,) = _UNPACK_PARENT(key)
+            if parent not in victims:
+                self._unlink(node, parent)
+            self._remove(node, key, removed)
+            stack = [child] if child else []
             while stack:
                 below = stack.pop()
                 if self._next_sibling[below]:
                     stack.append(int(self._next_sibling[below]))
+                key = keys[below]
+                if key is None:
+                    continue
                 if self._first_child[below]:
                     stack.append(int(self._first_child[below]))
                 below_them.append(below)
-                self._remove(below, blocks, hosts)
+                self._remove(below, key, removed)
         self.gone.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
-        if hosts:
-            self._lose_hosts(np.array(hosts, np.int32))
-        return np.array(blocks, np.int32)
+        return self._clear_columns(np.array(removed, np.int32))
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """These host copies are gone. Forgets the nodes that had nothing else, and all below; answers as forget_nodes."""
@@ -214,7 +222,7 @@ class PrefixIndex:
         wrong: list[str] = []
         seen_children: dict[int, set[int]] = {}
         for key, node in self._nodes.items():
-            (parent,) = struct.unpack_from("<i", key)
+            (parent,) = _UNPACK_PARENT(key)
             if self._keys[node] != key:
                 wrong.append(f"node {node} does not know its key")
             if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
@@ -309,31 +317,35 @@ class PrefixIndex:
     def _columns(self) -> tuple[Int32Array, ...]:
         return self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling
 
-    def _remove(self, node: int, blocks: list[int], hosts: list[int]) -> None:
-        """Appends what the node had on the device and in the host tier."""
-        key = self._keys[node]
-        assert key is not None
-        (parent,) = struct.unpack_from("<i", key)
+    def _unlink(self, node: int, parent: int) -> None:
+        """Takes a node out of its parent's children."""
         after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
         if before:
             self._next_sibling[before] = after
-        elif self._first_child[parent] == node:
+        else:
             self._first_child[parent] = after
         if after:
             self._prev_sibling[after] = before
+
+    def _remove(self, node: int, key: bytes, removed: list[int]) -> None:
+        """Nobody finds the node any more; its number and its columns are still taken."""
         if self.journal is not None:
             self.journal.removed(node, key)
         if self.logits.by_node:
             self.logits.by_node.pop(node, None)
         del self._nodes[key]
         self._keys[node] = None
-        block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
-        if block:
-            self.node_of_block[block] = NO_NODE
-            blocks.append(block)
-        if host:
-            self.node_of_host[host] = NO_NODE
-            hosts.append(host)
+        removed.append(node)
+
+    def _clear_columns(self, nodes: Int32Array) -> Int32Array:
+        """These removed nodes are unused from now on. Answers the blocks they had on the device."""
+        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
+        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
+        self.node_of_block[blocks] = NO_NODE
+        self.node_of_host[hosts] = NO_NODE
         for links in self._columns():
-            links[node] = 0
-        self._unused.append(node)
+            links[nodes] = 0
+        self._unused.extend(nodes.tolist())
+        if len(hosts):
+            self._lose_hosts(hosts)
+        return blocks

@@ -95,6 +95,11 @@ class Pool:
             self._is_publishing = True
             asyncio.get_running_loop().call_soon(self._publish_slice)
 
+    def publish_some(self) -> None:
+        """The same for a reply that was given: the first slice at once."""
+        if not self._is_publishing:
+            self._publish_slice()
+
     def reclaim_soon(self) -> None:
         """Gives back what is left of sessions that ended, likewise."""
         if self.manager.reclaim.owners and not self._is_reclaiming:

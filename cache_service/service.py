@@ -188,6 +188,19 @@ class CacheService(Questions, PrefixService):
         rows = [convert.sequence_info(view, with_table=False) for view in views]
         return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 
+    async def select_victims(self, request: pb.SelectVictimsRequest) -> pb.SelectVictimsResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        convert.check_one_target(request)
+        policy = convert.victim_policy(request.policy)
+        share = request.max_utilization if request.HasField("max_utilization") else None
+        victims = live.pool.manager.select_victims(live.core.id, policy, request.num_blocks, share)
+        ids = live.pool.manager.tables.sequences.ids[victims.slots].tolist() if victims.slots else []
+        return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
+
+    async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
+        live = self._keeper.require(request.session_id, request.epoch)
+        return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
+
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         blocks = live.pool.manager.match_prefix(convert.tenant(request.tenant), convert.token_ids(request.token_ids))

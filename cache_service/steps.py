@@ -45,7 +45,8 @@ class StepHandler:
 
     async def step(self, raw: bytes) -> bytes:
         """The unary call. Raises CacheError."""
-        _, reply = self.apply(raw)
+        live, reply = self.apply(raw)
+        live.pool.publish_soon()
         return reply if isinstance(reply, bytes) else await reply
 
     async def stream_steps(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -66,6 +67,7 @@ class StepHandler:
                     is_lost = False  # this service ends the stream; its client is there
                     raise
                 await write(answer)
+                live.pool.publish_some()  # not before: what runs while the answer is written keeps it from being sent
         except asyncio.CancelledError:
             if stream.error is None:
                 raise  # the client is gone
@@ -108,7 +110,6 @@ class StepHandler:
             raise
         answer = convert.step_response(reply, step_id, session.epoch)
         session.record(step_id, completed_step_id, raw, answer)
-        live.pool.publish_soon()
         if session.executor is Executor.CACHE and len(reply.copy_sources):
             copying = live.pool.copy(Copies(reply.copy_sources, reply.copy_destinations))
             if copying is not None:

@@ -2,9 +2,7 @@
 
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {
-    "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "SelectVictims": "choosing victims",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
 }

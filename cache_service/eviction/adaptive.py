@@ -32,7 +32,7 @@ turnovers' worth.
 
 What it costs. A step pays for little more than the stamps of its blocks: victims are chosen some hundreds ahead, and what
 happened is noted and taken in by the batch, after a step was answered (`prepare`) or when victims run out, because array
-operations cost the same for one block as for hundreds. So what is known is up to a thirty-second of the cache behind, which
+operations cost the same for one block as for hundreds. So what is known is up to a sixty-fourth of the cache behind, which
 no curve over octaves of turnovers can tell. No call does work in proportion to the pool; worth is worked out anew every half
 turnover, in about a millisecond. About 55 bytes a block: up to 24 in queues, 16 for 4 ghosts, 8 each for stamp and prefix
 hash, 1 for the uses.
@@ -57,7 +57,7 @@ _GAIN_SPAN = 1  # turnovers of the cache over which gain and loss are remembered
 _LEAST_LESSON = 256  # blocks between two lessons
 _SAMPLE = 4096  # waiting blocks looked at in a lesson, so that it does not grow with the pool
 _MOST_AHEAD = 512  # victims chosen ahead, because choosing a few costs as much as choosing many,
-_AHEAD_SHARE = 32  # but no more than this part of the cache
+_AHEAD_SHARE = 64  # but no more than this part of the cache
 _MOST_PENDING = 2048  # blocks of which news are put off
 
 

@@ -7,9 +7,7 @@ from kvkeeper.client.errors import error_of
 from tests.support.cache_api import DEADLINE, Api
 
 LEFT_OUT = {
-    "CollectGarbage": "garbage collection",
     "HandOffSequence": "hand-off between sessions",
-    "SelectVictims": "choosing victims",
     "SwapInSequence": "swap",
     "SwapOutSequence": "swap",
 }

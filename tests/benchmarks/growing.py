@@ -9,9 +9,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """num_sequences prompts; lens [num_sequences] covers every offset within a block."""
+    """num_sequences prompts; lens [num_sequences] covers every offset within a block, unless all are at the same one."""
 
     num_sequences: int
+    are_staggered: bool = True
 
     @property
     def ids(self) -> np.ndarray:
@@ -19,7 +20,12 @@ class Growing:
 
     @property
     def lens(self) -> np.ndarray:
-        return (BLOCK_SIZE + 1 + np.arange(self.num_sequences) % BLOCK_SIZE).astype(np.int32)
+        offsets = np.arange(self.num_sequences) % BLOCK_SIZE if self.are_staggered else np.zeros(self.num_sequences)
+        return (BLOCK_SIZE + 1 + offsets).astype(np.int32)
+
+    def fills(self, step_idx: int) -> bool:
+        """Whether all sequences fill a block in this step; where they are staggered, some do in each."""
+        return self.are_staggered or int(self.lens[0] + step_idx) % BLOCK_SIZE == 0
 
     def num_blocks(self, num_steps: int) -> int:
         """Blocks for so many steps of all sequences, with room to spare."""

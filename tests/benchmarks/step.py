@@ -25,12 +25,16 @@ _NUM_WARM_UP, _NUM_STEPS = 60, 640
 
 def figures() -> Iterator[dict[str, object]]:
     for num_sequences in (1, 256, 1024):
-        yield asyncio.run(_compare(Growing(num_sequences)))
+        yield asyncio.run(_compare(Growing(num_sequences), "each step some sequences fill a block"))
+        if num_sequences > 1:
+            load = Growing(num_sequences, are_staggered=False)
+            yield asyncio.run(_compare(load, "steps in which all sequences fill a block"))
+        yield asyncio.run(_compare(Growing(num_sequences), "prefix caching off", "--no-prefix-caching"))
 
 
-async def _compare(load: Growing) -> dict[str, object]:
+async def _compare(load: Growing, case: str, *flags: str) -> dict[str, object]:
     num_blocks = load.num_blocks(_NUM_WARM_UP + _NUM_STEPS)
-    limits = ["--num-blocks", str(num_blocks), "--max-sequences", str(load.num_sequences)]
+    limits = ["--num-blocks", str(num_blocks), "--max-sequences", str(load.num_sequences), *flags]
     with tempfile.TemporaryDirectory() as folder:
         cache, echo = f"unix:{folder}/cache", f"unix:{folder}/echo"
         async with (
@@ -40,6 +44,7 @@ async def _compare(load: Growing) -> dict[str, object]:
             ours, theirs = await _alternate(load, cache, echo)
     return {
         "sequences": load.num_sequences,
+        "case": case,
         "median_us": round(float(np.median(ours)), 1),
         "p99_us": round(float(np.percentile(ours, 99)), 1),
         "baseline": "stream echo of the same sizes",
@@ -71,7 +76,8 @@ async def _alternate(load: Growing, cache: str, echo: str) -> tuple[list[float],
             request_size = len(encode(StepItems(**load.grow_columns(0)), session.session_id, session.epoch, 2, 1))
             message = bytes(request_size)
             # One result column of a row per sequence, and two of the new blocks for one row in block_size.
-            reply_size = 4 * load.num_sequences + 8 * (load.num_sequences // BLOCK_SIZE) + 40
+            num_new = load.num_sequences // BLOCK_SIZE if load.are_staggered else load.num_sequences
+            reply_size = 4 * load.num_sequences + 8 * num_new + 40
             open_echo: Any = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)
             call = open_echo(metadata=((SIZE_KEY, str(reply_size)),))
             for step_idx in range(_NUM_WARM_UP + _NUM_STEPS):
@@ -82,7 +88,7 @@ async def _alternate(load: Growing, cache: str, echo: str) -> tuple[list[float],
                 await call.write(message)
                 await call.read()
                 end = time.perf_counter()
-                if step_idx >= _NUM_WARM_UP:
+                if step_idx >= _NUM_WARM_UP and load.fills(step_idx):
                     ours.append((middle - begin) * 1e6)
                     theirs.append((end - middle) * 1e6)
             await call.done_writing()

@@ -108,6 +108,10 @@ test('a sequence is changed, and the logits behind a prompt make it a hit whole'
   await session.commit(1, 8);
   const changed = await session.update(1, { priority: 7, retention: { ...retention, num_window_tokens: 90 } });
   assert.deepEqual([changed.priority, changed.retention.num_window_tokens], [7, 90]);
+  assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequence_ids, [1]);
+  await session.extend(1, 16); // two blocks more than the known tokens need
+  const collected = await session.collectGarbage();
+  assert.deepEqual([collected.num_trimmed_blocks, collected.num_freed_blocks], [2, 2]);
   const logits = Float32Array.from([1.5, -2.25, 0]);
   await session.storeLogits(1, 8, logits);
   await session.release(1);
