@@ -290,6 +290,8 @@ class StepCore:
             tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
             tables.publisher.publish(told_now=owner)
+        if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
+            self._tell_updates(owner, log)
         if len(batch.fork_children):
             forks, refused = self._fork_all(owner, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -304,8 +306,6 @@ class StepCore:
         if len(plan.start_slots):
             starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
-        if owner.updates:
-            self._tell_updates(owner, log)
         if swapping is not None:
             swapping.finish(owner)
         num_give_back = 0

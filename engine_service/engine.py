@@ -2,22 +2,21 @@
 
 A step is schedule, reserve, copy, forward, sample, emit. The task that runs the loop is the only one that moves
 sequences, and the one that renews the lease; the middle three run in one worker thread, so that streams, arrivals and
-renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step begins.
+renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step is planned.
 
-Steps do not overlap yet: the work of a step is done before the next one is asked for.
+Steps overlap: while the device computes one, the blocks of the next are asked for, counting on the tokens that will come, so
+that the device does not wait for the cache service. Only its tokens have to be there before the next one can be put together.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import structlog
 
-from engine_service.computing import Computed, copy_forward_sample
+from engine_service.computing import Computed
+from engine_service.device import Device
 from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
@@ -66,7 +65,7 @@ class Engine:
         self._num_reported = 0
         self.speculator = None if proposer is None else Speculator(proposer, self._may_guess)
         self._wake = asyncio.Event()
-        self._worker = ThreadPoolExecutor(1, "forward")
+        self._device = Device()
         self._stopping = False
 
     # -- for other tasks
@@ -107,7 +106,7 @@ class Engine:
 
     def close(self) -> None:
         """After the last session."""
-        self._worker.shutdown()
+        self._device.close()
 
     @property
     def is_stopping(self) -> bool:
@@ -169,32 +168,47 @@ class Engine:
             self._deliver()
             await self._creator.close()
             self._creator = None
-            await self._in_worker(lambda: None)  # what still computes has ended when this has
+            await self._device.drop()
             self._end_closed()
 
     async def step(self, memory: KvMemory) -> None:
-        """One turn: schedule, reserve, copy, forward, sample, emit."""
+        """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
+        device, session = self._device, memory.session
+        if self.speculator is not None:
+            await self._finish(session)  # its guesses start from the tokens that are computed now
+        await device.wait_until_due(session.ttl_ms / 1000 * _RENEW_SHARE)
         self._take_in()
-        plan = self.scheduler.schedule(await self._guess(memory.session) if self.speculator else NO_GUESSES)
-        if plan.is_empty:
-            return await self._idle(memory.session)
-        began = time.perf_counter()
-        answer = await memory.step(plan)
-        answered = time.perf_counter()
-        self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(memory.session.pool.num_blocks - 1, 1)
-        work = self.scheduler.apply(plan, answer)
-        computing = self._in_worker(partial(copy_forward_sample, memory.runner, work, self._sampling_rows(work)))
+        plan = self.scheduler.schedule(await self._guess(session) if self.speculator else NO_GUESSES)
+        if plan.is_empty and device.in_flight is None:
+            return await self._idle(session)
+        answer = None
+        if not plan.is_empty:
+            answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id)))
+            self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
+        await self._finish(session)
+        if answer is not None:
+            work = self.scheduler.apply(plan, answer)
+            device.start(session.step_id, work, memory.runner, self._sampling_rows(work))
+            if work.batch is None and plan.only_asks:
+                await self._pause(_PACE_S)
         self._deliver()
-        taken = self._emit(work, await self._while_renewing(memory.session, computing))
-        if self.speculator is not None and taken:
-            self.speculator.note(work, taken, time.perf_counter() - answered)
-        if work.batch is not None or work.preempted:
-            step_id, num_waiting = memory.session.step_id, self.scheduler.num_waiting
-            self.last_iteration = Iteration(step_id, work, num_waiting, time.perf_counter() - began, answered - began)
-            self.stats.time_step(work, self.last_iteration.seconds, answered - began)
-        if work.batch is None and plan.only_asks:
-            await self._pause(_PACE_S)
         return None
+
+    async def _finish(self, session: AsyncCacheSession) -> None:
+        """Take over what the device computes, when it has."""
+        if (flight := self._device.in_flight) is None:
+            return
+        computed = await self._while_renewing(session, flight.computing)
+        self._device.take()
+        work = flight.work
+        taken = self._emit(work, computed)
+        self._end_closed()
+        if self.speculator is not None and taken:
+            self.speculator.note(work, taken, flight.seconds)
+        if work.batch is not None or work.preempted:
+            seconds, waited = flight.seconds + flight.cache_wait_seconds, flight.cache_wait_seconds
+            self.last_iteration = Iteration(flight.step_id, work, self.scheduler.num_waiting, seconds, waited)
+            self.stats.time_step(work, seconds, waited)
 
     def _take_in(self) -> None:
         """What other tasks did since the last step."""
@@ -216,7 +230,7 @@ class Engine:
         asking = self.speculator.ask(self.scheduler.running)
         if asking is None:
             return NO_GUESSES
-        return await self._while_renewing(session, self._in_worker(asking)) if self.speculator.is_slow else asking()
+        return await self._while_renewing(session, self._device.call(asking)) if self.speculator.is_slow else asking()
 
     def _may_guess(self, sequence: Sequence) -> bool:
         generation = self._by_request.get(sequence.request)
@@ -227,10 +241,12 @@ class Engine:
         if computed is None:
             for sequence in self.scheduler.running.at(work.rows):
                 self._fail(sequence.request, RequestFailed("the forward pass failed"))
+            self.scheduler.fail(work)
             return []
         taken = self.scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
         for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
-            self._by_request[score.sequence.request].take_prompt_logprobs(score.first_position, found)
+            if (generation := self._by_request.get(score.sequence.request)) is not None:
+                generation.take_prompt_logprobs(score.first_position, found)
         self.stats.count_step(work, taken)
         row = 0
         for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
@@ -243,7 +259,9 @@ class Engine:
 
     def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
         """One sequence's next tokens, drawn from first_row on."""
-        generation = self._by_request[sequence.request]
+        generation = self._by_request.get(sequence.request)
+        if generation is None:
+            return  # it ended while this was computed
         for row, token_id in enumerate(token_ids, first_row):
             if row in computed.sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))
@@ -273,7 +291,8 @@ class Engine:
         self._closed.clear()
 
     def _fail(self, request: Request, refusal: Refusal) -> None:
-        self._by_request[request].fail(refusal)
+        if (generation := self._by_request.get(request)) is not None:
+            generation.fail(refusal)
 
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
@@ -308,9 +327,6 @@ class Engine:
             if done:
                 return work.result()
             await session.renew()
-
-    def _in_worker(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._worker, function)
 
     def _wake_up(self) -> None:
         self._wake.set()

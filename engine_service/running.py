@@ -30,7 +30,12 @@ class RunningSequences:
         self.num_known = np.zeros(num_rows, np.int32)  # tokens of which it knows the ids
         self.num_reserved = np.zeros(num_rows, np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
+        self.num_left = np.zeros(num_rows, np.int32)  # output tokens that it may still get
+        # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
+        self.num_computing = np.zeros(num_rows, np.int32)
+        self.num_drawing = np.zeros(num_rows, np.int32)
         self.ended = np.zeros(num_rows, bool)
+        self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
         self.tokens = np.empty((num_rows, max_len), np.int32)
@@ -71,9 +76,11 @@ class RunningSequences:
         self.tokens[row, :num_tokens] = sequence.token_ids
         self.num_computed[row] = self.num_committed[row] = num_computed
         self.num_known[row], self.num_reserved[row] = num_known, num_reserved
+        self.num_left[row] = sequence.request.max_new_tokens - sequence.num_output
+        self.num_computing[row] = self.num_drawing[row] = 0
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
-        self.ended[row] = False
+        self.ended[row] = self.discarded[row] = False
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row

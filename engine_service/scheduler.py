@@ -60,6 +60,7 @@ class Scheduler:
             self.running.ended[sequence.row] = True
             if discard:
                 self.running.num_computed[sequence.row] = self.running.num_committed[sequence.row]
+                self.running.discarded[sequence.row] = True
         elif state is SequenceState.WAITING:
             assert sequence.sequence_id is not None
             self.waiting.releases.append(sequence.sequence_id)
@@ -106,11 +107,12 @@ class Scheduler:
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
-        num_new, budget = self._share_budget(live)
         num_free_rows = running.num_rows - len(live)
+        live = live[running.num_left[live] > running.num_drawing[live]]
+        num_new, budget = self._share_budget(live)
         forks = self._plan_forks(num_free_rows)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
-        computed = running.num_computed[reserve_rows]
+        computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
         if guesses:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
@@ -145,7 +147,8 @@ class Scheduler:
     def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
         """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
         limits, running = self.limits, self.running
-        remaining = running.num_tokens[live] - running.num_computed[live]
+        known = running.num_tokens[live] + running.num_drawing[live]
+        remaining = known - running.num_computed[live] - running.num_computing[live]
         num_new = np.minimum(remaining, limits.chunk_size)
         left = limits.token_budget - int(num_new.sum())
         if left >= 0:
@@ -226,9 +229,17 @@ class Scheduler:
             rows, targets = rows[kept], targets[kept]
             self._preempt(victim)
             preempted = (victim,)
+        # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
+        rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
+        if not plan.guesses:
+            num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
+        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         running.put_guesses(plan.guesses)
-        return assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
+        work = assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
+        running.num_computing[rows] = num_new
+        running.num_drawing[work.sample_rows] = 1
+        return work
 
     def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
         """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers those that each of work.sampled gets.
@@ -236,7 +247,8 @@ class Scheduler:
         That is one, and one more for each leading guess that equals what was drawn at its place.
         """
         running = self.running
-        running.num_computed[work.rows] += work.num_new
+        running.num_computed[work.rows] += np.where(running.discarded[work.rows], 0, work.num_new)
+        running.num_computing[work.rows] = running.num_drawing[work.rows] = 0
         num_rows = len(work.sample_rows)
         if len(drawn) == len(work.sampled):
             running.append_tokens(work.sample_rows, drawn[:num_rows])
@@ -245,6 +257,8 @@ class Scheduler:
             taken = self._take_guesses(work, drawn)
         for sequence, token_ids in zip(work.sampled, taken, strict=True):
             sequence.num_output += len(token_ids)
+            if sequence.row is not None:
+                running.num_left[sequence.row] -= len(token_ids)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             self._parents[child.request.sequences[0]] = None
@@ -261,6 +275,10 @@ class Scheduler:
             self.running.num_computed[row] -= len(guesses) + 1 - len(token_ids)
             self.running.append_run(row, token_ids)
         return taken
+
+    def fail(self, work: Work) -> None:
+        """The work was not done: what was counted on does not come. Its requests have ended, or are to."""
+        self.running.num_computing[work.rows] = self.running.num_drawing[work.rows] = 0
 
     def histories(self, work: Work) -> list[Int32Array]:
         """Tokens before each token that is drawn, in the order of work.logit_idx; views, good until advance."""
@@ -298,6 +316,9 @@ class Scheduler:
         for child, child_id, table, result in answers:
             if result == _FORKED:
                 self.waiting.num_known += 1
+                if child.state is SequenceState.ENDED:  # since the plan was made
+                    self.waiting.releases.append(child_id)
+                    continue
                 child.sequence_id, child.state = child_id, SequenceState.RUNNING
                 shared = len(child.request.prompt)
                 self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
@@ -325,6 +346,8 @@ class Scheduler:
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
         for sequence, end, result, hit_len, reserved, num_blocks in items:
+            if sequence.state is SequenceState.ENDED:
+                continue  # since the plan was made; its release is noted already
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING

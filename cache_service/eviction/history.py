@@ -40,7 +40,7 @@ class History:
             new = self._hash(batch, blocks, lens, is_new)
             found = ghosts.pop(self.hashes[new], now)
             self.uses[new] = found.uses
-        np.add.at(self.uses, blocks, 1)
+        np.add.at(self.uses, blocks, np.uint8(1))
         # The most from the end of its sequence up to each block: later sequences' rows are lifted above the earlier ones'.
         lift = np.repeat(np.arange(len(lens), 0, -1) * (self._max_uses + 1), lens)
         uses = np.minimum(self.uses[blocks], self._max_uses) + lift

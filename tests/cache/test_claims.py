@@ -88,6 +88,36 @@ def test_a_younger_item_that_is_refused_for_an_elder_ones_sake_does_not_starve_t
     assert reply.reserve_reserved.tolist() == [4, 9]
 
 
+def test_who_asks_for_more_than_there_is_does_not_starve_an_elder_one_behind_it() -> None:
+    pool = CorePool(num_blocks=6)
+    pool.prefill(1, range(8))
+    pool.prefill(2, range(100, 112))
+    assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [8]
+    pool.step(truncates=[(2, 8)])
+    reply = pool.step(reserves=[(2, 17, 17), (1, 9, 9)])
+    assert reply.reserve_reserved.tolist() == [8, 9]
+
+
+def test_who_is_refused_for_an_elder_ones_sake_holds_up_nobody_behind_it() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.prefill(1, range(20), priority=1)
+    pool.prefill(2, range(100, 108))
+    pool.prefill(3, range(200, 204))
+    assert pool.step(reserves=[(1, 21, 21)]).reserve_reserved.tolist() == [20]
+    pool.step(truncates=[(1, 8)])  # 3 blocks come free, 1 of them is owed
+    reply = pool.step(reserves=[(2, 20, 20), (3, 8, 8)])
+    assert reply.reserve_reserved.tolist() == [8, 8]
+
+
+def test_a_change_of_priority_changes_who_is_the_eldest() -> None:
+    pool = full_pool()
+    pool.step(truncates=[(1, 28)])
+    assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [NO_ROOM]
+    pool.manager.update_sequence(B, 3, priority=5)
+    pool.audit()
+    assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [STARTED]
+
+
 def test_blocks_are_asked_back_from_those_who_run_younger_sequences_only() -> None:
     pool = CorePool(num_blocks=5)
     pool.prefill(1, range(8))

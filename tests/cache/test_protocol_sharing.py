@@ -51,6 +51,17 @@ def test_4_a_duplicate_given_up_with_a_step_in_flight_is_fenced() -> None:
     assert pool.state(duplicate) is BlockState.FREE
 
 
+def test_4_a_fork_of_a_sequence_released_in_the_same_step_is_told_what_it_adopted() -> None:
+    """The engine copies the child's table from the parent's, so the parent's replaced entries must reach it."""
+    pool = CorePool(num_blocks=9)
+    pool.create(1, range(5))
+    pool.step(starts=[(1, ALL, 0)])
+    known = pool.prefill(2, range(4), session=B)
+    reply = pool.step(commits=[(1, 5, [])], forks=[(1, 3, 5)], releases=[1])
+    assert (reply.update_ids.tolist(), reply.update_block_ids.tolist()) == ([1], known)
+    assert pool.table(3)[:1] == known
+
+
 def test_4_a_step_that_does_more_than_commit_and_reserve_tells_its_own_duplicates() -> None:
     pool = CorePool(num_blocks=9)
     pool.create(1, range(4))
@@ -65,7 +76,8 @@ def test_4_a_step_that_does_more_than_commit_and_reserve_tells_its_own_duplicate
     assert pool.state(duplicate) is BlockState.FREE  # no step that began since was told of it
 
 
-def test_4_a_table_update_is_told_only_while_it_holds() -> None:
+def test_4_table_updates_are_those_before_the_step_s_own_releases_and_truncates() -> None:
+    """A fork may copy them; and they are told once."""
     pool = CorePool(num_blocks=17)
     known = pool.prefill(9, range(8), session=B)
     for sequence_id in (1, 2, 3):
@@ -73,9 +85,9 @@ def test_4_a_table_update_is_told_only_while_it_holds() -> None:
     pool.step(starts=[(1, ALL, 0), (2, ALL, 0), (3, ALL, 0)])
     pool.step(commits=[(1, 8, []), (2, 8, []), (3, 8, [])])
     reply = pool.step(releases=[1], truncates=[(2, 4)])
-    assert reply.update_ids.tolist() == [2, 3, 3]
-    assert reply.update_table_idx.tolist() == [0, 0, 1]
-    assert reply.update_block_ids.tolist() == [known[0], *known]
+    assert reply.update_ids.tolist() == [1, 1, 2, 2, 3, 3]
+    assert reply.update_table_idx.tolist() == [0, 1] * 3
+    assert reply.update_block_ids.tolist() == known * 3
     assert pool.step().update_ids.tolist() == []
 
 

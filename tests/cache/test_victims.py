@@ -153,3 +153,16 @@ def test_garbage_is_also_what_has_outlived_its_time() -> None:
     assert (garbage.num_expired_pins, garbage.num_expired_blocks, garbage.num_freed_blocks) == (1, 2, 2)
     assert pool.manager.stats().num_cached_blocks == 1
     pool.audit()
+
+
+def test_of_two_families_of_forks_only_the_one_that_goes_whole_is_chosen() -> None:
+    pool = CorePool(num_blocks=20)
+    pool.prefill(1, range(8))
+    pool.prefill(2, range(100, 108))
+    pool.step(forks=[(1, 3, 8), (2, 4, 8)])
+    for now, named in enumerate((1, 2, 3, 4), start=1):
+        pool.manager.now = float(now)
+        pool.step(reserves=[(named, 8, 8)])
+    pool.step()
+    assert victims(pool, "lru", num_blocks=2) == [1, 3]  # 2 is used less than 3, and frees nothing without 4
+    assert victims(pool, "lru", num_blocks=3) == [1, 2, 3, 4]

@@ -19,6 +19,7 @@ def test_of_two_engines_whose_last_sequences_want_the_same_block_the_elder_gets_
     for world in crowd.worlds:
         world.check_outputs()
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert (first.start_number, second.start_number) == (1, 2), "who gave way was not made younger by it"
 
 
 def test_a_large_request_is_not_starved_by_another_engines_small_ones() -> None:

@@ -46,7 +46,7 @@ def test_guesses_stay_within_the_budget(budget: int) -> None:
     world.check_outputs()
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(12, 40),

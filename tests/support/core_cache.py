@@ -27,6 +27,7 @@ class CoreCache:
         self.session = session
         self.manager.open_session(session, Executor.ENGINE)
         self.num_refused_forks_to_come = 0
+        self.has_step_in_flight = False  # the last one's device work has not ended
         self._step_id = 0
 
     @property
@@ -57,7 +58,8 @@ class CoreCache:
             column.dtype == (np.int64 if "ids" in name or (name.startswith("fork") and name != "fork_lens") else np.int32)
             for name, column in columns.items()
         )
-        reply = self.manager.step(self.session, StepBatch(self._step_id, self._step_id - 1, **columns))
+        completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
+        reply = self.manager.step(self.session, StepBatch(self._step_id, completed, **columns))
         assert self.manager.check_invariants() == []
         self.manager.publish_pending()
         assert self.manager.check_invariants() == []

@@ -117,6 +117,7 @@ class NaiveSteps(NaiveProgress):
         self.commit(session, commits_of(batch))
         if any(len(ids) for ids in (batch.fork_children, batch.truncate_ids, batch.release_ids, batch.start_ids)):
             self.publish(told_now=session)
+        told = self.told(session)
         refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             if sequence_id not in refused:
@@ -127,7 +128,7 @@ class NaiveSteps(NaiveProgress):
         self.settle()
         self._starts(session, batch, reply)
         updates = self._reservations(session, batch, reply, refused)
-        updates += self.told(session)
+        updates += told
         self.settle()
         expect(sorted(found), sorted(updates), "table updates")
         self.end_of_step(session)

@@ -45,9 +45,13 @@ class World:
         max_running: int = 32,
         make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
         guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
+        overlap: bool = False,
     ) -> None:
-        """guess: of what follows a sequence's tokens, given its continuation."""
+        """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
+        the next one was asked for; needs CoreCache."""
         self._guess = guess
+        self._overlap = overlap
+        self._in_flight: Work | None = None
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
         limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
@@ -61,6 +65,7 @@ class World:
         self.started: list[Sequence] = []
         self.cancelled: list[Request] = []
         self._cancels: dict[int, list[Request]] = {}  # by step
+        self.stop_after: dict[Sequence, int] = {}  # tokens after which a sequence ends by itself, unforeseen
         self.num_steps = self.num_guessed = self.num_kept = 0
 
     def submit(self, request: Request) -> Request:
@@ -98,13 +103,34 @@ class World:
             self.scheduler.waiting.created(sequence)
 
     def step(self) -> Work:
-        for request in self._cancels.pop(self.num_steps, ()):
-            self.cancel(request)
+        if not self._overlap:
+            self._cancel_due()
         self.num_steps += 1
         self.create_all()
         plan = self.scheduler.schedule(self._guesses())
-        work = self.scheduler.apply(plan, self.cache.step(plan))
+        if self._overlap:
+            self.cache.has_step_in_flight = self._in_flight is not None
+        answer = self.cache.step(plan)
+        if self._in_flight is not None:
+            self._finish(self._in_flight)
+            self._in_flight = None
+        if self._overlap:  # at the worst of times: the plan is made, and not applied yet
+            self._cancel_due()
+        work = self.scheduler.apply(plan, answer)
         self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
+        if self._overlap:
+            self._in_flight = work
+        else:
+            self._finish(work)
+        return work
+
+    def _cancel_due(self) -> None:
+        for due in [step for step in self._cancels if step <= self.num_steps]:
+            for request in self._cancels.pop(due):
+                self.cancel(request)
+
+    def _finish(self, work: Work) -> None:
+        """The device runs it, and its tokens are taken."""
         for source, destination in work.copies:
             size = self.limits.block_size
             for offset in range(size):
@@ -118,11 +144,12 @@ class World:
         for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
             self.num_guessed += len(guesses)
             self.num_kept += len(token_ids) - 1
+            if sequence.state is SequenceState.ENDED:
+                continue  # it was cancelled while this was computed
             self.outputs[sequence] += token_ids.tolist()
             assert sequence.num_output == len(self.outputs[sequence]) <= sequence.request.max_new_tokens
-            if len(self.outputs[sequence]) == sequence.request.max_new_tokens:
+            if len(self.outputs[sequence]) == min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9)):
                 self.scheduler.end(sequence)
-        return work
 
     def _guesses(self) -> dict[int, np.ndarray]:
         found = {}
@@ -137,7 +164,9 @@ class World:
         while self.busy:
             assert self.num_steps < most_steps, "starvation"
             self.step()
-        self.step()
+        for _ in range(3 if self._overlap else 1):
+            self.step()
+        self.cache.has_step_in_flight = False
         assert not self.cache.sequences
         assert not self.scheduler.running.by_id
         assert self.cache.num_reusable_blocks == self.num_usable_blocks
@@ -145,7 +174,10 @@ class World:
     def check_outputs(self) -> None:
         for request in self.requests:
             for sequence in request.sequences:
-                assert self.outputs[sequence] == expected_output(request, sequence.index)
+                expected = expected_output(request, sequence.index)[: self.stop_after.get(sequence)]
+                assert self.outputs[sequence] == (
+                    expected[: len(self.outputs[sequence])] if request in self.cancelled else expected
+                )
 
     def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
         if sequence.row is None:

@@ -1,0 +1,107 @@
+"""Device: computes one step's work at a time in a thread of its own, and knows how long it took and what it waited for.
+
+The loop puts the next step together while this one is computed. How late it may begin with that, so that the answer is there
+in time and arrivals meanwhile are not left out, is guessed from how long the last steps and answers took.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from engine_service.computing import Computed, copy_forward_sample
+from engine_service.model_runner import Runner
+from engine_service.plan import Work
+from engine_service.sampler import SamplingRow
+
+T = TypeVar("T")
+
+_SMOOTHING = 0.2
+_NUM_REPLIES = 3  # times the usual answer's time, to be on the safe side
+_MARGIN_S = 0.0005
+
+
+@dataclass(slots=True)
+class InFlight:
+    """The work of a step that is being computed, or was and is not taken over yet. Times are of time.perf_counter."""
+
+    step_id: int
+    work: Work
+    cache_wait_seconds: float  # that nothing was computed before it, because the cache service had not answered yet
+    started_at: float = field(default_factory=time.perf_counter)
+    ended_at: float | None = None
+    computing: asyncio.Future[Computed | None] = field(init=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of computing."""
+        return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
+
+
+class Device:
+    """See the module. in_flight is None while nothing is computed."""
+
+    def __init__(self) -> None:
+        self._worker = ThreadPoolExecutor(1, "forward")
+        self.in_flight: InFlight | None = None
+        self._usual_step = self._usual_reply = 0.0
+        self._cache_wait = 0.0
+
+    def start(self, step_id: int, work: Work, runner: Runner, rows: list[SamplingRow]) -> None:
+        """Compute a step's work; the one before has been taken."""
+        assert self.in_flight is None, "one step at a time"
+        self.in_flight = InFlight(step_id, work, self._cache_wait)
+        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows))
+        self._cache_wait = 0.0
+
+    def take(self) -> InFlight:
+        """What was computed; the device is idle from now on."""
+        done, self.in_flight = self.in_flight, None
+        assert done is not None
+        if done.work.batch is not None:
+            self._usual_step += _SMOOTHING * (done.seconds - self._usual_step)
+        return done
+
+    def last_completed(self, step_id: int) -> int:
+        """Of the steps up to step_id, the last whose work is known to be done."""
+        return step_id if self.in_flight is None else self.in_flight.step_id - 1
+
+    async def wait_until_due(self, longest: float) -> None:
+        """Until it is time to ask for the next step's blocks, but no longer than so many seconds."""
+        flight = self.in_flight
+        if flight is not None:
+            left = self._usual_step - flight.seconds - _NUM_REPLIES * self._usual_reply - _MARGIN_S
+            if left > 0:
+                await asyncio.wait({flight.computing}, timeout=min(left, longest))
+
+    async def time_reply(self, reply: Awaitable[T]) -> T:
+        """The cache service's answer; how long nothing was computed because of it is noted."""
+        asked_at = time.perf_counter()
+        answer = await reply
+        now = time.perf_counter()
+        self._usual_reply += _SMOOTHING * (now - asked_at - self._usual_reply)
+        idle_since = asked_at if self.in_flight is None else self.in_flight.ended_at or now
+        self._cache_wait = now - max(asked_at, idle_since)
+        return answer
+
+    def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run something else in the thread, after what computes."""
+        return asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    async def drop(self) -> None:
+        """Wait for what computes and forget it."""
+        self.in_flight = None
+        await self.call(lambda: None)
+
+    def close(self) -> None:
+        """No more calls."""
+        self._worker.shutdown()
+
+
+def _compute(flight: InFlight, runner: Runner, rows: list[SamplingRow]) -> Computed | None:
+    computed = copy_forward_sample(runner, flight.work, rows)
+    flight.ended_at = time.perf_counter()
+    return computed
