@@ -65,6 +65,8 @@ class CacheConfig:
     tenant_quota: float = 1.0  # share of a pool that a tenant may keep cached, at most half; 1 is no quota
     tenant_quotas: tuple[tuple[str, float], ...] = ()  # tenants with another one
     logits_memory: int = 0  # bytes of stored last-token logits of each pool; 0 stores none
+    host_memory: int = 0  # bytes of the host tier of each pool, reserved with it; 0: there is none
+    num_host_blocks: int = 0  # blocks of it instead, null block included
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
@@ -95,6 +97,9 @@ class CacheConfig:
             if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
                 raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
         check_range("logits_memory", self.logits_memory, 0, 1 << 40)
+        check_range("host_memory", self.host_memory, 0, 1 << 46)
+        if self.num_host_blocks:
+            check_range("num_host_blocks", self.num_host_blocks, 2, MAX_POOL_BLOCKS)
         if not 0 <= self.watermark < 1:
             raise ConfigError("--watermark: a share from 0 to below 1")
         if not 0 < self.evict_above <= 1:
@@ -159,6 +164,8 @@ _PARSERS: dict[str, Any] = {
     "tenant_quota": float,
     "tenant_quotas": parse_quotas,
     "logits_memory": parse_size,
+    "host_memory": parse_size,
+    "num_host_blocks": int,
     "metrics_listen": str,
     "reflection": parse_switch,
     "drain_timeout": float,
@@ -185,6 +192,8 @@ _HELP = {
     "tenant_quota": "share of a pool that a tenant may keep cached, 0 to 0.5, or 1 for no quota",
     "logits_memory": "memory of each pool for stored last-token logits, for example 64MiB (default: none are stored)",
     "tenant_quotas": "tenants with another quota, such as a=0.1,b=0.5 (default: none)",
+    "host_memory": "memory of each pool's host tier, for what the pool has no room for, for example 1GiB (default: none)",
+    "num_host_blocks": "blocks of each pool's host tier instead of --host-memory",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
     "drain_timeout": "seconds that live sessions have to close once the service is asked to stop",

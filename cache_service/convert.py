@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.errors import InvalidField, NotImplementedYet
+from cache_service.errors import InvalidField
 from cache_service.events import Event
 from cache_service.explain import Explanation, in_words
 from cache_service.session import Session
@@ -50,10 +50,8 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
 
     Most steps only commit and reserve, so the other lists are looked at only where one of their columns is there.
     """
-    if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
-        raise NotImplementedYet("swapping is not part of this build", feature="swap")
-    check_no_transfers(request)
     commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = _EMPTY64
+    swap_out_ids = swap_in_ids = completed_transfers = failed_transfers = _EMPTY64
     commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = _EMPTY32
     start_max_new = start_max_hit = start_may_wait = reserve_min = reserve_max = _EMPTY32
     if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
@@ -85,6 +83,11 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
         reserve_ids = _int64(request.reserve_sequence_ids, "reserve_sequence_ids")
         reserve_min = _int32(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
         reserve_max = _int32(request.reserve_max_tokens, "reserve_max_tokens", len(reserve_ids))
+    if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
+        swap_out_ids = _int64(request.swap_out_sequence_ids, "swap_out_sequence_ids")
+        swap_in_ids = _int64(request.swap_in_sequence_ids, "swap_in_sequence_ids")
+    if request.completed_transfer_ids or request.failed_transfer_ids:
+        completed_transfers, failed_transfers = transfer_report(request)
     return StepBatch(
         request.step_id,
         request.completed_step_id,
@@ -104,12 +107,16 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
         reserve_ids,
         reserve_min,
         reserve_max,
+        completed_transfers,
+        failed_transfers,
+        swap_out_ids,
+        swap_in_ids,
         start_may_wait=start_may_wait,
     )
 
 
-def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
-    """The StepResponse that answers a Step, as the bytes that every repeat of it gets."""
+def step_response(reply: StepReply, step_id: int, epoch: int, executor: Executor) -> bytes:
+    """The StepResponse that answers a Step, as the bytes that every repeat of it gets. Orders are told to whom runs them."""
     response = pb.StepResponse(
         step_id=step_id,
         epoch=epoch,
@@ -140,14 +147,28 @@ def step_response(reply: StepReply, step_id: int, epoch: int) -> bytes:
     if len(reply.copy_sources):
         response.copy_source_block_ids = reply.copy_sources.tobytes()
         response.copy_destination_block_ids = reply.copy_destinations.tobytes()
+    if len(reply.swap_out_results):
+        response.swap_out_results = reply.swap_out_results.tobytes()
+    if len(reply.swap_in_results):
+        response.swap_in_results = reply.swap_in_results.tobytes()
+    if len(reply.transfer_ids) and executor is Executor.ENGINE:
+        response.transfer_ids = reply.transfer_ids.tobytes()
+        response.transfer_kinds = reply.transfer_kinds.tobytes()
+        response.transfer_source_block_ids = reply.transfer_sources.tobytes()
+        response.transfer_destination_block_ids = reply.transfer_destinations.tobytes()
+    if len(reply.ready_ids):
+        response.ready_sequence_ids = reply.ready_ids.tobytes()
+        response.ready_num_hit_tokens = reply.ready_hits.tobytes()
+        response.ready_num_reserved_tokens = reply.ready_reserved.tobytes()
+        response.ready_num_blocks = reply.ready_num_blocks.tobytes()
+        response.ready_block_ids = reply.ready_block_ids.tobytes()
     return response.SerializeToString()
 
 
-def check_no_transfers(request: pb.StepRequest | pb.RenewSessionRequest) -> None:
-    """No transfer order is ever issued by this build, so whatever id is reported was never issued. Raises InvalidField."""
-    if request.completed_transfer_ids or request.failed_transfer_ids:
-        field = "completed_transfer_ids" if request.completed_transfer_ids else "failed_transfer_ids"
-        raise InvalidField("no such transfer order was issued", field=field)
+def transfer_report(request: pb.StepRequest | pb.RenewSessionRequest) -> tuple[Int64Array, Int64Array]:
+    """Ids of orders that are completed, and of those that failed. Raises InvalidField."""
+    completed = _int64(request.completed_transfer_ids, "completed_transfer_ids")
+    return completed, _int64(request.failed_transfer_ids, "failed_transfer_ids")
 
 
 def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
@@ -257,6 +278,7 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         block_table=view.block_table.tolist() if with_table else (),
         token_ids=tokens.tolist(),
         num_accesses=view.num_accesses,
+        num_host_blocks=view.num_host_blocks,
         retention=retention,
         idle_ms=round(view.idle_seconds * 1000),
         start_number=view.start_number,

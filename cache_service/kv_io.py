@@ -14,7 +14,8 @@ from cache_service.convert import check_range
 from cache_service.errors import InvalidField
 from cache_service.registry import Pool
 from cache_service.retention import check_readable
-from cache_service.types import Int32Array, SequenceId, SequenceView, SessionId
+from cache_service.step import wrong_state
+from cache_service.types import Int32Array, SequenceId, SequenceState, SequenceView, SessionId
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1
@@ -34,6 +35,8 @@ def read(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, n
     if first_token_idx < 0 or num_tokens < 0 or first_token_idx + num_tokens > view.num_committed_tokens:
         raise InvalidField("only committed tokens are read", field="first_token_idx", limit=view.num_committed_tokens)
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
+    if view.state is SequenceState.SWAPPED:
+        raise wrong_state(view.sequence_id, view.state)
     block_ids, offsets = _slots(pool, view.block_table, first_token_idx, num_tokens)
     layer = _by_layer(pool)[:, layer_idx]
     return layer[block_ids, _KEY, offsets].tobytes(), layer[block_ids, _VALUE, offsets].tobytes()

@@ -6,6 +6,7 @@ makes room, and the new one gets fresh memory: its K and V are not the old one's
 """
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -34,13 +35,24 @@ class Pool:
     """One KV spec's core and memory. The sets say who keeps it from making room for another."""
 
     def __init__(
-        self, key: bytes, spec: pb.KvSpec, config: PoolConfig, arena: SharedMemoryArena, start_numbers: StartNumbers
+        self,
+        key: bytes,
+        spec: pb.KvSpec,
+        config: PoolConfig,
+        arena: SharedMemoryArena,
+        start_numbers: StartNumbers,
+        host_arena: SharedMemoryArena | None = None,
     ) -> None:
         self.key = key
         self.manager = Manager(config, start_numbers)
         self.arena = arena
+        self.host_arena = host_arena
         bytes_per_block = kv_spec.block_bytes(spec)
         self.blocks: ByteArray = arena.blocks(config.num_blocks, bytes_per_block)  # [num_blocks, block_bytes]
+        num_hosts = config.num_host_blocks
+        self.hosts: ByteArray | None = None  # [num_host_blocks, block_bytes]
+        if host_arena is not None:
+            self.hosts = host_arena.blocks(num_hosts, bytes_per_block)
         self.info = pb.PoolInfo(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -51,6 +63,8 @@ class Pool:
             spec=spec,
             eviction_policy=config.eviction_policy,
             prefix_caching=config.prefix_caching,
+            num_host_blocks=num_hosts,
+            host_arena_bytes=num_hosts * bytes_per_block,
         )
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
@@ -74,15 +88,15 @@ class Pool:
         Then they are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
         granted block could be one of their sources, so whoever grants blocks of this pool awaits `copying` first.
         """
-        if len(copies.sources) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
-            copy_blocks(self.blocks, copies)
+        if len(copies) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
+            copy_blocks(self.blocks, copies, self.hosts)
             return None
         self.copying = asyncio.create_task(self._copy_in_thread(copies))
         return asyncio.shield(self.copying)
 
     async def _copy_in_thread(self, copies: Copies) -> None:
         try:
-            await asyncio.to_thread(copy_blocks, self.blocks, copies)
+            await asyncio.to_thread(copy_blocks, self.blocks, copies, self.hosts)
         finally:
             self.copying = None
 
@@ -117,6 +131,12 @@ class Pool:
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.arena.close()
+        if self.host_arena is not None:
+            self.host_arena.close()
+
     @property
     def is_idle(self) -> bool:
         return not (self.sessions or self.mappings or self.quarantines)
@@ -130,6 +150,7 @@ class PoolRegistry:
         self._allocate = allocate
         self._pools: dict[bytes, Pool] = {}
         self._spare: list[SharedMemoryArena] = []
+        self._spare_hosts: list[SharedMemoryArena] = []
         self._is_ready = False
         self._making = asyncio.Lock()  # one pool is made at a time
         self._num_uses = 0
@@ -142,16 +163,19 @@ class PoolRegistry:
     async def reserve(self) -> None:
         """Takes the memory that can be taken now. Raises OutOfMemory; its text names the flag."""
         if self._config.num_blocks is None:
-            num_pools, num_bytes = self._config.num_pools, self._config.pool_memory
+            num_pools, num_bytes, num_host_bytes = self._config.num_pools, self._config.pool_memory, self._host_memory
             try:
-                memory_limit.require(num_pools * num_bytes)  # of all, before any is taken
+                memory_limit.require(num_pools * (num_bytes + num_host_bytes))  # of all, before any is taken
                 for _ in range(num_pools):
                     self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
+                    if num_host_bytes:
+                        self._spare_hosts.append(await asyncio.to_thread(self._allocate, num_host_bytes))
             except OutOfMemory as error:
                 self.close()
-                raise OutOfMemory(
-                    f"--num-pools {num_pools} of --pool-memory {num_bytes:,} bytes each, lower one: {error}"
-                ) from None
+                flags = f"--num-pools {num_pools} of --pool-memory {num_bytes:,} bytes each"
+                if num_host_bytes:
+                    flags += f" and --host-memory {num_host_bytes:,}"
+                raise OutOfMemory(f"{flags}, lower one: {error}") from None
         self._is_ready = True
 
     async def obtain(self, spec: pb.KvSpec) -> Pool:
@@ -163,6 +187,8 @@ class PoolRegistry:
             pool = self._pools.get(key)
             if pool is None:
                 pool = self._pools[key] = await self._make(key, spec)
+                # The index of a large pool is a million objects: looking at them, a collection would stop everybody for 0.2 s.
+                gc.freeze()
                 log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
             self._num_uses += 1
             pool.last_use = self._num_uses
@@ -170,9 +196,12 @@ class PoolRegistry:
 
     def close(self) -> None:
         """Gives all memory back."""
-        for arena in [*self._spare, *(pool.arena for pool in self._pools.values())]:
+        for arena in [*self._spare, *self._spare_hosts]:
             arena.close()
+        for pool in self._pools.values():
+            pool.close()
         self._spare.clear()
+        self._spare_hosts.clear()
         self._pools.clear()
 
     async def _make(self, key: bytes, spec: pb.KvSpec) -> Pool:
@@ -199,8 +228,38 @@ class PoolRegistry:
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
             logits_memory=self._config.logits_memory,
+            num_host_blocks=self._num_host_blocks(bytes_per_block),
         )
-        return Pool(key, spec, config, await self._arena(num_bytes), self._start_numbers)
+        arena = await self._arena(num_bytes)
+        try:
+            return Pool(
+                key, spec, config, arena, self._start_numbers, await self._host_arena(config.num_host_blocks * bytes_per_block)
+            )
+        except BaseException:
+            arena.close()
+            raise
+
+    @property
+    def _host_memory(self) -> int:
+        return 0 if self._config.num_host_blocks else self._config.host_memory
+
+    def _num_host_blocks(self, bytes_per_block: int) -> int:
+        if self._config.num_host_blocks or not self._host_memory:
+            return self._config.num_host_blocks
+        if self._host_memory < 2 * bytes_per_block:
+            raise OutOfPools(f"--host-memory holds fewer than 2 blocks of {bytes_per_block} bytes", flag="--host-memory")
+        return min(self._host_memory // bytes_per_block, MAX_POOL_BLOCKS)
+
+    async def _host_arena(self, num_bytes: int) -> SharedMemoryArena | None:
+        if not num_bytes:
+            return None
+        if self._spare_hosts:
+            return self._spare_hosts.pop()
+        flag = "--num-host-blocks" if self._config.num_host_blocks else "--host-memory"
+        try:
+            return await asyncio.to_thread(self._allocate, max(num_bytes, self._host_memory))
+        except OutOfMemory as error:
+            raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 
     async def _arena(self, num_bytes: int) -> SharedMemoryArena:
         if self._spare:
@@ -218,5 +277,8 @@ class PoolRegistry:
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
         pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
-        pool.arena.close()
+        pool.close()
         log.info("pool_dropped", num_blocks=pool.info.num_blocks, model_id=pool.info.spec.model_id)
+        del pool, idle
+        gc.unfreeze()
+        gc.collect()  # it refers to itself

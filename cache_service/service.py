@@ -8,7 +8,7 @@ belongs to sessions whose copies the cache service executes.
 import asyncio
 import contextlib
 import heapq
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib import metadata
 from typing import Protocol
 
@@ -16,11 +16,12 @@ from cache_service import convert, kv_io, kv_spec, paging
 from cache_service.config import CacheConfig
 from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from cache_service.manager import Manager
 from cache_service.questions import Questions
 from cache_service.retention import check_readable
 from cache_service.service_prefix import PrefixService
 from cache_service.session import SessionMode
-from cache_service.types import Executor, SequenceId, SequenceView, SessionId
+from cache_service.types import Copies, Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
@@ -101,11 +102,12 @@ class CacheService(Questions, PrefixService):
         )
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:
-        convert.check_no_transfers(request)
+        report = convert.transfer_report(request)
         live = self._keeper.require(request.session_id, request.epoch, published=False)
-        if request.completed_step_id:
+        live.core.check_complete(request.completed_step_id)
+        if request.completed_step_id or len(report[0]) or len(report[1]):
+            live.pool.manager.complete(live.core.id, request.completed_step_id, *report)
             live.core.complete(request.completed_step_id)
-            live.pool.manager.complete(live.core.id, request.completed_step_id)
             live.pool.publish_soon()  # what waited for a copy
         return pb.RenewSessionResponse(
             ttl_ms=_ms(live.core.ttl),
@@ -172,6 +174,12 @@ class CacheService(Questions, PrefixService):
             num_dropped = live.pool.manager.release(live.core.id, convert.sequence_id(request.sequence_id))
         return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
 
+    async def swap_out_sequence(self, request: pb.SwapOutSequenceRequest) -> pb.SwapOutSequenceResponse:
+        return pb.SwapOutSequenceResponse(sequence=await self._swap(request, Manager.swap_out))
+
+    async def swap_in_sequence(self, request: pb.SwapInSequenceRequest) -> pb.SwapInSequenceResponse:
+        return pb.SwapInSequenceResponse(sequence=await self._swap(request, Manager.swap_in))
+
     async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
@@ -204,7 +212,9 @@ class CacheService(Questions, PrefixService):
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         blocks = live.pool.manager.match_prefix(convert.tenant(request.tenant), convert.token_ids(request.token_ids))
-        return pb.MatchPrefixResponse(num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks.tolist())
+        return pb.MatchPrefixResponse(
+            num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks[blocks > 0].tolist()
+        )
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -216,15 +226,22 @@ class CacheService(Questions, PrefixService):
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         convert.check_one_target(request)
+        await self._copies_done(request)
         manager = live.pool.manager
-        if request.HasField("max_utilization"):
-            num_evicted = manager.evict_to(request.max_utilization)
-        elif request.num_blocks:
-            num_evicted = manager.evict_count(request.num_blocks)
-        else:
-            num_evicted = manager.evict_blocks(request.num_free_blocks)
+        with manager.demoting(live.core.id) as moved:
+            if request.HasField("max_utilization"):
+                num_evicted = manager.evict_to(request.max_utilization)
+            elif request.num_blocks:
+                num_evicted = manager.evict_count(request.num_blocks)
+            else:
+                num_evicted = manager.evict_blocks(request.num_free_blocks)
+        copying = live.pool.copy(moved.copies)
+        if copying is not None:
+            await copying
         num_free = live.pool.manager.stats().num_free_blocks
-        return pb.EvictBlocksResponse(num_evicted_blocks=num_evicted, num_free_blocks=num_free)
+        return pb.EvictBlocksResponse(
+            num_evicted_blocks=num_evicted, num_free_blocks=num_free, num_demoted_blocks=moved.num_blocks
+        )
 
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         now = self._keeper.now()
@@ -294,6 +311,20 @@ class CacheService(Questions, PrefixService):
             live.core.mode = mode
             raise
         live.pool.publish_soon()
+
+    async def _swap(
+        self,
+        request: pb.SwapOutSequenceRequest | pb.SwapInSequenceRequest,
+        swap: Callable[[Manager, SessionId, int], Copies],
+    ) -> pb.SequenceInfo:
+        await self._copies_done(request)
+        with self._one_item(request) as live:
+            sequence_id = convert.sequence_id(request.sequence_id)
+            copies = swap(live.pool.manager, live.core.id, sequence_id)
+        copying = live.pool.copy(copies)
+        if copying is not None:
+            await copying
+        return _shown(live, sequence_id)
 
     async def _copies_done(self, request: _OfSession) -> None:
         """Waits until no large copy runs in the session's pool; see Pool.copy."""

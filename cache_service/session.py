@@ -85,10 +85,14 @@ class Session:
         self.step_id, self.completed_step_id = step_id, max(self.completed_step_id, completed_step_id)
         self.last_request, self.last_reply = request, reply
 
-    def complete(self, completed_step_id: int) -> None:
-        """Takes a completion that came without a step. Raises InvalidField past the last step."""
+    def check_complete(self, completed_step_id: int) -> None:
+        """Raises InvalidField for a completion past the last step."""
         if not 0 <= completed_step_id <= self.step_id:
             raise InvalidField(f"completed_step_id is at most {self.step_id}", field="completed_step_id", limit=self.step_id)
+
+    def complete(self, completed_step_id: int) -> None:
+        """Takes a completion that came without a step. Raises InvalidField past the last step."""
+        self.check_complete(completed_step_id)
         self.completed_step_id = max(self.completed_step_id, completed_step_id)
 
 

@@ -15,8 +15,9 @@ from cache_service import convert
 from cache_service.door import EOF
 from cache_service.errors import CacheError, InvalidField, StreamReplaced
 from cache_service.keeper import Keeper, LiveSession
+from cache_service.manager import copies_of
 from cache_service.session import SessionMode
-from cache_service.types import Copies, Executor
+from cache_service.types import Executor
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import MAX_MESSAGE_BYTES
 
@@ -108,10 +109,10 @@ class StepHandler:
         except Exception:
             session.mode = mode
             raise
-        answer = convert.step_response(reply, step_id, session.epoch)
+        answer = convert.step_response(reply, step_id, session.epoch, session.executor)
         session.record(step_id, completed_step_id, raw, answer)
-        if session.executor is Executor.CACHE and len(reply.copy_sources):
-            copying = live.pool.copy(Copies(reply.copy_sources, reply.copy_destinations))
+        if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
+            copying = live.pool.copy(copies_of(reply))
             if copying is not None:
                 return live, _after(copying, answer)
         return live, answer

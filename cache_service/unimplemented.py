@@ -3,6 +3,4 @@
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {
     "HandOffSequence": "hand-off between sessions",
-    "SwapInSequence": "swap",
-    "SwapOutSequence": "swap",
 }

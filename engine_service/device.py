@@ -50,11 +50,11 @@ class Device:
         self._usual_step = self._usual_reply = 0.0
         self._cache_wait = 0.0
 
-    def start(self, step_id: int, work: Work, runner: Runner, rows: list[SamplingRow]) -> None:
-        """Compute a step's work; the one before has been taken."""
+    def start(self, step_id: int, work: Work, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> None:
+        """Compute a step's work, its transfer orders first; the one before has been taken."""
         assert self.in_flight is None, "one step at a time"
         self.in_flight = InFlight(step_id, work, self._cache_wait)
-        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows))
+        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows, run_orders))
         self._cache_wait = 0.0
 
     def take(self) -> InFlight:
@@ -101,7 +101,8 @@ class Device:
         self._worker.shutdown()
 
 
-def _compute(flight: InFlight, runner: Runner, rows: list[SamplingRow]) -> Computed | None:
+def _compute(flight: InFlight, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> Computed | None:
+    run_orders()
     computed = copy_forward_sample(runner, flight.work, rows)
     flight.ended_at = time.perf_counter()
     return computed

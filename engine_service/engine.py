@@ -10,6 +10,7 @@ that the device does not wait for the cache service. Only its tokens have to be 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -175,31 +176,34 @@ class Engine:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
         device, session = self._device, memory.session
         if self.speculator is not None:
-            await self._finish(session)  # its guesses start from the tokens that are computed now
+            await self._finish(memory)  # its guesses start from the tokens that are computed now
         await device.wait_until_due(session.ttl_ms / 1000 * _RENEW_SHARE)
         self._take_in()
         plan = self.scheduler.schedule(await self._guess(session) if self.speculator else NO_GUESSES)
-        if plan.is_empty and device.in_flight is None:
-            return await self._idle(session)
+        wants_step = not plan.is_empty or (bool(self.scheduler.loading) and device.in_flight is None)
+        if not wants_step and device.in_flight is None:
+            return await self._idle(memory)
         answer = None
-        if not plan.is_empty:
+        if wants_step:
             answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id)))
             self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
-        await self._finish(session)
+        await self._finish(memory)
         if answer is not None:
             work = self.scheduler.apply(plan, answer)
-            device.start(session.step_id, work, memory.runner, self._sampling_rows(work))
-            if work.batch is None and plan.only_asks:
+            run_orders = partial(memory.run_orders, answer)
+            device.start(session.step_id, work, memory.runner, self._sampling_rows(work), run_orders)
+            if work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids):
                 await self._pause(_PACE_S)
         self._deliver()
         return None
 
-    async def _finish(self, session: AsyncCacheSession) -> None:
+    async def _finish(self, memory: KvMemory) -> None:
         """Take over what the device computes, when it has."""
         if (flight := self._device.in_flight) is None:
             return
-        computed = await self._while_renewing(session, flight.computing)
+        computed = await self._while_renewing(memory.session, flight.computing)
         self._device.take()
+        memory.note_ended_orders()
         work = flight.work
         taken = self._emit(work, computed)
         self._end_closed()
@@ -303,12 +307,13 @@ class Engine:
 
     # -- waiting
 
-    async def _idle(self, session: AsyncCacheSession) -> None:
+    async def _idle(self, memory: KvMemory) -> None:
         """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
+        session = memory.session
         self._deliver()
-        if self._num_reported != session.step_id:
+        if self._num_reported != session.step_id or memory.has_ended_orders:
             self._num_reported = session.step_id
-            await session.renew(session.step_id)
+            await memory.renew(session.step_id)
         elif not await self._pause(session.ttl_ms / 1000 * _RENEW_SHARE):
             await session.renew()
 

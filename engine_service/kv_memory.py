@@ -7,6 +7,8 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 import contextlib
 import gc
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -22,7 +24,16 @@ from kvkeeper.client.steps import StepItems, StepResult
 
 log = structlog.get_logger()
 
+_SWAP_OUT = 1  # TransferKind of the protocol
 _COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
+
+
+_NOTHING = np.empty((0, 1), np.uint8)
+
+
+def _rows(array: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:
+    """[num_blocks, block_bytes]"""
+    return array.reshape(-1, block_bytes)
 
 
 class KvMemory:
@@ -32,6 +43,12 @@ class KvMemory:
         self.session = session
         self._runner: Runner | None = runner
         self._arena = arena
+        self._blocks = _rows(arena.array, session.pool.block_bytes)
+        self._hosts = _rows(arena.host_array, session.pool.block_bytes)
+        self._done: list[int] = []  # transfer orders that have ended and were not reported yet
+        self._failed: list[int] = []
+        self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
+        self._failed_now: list[int] = []
 
     @property
     def runner(self) -> Runner:
@@ -41,8 +58,54 @@ class KvMemory:
 
     async def step(self, plan: Plan, completed_step_id: int | None = None) -> StepResult:
         """Send the plan. Raises KvkeeperError."""
-        items = StepItems(**{name: getattr(plan, name) for name in _COLUMNS})
-        return await self.session.step(items, completed_step_id)
+        columns = {name: getattr(plan, name) for name in _COLUMNS}
+        done, failed = self._take_ended()
+        if done or failed:
+            columns["completed_transfers"] = np.array(done, np.int64)
+            columns["failed_transfers"] = np.array(failed, np.int64)
+        return await self.session.step(StepItems(**columns), completed_step_id)
+
+    async def renew(self, completed_step_id: int = 0) -> None:
+        """Renew the lease, and report what has ended. Raises KvkeeperError."""
+        done, failed = self._take_ended()
+        if done or failed:
+            await self.session.renew(completed_step_id, done, failed)
+        else:
+            await self.session.renew(completed_step_id)
+
+    @property
+    def has_ended_orders(self) -> bool:
+        """Whether the cache service is still to hear of transfer orders."""
+        return bool(self._done or self._failed)
+
+    def run_orders(self, answer: StepResult) -> None:
+        """Run the transfer orders of a step, in order; before its copies, because their sources may be written again.
+
+        In the worker thread.
+        """
+        columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
+        for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
+            try:
+                if kind == _SWAP_OUT:
+                    self._hosts[destination] = self._blocks[source]
+                else:
+                    self._blocks[destination] = self._hosts[source]
+                self._done_now.append(order_id)
+            except IndexError:
+                log.error("transfer_failed", order_id=order_id)
+                self._failed_now.append(order_id)
+
+    def note_ended_orders(self) -> None:
+        """The step has been computed: its orders are to be reported."""
+        self._done += self._done_now
+        self._failed += self._failed_now
+        self._done_now, self._failed_now = [], []
+
+    def _take_ended(self) -> tuple[list[int], list[int]]:
+        """What is reported is forgotten: when the report is lost, so is the session, and its orders with it."""
+        ended = self._done, self._failed
+        self._done, self._failed = [], []
+        return ended
 
     async def close(self, *, is_away: bool = False) -> None:
         """Unmap, then end the session. No thread may be computing.
@@ -50,6 +113,7 @@ class KvMemory:
         is_away: nobody would answer; the end of the attach connection says enough to a service that lives.
         """
         self._runner = None
+        self._blocks = self._hosts = _NOTHING
         gc.collect()  # a cycle around a traceback may still view the arena
         drained = True
         try:

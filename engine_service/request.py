@@ -46,6 +46,7 @@ class SequenceState(Enum):
     NEW = "new"  # in the waiting queue, the cache service does not know it
     CREATING = "creating"  # in the waiting queue, CreateSequence is under way
     WAITING = "waiting"  # in the waiting queue, may start
+    LOADING = "loading"  # started; the cache service brings what it hits from the host tier
     RUNNING = "running"  # has a row and a block table
     ENDED = "ended"  # will never compute again
 

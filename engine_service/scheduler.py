@@ -23,7 +23,7 @@ from engine_service.speculation import num_kept
 from engine_service.waiting import WaitingSequences
 
 NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
-_STARTED, _NO_ROOM = 1, 4  # StartResult of the protocol
+_STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol
 _FORKED = 1  # ItemResult.OK of the protocol
 
 
@@ -34,6 +34,7 @@ class Scheduler:
         self.limits = limits
         self.running = _rows(limits)
         self.waiting = WaitingSequences()
+        self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
         self.num_preemptions = 0
@@ -64,6 +65,10 @@ class Scheduler:
         elif state is SequenceState.WAITING:
             assert sequence.sequence_id is not None
             self.waiting.releases.append(sequence.sequence_id)
+        elif state is SequenceState.LOADING:
+            assert sequence.sequence_id is not None
+            del self.loading[sequence.sequence_id]
+            self.waiting.releases.append(sequence.sequence_id)
         if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
             self.waiting.remove(sequence)
 
@@ -74,6 +79,9 @@ class Scheduler:
             if sequence.state is not SequenceState.ENDED:
                 self.waiting.put(sequence)
             self._leave_children(sequence)
+        for sequence in self.loading.values():
+            self.waiting.put(sequence)
+        self.loading.clear()
         self.waiting.forget_all()
         self.limits, self.running = limits, _rows(limits)
         self.room = Room()
@@ -93,7 +101,7 @@ class Scheduler:
     @property
     def is_empty(self) -> bool:
         """No sequence is known here, or to be given back."""
-        return not (self.waiting.sequences or self.running.by_id or self.waiting.releases)
+        return not (self.waiting.sequences or self.running.by_id or self.waiting.releases or self.loading)
 
     # -- one step
 
@@ -107,7 +115,7 @@ class Scheduler:
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
-        num_free_rows = running.num_rows - len(live)
+        num_free_rows = running.num_rows - len(live) - len(self.loading)
         live = live[running.num_left[live] > running.num_drawing[live]]
         num_new, budget = self._share_budget(live)
         forks = self._plan_forks(num_free_rows)
@@ -217,6 +225,7 @@ class Scheduler:
         self._count_copies(answer, copied)
         running.append_blocks(plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids)
         running.num_reserved[plan.reserve_rows] = answer.reserve_reserved
+        self._take_ready(answer)
         start_rows = self._take_starts(plan, answer)
         granted = answer.reserve_reserved >= plan.reserve_min
         rows = np.concatenate((plan.reserve_rows[granted], start_rows))
@@ -356,11 +365,29 @@ class Scheduler:
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
                 rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
+            elif result == _LOADING:
+                assert sequence.sequence_id is not None
+                self.waiting.remove(sequence)
+                sequence.state = SequenceState.LOADING
+                self.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
         if plan.started:
             self.room.note_starts(refused)
         return np.array(rows, np.intp)
+
+    def _take_ready(self, answer: StepAnswer) -> None:
+        """What was loading has its blocks now, and computes from the next step on."""
+        ends = np.cumsum(answer.ready_num_blocks).tolist()
+        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
+        for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
+            sequence = self.loading.pop(sequence_id, None)
+            if sequence is not None:
+                sequence.state = SequenceState.RUNNING
+                if sequence.request.num_hit_tokens is None:
+                    sequence.request.num_hit_tokens = hit_len
+                table = answer.ready_block_ids[end - num_blocks : end]
+                self.running.add(sequence, hit_len, len(sequence.token_ids), reserved, table)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None

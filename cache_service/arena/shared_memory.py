@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from cache_service.arena import memory_limit
 from cache_service.arena.memory_limit import OutOfMemory
-from cache_service.types import Copies
+from cache_service.types import Copies, TransferKind
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -46,7 +46,21 @@ class SharedMemoryArena:
         self._close_descriptor()
 
 
-def copy_blocks(blocks: ByteArray, copies: Copies) -> None:
-    """Copies rows of blocks [num_blocks, block_bytes] in list order: a later copy reads what an earlier one wrote."""
+def copy_blocks(blocks: ByteArray, copies: Copies, hosts: ByteArray | None = None) -> None:
+    """Copies rows, first between blocks [num_blocks, block_bytes] and hosts [num_host_blocks, block_bytes], then of blocks.
+
+    In list order: a later copy reads what an earlier one wrote.
+    """
+    for kind, source, destination in zip(
+        copies.transfer_kinds.tolist(),
+        copies.transfer_sources.tolist(),
+        copies.transfer_destinations.tolist(),
+        strict=True,
+    ):
+        assert hosts is not None, "a transfer without a host tier"
+        if kind == TransferKind.SWAP_OUT:
+            hosts[destination] = blocks[source]
+        else:
+            blocks[destination] = hosts[source]
     for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
         blocks[destination] = blocks[source]

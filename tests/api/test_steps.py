@@ -237,12 +237,12 @@ async def test_columns_that_do_not_fit_are_refused(api: Api, columns: dict[str, 
     await session.step(1)
 
 
-@pytest.mark.parametrize("column", ["swap_out_sequence_ids", "swap_in_sequence_ids"])
-async def test_swaps_are_not_part_of_this_build(api: Api, column: str) -> None:
+async def test_without_a_host_tier_no_swap_out_fits(api: Api) -> None:
     session = await api.open()
-    error = await refusal(session.step(1, **{column: le64(1)}))
-    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
-    assert error.metadata["feature"] == "swap"
+    await session.create(1, 6)
+    await api.raw_step(session.start_bytes(1, 1))
+    answer = await session.step(2, swap_out_sequence_ids=le64(1), swap_in_sequence_ids=le64(1))
+    assert (int32s(answer.swap_out_results), int32s(answer.swap_in_results)) == ([2], [1])
 
 
 async def test_completions_lag_by_two_steps_at_most(api: Api) -> None:

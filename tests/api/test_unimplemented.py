@@ -8,8 +8,6 @@ from tests.support.cache_api import DEADLINE, Api
 
 LEFT_OUT = {
     "HandOffSequence": "hand-off between sessions",
-    "SwapInSequence": "swap",
-    "SwapOutSequence": "swap",
 }
 
 

@@ -31,6 +31,19 @@ ANSWER_COLUMNS = (
     ("copy_sources", "copy_source_block_ids", "<i4"),
     ("copy_destinations", "copy_destination_block_ids", "<i4"),
 )
+MOVE_COLUMNS = (
+    ("swap_out_results", "swap_out_results", "<i4"),
+    ("swap_in_results", "swap_in_results", "<i4"),
+    ("transfer_ids", "transfer_ids", "<i8"),
+    ("transfer_kinds", "transfer_kinds", "<i4"),
+    ("transfer_sources", "transfer_source_block_ids", "<i4"),
+    ("transfer_destinations", "transfer_destination_block_ids", "<i4"),
+    ("ready_ids", "ready_sequence_ids", "<i8"),
+    ("ready_hits", "ready_num_hit_tokens", "<i4"),
+    ("ready_reserved", "ready_num_reserved_tokens", "<i4"),
+    ("ready_num_blocks", "ready_num_blocks", "<i4"),
+    ("ready_block_ids", "ready_block_ids", "<i4"),
+)
 ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),
     ("num_evictable", "num_evictable_blocks"),
@@ -78,9 +91,23 @@ def test_an_answer_reads_back_as_it_was_written(columns: dict[str, Any], counts:
         assert getattr(result, name) == counts[name]
 
 
+@pytest.mark.parametrize("alone", ["swap_out_results", "swap_in_results", "transfer_ids", "ready_ids"])
+def test_swaps_and_orders_are_read_wherever_one_is_there(alone: str) -> None:
+    groups = {"transfer_ids": "transfer", "ready_ids": "ready"}
+    message = pb.StepResponse()
+    told = [column for column in MOVE_COLUMNS if column[0].startswith(groups.get(alone, alone))]
+    for name, wire_name, dtype in told:
+        setattr(message, wire_name, np.array([len(name), 2**31 - 1], dtype).tobytes())
+    result = decode(message.SerializeToString())
+    for name, _, dtype in MOVE_COLUMNS:
+        wanted = [len(name), 2**31 - 1] if any(name == other for other, *_ in told) else []
+        assert getattr(result, name).tolist() == wanted
+        assert getattr(result, name).dtype == dtype
+
+
 def test_every_column_of_the_client_is_in_the_message() -> None:
     assert {name for name, _, _ in _REQUEST_COLUMNS} == {entry.name for entry in fields(StepItems)}
-    answers = {name for name, *_ in (*ANSWER_COLUMNS, *ANSWER_COUNTS)} | {"step_id", "pressure"}
+    answers = {name for name, *_ in (*ANSWER_COLUMNS, *MOVE_COLUMNS, *ANSWER_COUNTS)} | {"step_id", "pressure"}
     assert answers == set(StepResult._fields)
     known = set(pb.StepRequest.DESCRIPTOR.fields_by_name)
     assert {wire_name for _, wire_name, _ in _REQUEST_COLUMNS} <= known

@@ -40,6 +40,11 @@ class FakeAnswer:
     update_block_ids: list[int] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
+    ready_ids: list[int] = field(default_factory=list)
+    ready_hits: list[int] = field(default_factory=list)
+    ready_reserved: list[int] = field(default_factory=list)
+    ready_num_blocks: list[int] = field(default_factory=list)
+    ready_block_ids: list[int] = field(default_factory=list)
     num_free: int = 0
     num_evictable: int = 0
     num_fenced: int = 0

@@ -97,6 +97,7 @@ class AsyncCacheSession:
             self._opened.attach_token,
             self.pool.arena_bytes,
             self._door.options.timeout_s,
+            self.pool.host_arena_bytes,
         )
         try:
             return await asyncio.shield(attaching)
@@ -119,9 +120,11 @@ class AsyncCacheSession:
         self.step_id = step_id
         return answer
 
-    async def renew(self, completed_step_id: int = 0) -> pb.RenewSessionResponse:
-        """Renew the lease; completed_step_id 0 reports nothing."""
-        return await self._do(self._calls.renew(completed_step_id))
+    async def renew(
+        self, completed_step_id: int = 0, completed_transfers: Sequence[int] = (), failed_transfers: Sequence[int] = ()
+    ) -> pb.RenewSessionResponse:
+        """Renew the lease; completed_step_id 0 reports nothing. Transfer orders may be reported, too, by their ids."""
+        return await self._do(self._calls.renew(completed_step_id, completed_transfers, failed_transfers))
 
     async def close(self, drained: bool = True) -> pb.CloseSessionResponse:
         """End the session. drained says that nothing of it will write to the arena any more."""
@@ -172,6 +175,14 @@ class AsyncCacheSession:
     async def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return await self._do(self._calls.release(sequence_id))
+
+    async def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
+        """Move the sequence to the host tier, bytes and all; one that is there stays there."""
+        return await self._do(self._calls.swap_out(sequence_id))
+
+    async def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
+        """Move the sequence back to the device; one that is there stays there."""
+        return await self._do(self._calls.swap_in(sequence_id))
 
     async def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
         """One sequence with its block table."""

@@ -65,8 +65,15 @@ class SessionCalls:
     def head(self) -> dict[str, Any]:
         return {"session_id": self.session_id, "epoch": self.epoch}
 
-    def renew(self, completed_step_id: int) -> Call[pb.RenewSessionResponse]:
-        request = pb.RenewSessionRequest(**self.head, completed_step_id=completed_step_id)
+    def renew(
+        self, completed_step_id: int, completed_transfers: Sequence[int], failed_transfers: Sequence[int]
+    ) -> Call[pb.RenewSessionResponse]:
+        request = pb.RenewSessionRequest(
+            **self.head,
+            completed_step_id=completed_step_id,
+            completed_transfer_ids=np.array(completed_transfers, "<i8").tobytes(),
+            failed_transfer_ids=np.array(failed_transfers, "<i8").tobytes(),
+        )
         return Call("RenewSession", request, _whole)
 
     def close(self, drained: bool) -> Call[pb.CloseSessionResponse]:
@@ -125,6 +132,12 @@ class SessionCalls:
     def release(self, sequence_id: int) -> Call[int]:
         request = pb.ReleaseSequenceRequest(**self.head, sequence_id=sequence_id)
         return Call("ReleaseSequence", request, lambda answer: answer.num_dropped_blocks)
+
+    def swap_out(self, sequence_id: int) -> Call[pb.SequenceInfo]:
+        return Call("SwapOutSequence", pb.SwapOutSequenceRequest(**self.head, sequence_id=sequence_id), _sequence)
+
+    def swap_in(self, sequence_id: int) -> Call[pb.SequenceInfo]:
+        return Call("SwapInSequence", pb.SwapInSequenceRequest(**self.head, sequence_id=sequence_id), _sequence)
 
     def get(self, sequence_id: int, include_tokens: bool) -> Call[pb.SequenceInfo]:
         request = pb.GetSequenceRequest(**self.head, sequence_id=sequence_id, include_tokens=include_tokens)

@@ -86,8 +86,9 @@ class CacheSession:
 
     def attach(self) -> Arena:
         """Map the pool's memory; once per session."""
-        opened = self._opened
-        return attach_arena(opened.attach_socket_path, opened.attach_token, self.pool.arena_bytes, self._door.options.timeout_s)
+        opened, pool = self._opened, self.pool
+        timeout_s = self._door.options.timeout_s
+        return attach_arena(opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes)
 
     def step(self, items: StepItems, completed_step_id: int | None = None) -> StepResult:
         """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
@@ -102,9 +103,11 @@ class CacheSession:
         self.step_id = step_id
         return answer
 
-    def renew(self, completed_step_id: int = 0) -> pb.RenewSessionResponse:
-        """Renew the lease; completed_step_id 0 reports nothing."""
-        return self._do(self._calls.renew(completed_step_id))
+    def renew(
+        self, completed_step_id: int = 0, completed_transfers: Sequence[int] = (), failed_transfers: Sequence[int] = ()
+    ) -> pb.RenewSessionResponse:
+        """Renew the lease; completed_step_id 0 reports nothing. Transfer orders may be reported, too, by their ids."""
+        return self._do(self._calls.renew(completed_step_id, completed_transfers, failed_transfers))
 
     def close(self, drained: bool = True) -> pb.CloseSessionResponse:
         """End the session. drained says that nothing of it will write to the arena any more."""
@@ -147,6 +150,14 @@ class CacheSession:
     def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return self._do(self._calls.release(sequence_id))
+
+    def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
+        """Move the sequence to the host tier, bytes and all; one that is there stays there."""
+        return self._do(self._calls.swap_out(sequence_id))
+
+    def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
+        """Move the sequence back to the device; one that is there stays there."""
+        return self._do(self._calls.swap_in(sequence_id))
 
     def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
         """One sequence with its block table."""

@@ -52,6 +52,10 @@ class StepItems:
     reserve_ids: Int64Array = field(default_factory=_none64)
     reserve_min: Int32Array = field(default_factory=_none32)
     reserve_max: Int32Array = field(default_factory=_none32)
+    swap_out_ids: Int64Array = field(default_factory=_none64)  # applied before the starts
+    swap_in_ids: Int64Array = field(default_factory=_none64)
+    completed_transfers: Int64Array = field(default_factory=_none64)  # applied first
+    failed_transfers: Int64Array = field(default_factory=_none64)
 
 
 class StepResult(NamedTuple):
@@ -82,6 +86,17 @@ class StepResult(NamedTuple):
     num_give_back: int  # blocks that an elder sequence is owed, where this session runs younger ones
     pressure: int  # of PressureLevel
     revision: int
+    swap_out_results: Int32Array = _EMPTY32  # of ItemResult
+    swap_in_results: Int32Array = _EMPTY32
+    transfer_ids: Int64Array = _EMPTY64  # to be run in order, before the copies, and reported by these ids
+    transfer_kinds: Int32Array = _EMPTY32  # of TransferKind
+    transfer_sources: Int32Array = _EMPTY32
+    transfer_destinations: Int32Array = _EMPTY32
+    ready_ids: Int64Array = _EMPTY64  # sequences that were loading and run now
+    ready_hits: Int32Array = _EMPTY32
+    ready_reserved: Int32Array = _EMPTY32
+    ready_num_blocks: Int32Array = _EMPTY32
+    ready_block_ids: Int32Array = _EMPTY32  # their block tables, concatenated
 
 
 # (field of StepItems, field of StepRequest, dtype)
@@ -103,6 +118,10 @@ _REQUEST_COLUMNS = (
     ("reserve_ids", "reserve_sequence_ids", _INT64),
     ("reserve_min", "reserve_min_tokens", _INT32),
     ("reserve_max", "reserve_max_tokens", _INT32),
+    ("swap_out_ids", "swap_out_sequence_ids", _INT64),
+    ("swap_in_ids", "swap_in_sequence_ids", _INT64),
+    ("completed_transfers", "completed_transfer_ids", _INT64),
+    ("failed_transfers", "failed_transfer_ids", _INT64),
 )
 
 
@@ -124,6 +143,30 @@ def encode(items: StepItems, session_id: str, epoch: int, step_id: int, complete
 def decode(raw: bytes) -> StepResult:
     """The columns of a serialised StepResponse. Raises ValueError for a column that is no whole number of items."""
     response = pb.StepResponse.FromString(raw)
+    result = _decode_common(response)
+    if response.transfer_ids or response.ready_sequence_ids or response.swap_out_results or response.swap_in_results:
+        result = _with_moves(result, response)
+    return result
+
+
+def _with_moves(result: StepResult, response: pb.StepResponse) -> StepResult:
+    """What few steps have: swaps, transfer orders, sequences that were loading."""
+    return result._replace(
+        swap_out_results=_column32(response.swap_out_results),
+        swap_in_results=_column32(response.swap_in_results),
+        transfer_ids=_column64(response.transfer_ids),
+        transfer_kinds=_column32(response.transfer_kinds),
+        transfer_sources=_column32(response.transfer_source_block_ids),
+        transfer_destinations=_column32(response.transfer_destination_block_ids),
+        ready_ids=_column64(response.ready_sequence_ids),
+        ready_hits=_column32(response.ready_num_hit_tokens),
+        ready_reserved=_column32(response.ready_num_reserved_tokens),
+        ready_num_blocks=_column32(response.ready_num_blocks),
+        ready_block_ids=_column32(response.ready_block_ids),
+    )
+
+
+def _decode_common(response: pb.StepResponse) -> StepResult:
     return StepResult(
         step_id=response.step_id,
         fork_results=_column32(response.fork_results),
@@ -136,9 +179,7 @@ def decode(raw: bytes) -> StepResult:
         reserve_reserved=_column32(response.reserve_num_reserved_tokens),
         new_block_item_idx=_column32(response.new_block_item_idx),
         new_block_ids=_column32(response.new_block_ids),
-        update_ids=np.frombuffer(response.table_update_sequence_ids, _INT64)
-        if response.table_update_sequence_ids
-        else _EMPTY64,
+        update_ids=_column64(response.table_update_sequence_ids),
         update_table_idx=_column32(response.table_update_table_idx),
         update_block_ids=_column32(response.table_update_block_ids),
         copy_sources=_column32(response.copy_source_block_ids),
@@ -154,3 +195,7 @@ def decode(raw: bytes) -> StepResult:
 
 def _column32(data: bytes) -> Int32Array:
     return np.frombuffer(data, _INT32) if data else _EMPTY32
+
+
+def _column64(raw: bytes) -> Int64Array:
+    return np.frombuffer(raw, _INT64) if raw else _EMPTY64
