@@ -13,7 +13,7 @@ from cache_service.block_tables import BlockTables
 from cache_service.owner import Owner
 from cache_service.types import SequenceState
 
-AT_ONCE = 16_384  # blocks, a few milliseconds
+AT_ONCE = 4096  # blocks, a few milliseconds
 
 
 class Reclaim:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 
 import grpc
 import pytest
@@ -176,3 +177,12 @@ async def test_openings_that_are_refused(api: Api, fields: dict[str, object], fi
     request = pb.OpenSessionRequest(spec=SPEC, **fields)
     error = await refusal(api.stub.OpenSession(request, timeout=DEADLINE))
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)
+
+
+async def test_a_pool_that_made_room_leaves_no_memory_behind() -> None:
+    async with serving(num_pools=1) as api:
+        session = await api.open()
+        gone = weakref.ref(api.server.keeper.registry.pools[0].manager.tables)
+        await session.call("CloseSession")
+        await api.open(spec=spec_of(revision="b"))
+        assert gone() is None

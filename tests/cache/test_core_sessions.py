@@ -244,3 +244,18 @@ def test_6_one_sessions_end_is_nothing_to_another() -> None:
         with pytest.raises(UnknownSession):
             call()
     pool.audit()
+
+
+def test_a_large_session_is_gone_at_once_and_given_back_in_slices() -> None:
+    pool = CorePool(num_blocks=17)
+    pool.manager.reclaim.at_once = 1
+    tables = [pool.prefill(i, range(10 * i, 10 * i + 8)) for i in (1, 2, 3)]
+    assert pool.manager.close_session(A, may_still_write=False).num_released_sequences == 3
+    with pytest.raises(UnknownSession):
+        pool.view(2)
+    for num_given_back in (1, 2, 3):
+        pool.audit()
+        states = [{pool.state(block) for block in table} for table in tables]
+        assert states == [{BlockState.CACHED}] * num_given_back + [{BlockState.REFERENCED}] * (3 - num_given_back)
+        assert pool.manager.reclaim_some(1) == (num_given_back < 2)
+    assert pool.matched(range(20, 28)) == tables[1]

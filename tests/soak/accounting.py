@@ -51,9 +51,9 @@ def audited_steps(seed_number: int) -> Counts:
     return Counts(num_audits, num_refusals)
 
 
-def simulate(seed_number: int, num_changes: int = CHANGES_PER_SEED) -> SimulationCounts:
+def simulate(seed_number: int, num_changes: int = CHANGES_PER_SEED, audit_every: int = 1) -> SimulationCounts:
     """One simulation until so many items have changed a sequence. A failure names its tick."""
-    simulation, tick, done, last_change = Simulation(seed_number), 0, 0, 0
+    simulation, tick, done, last_change = Simulation(seed_number, audit_every), 0, 0, 0
     try:
         while done < num_changes:
             simulation.tick()

@@ -81,6 +81,7 @@ def run(seed: int) -> Counts:
         block_size=rng.choice([1, 2, 3, 4]),
         max_sequences=rng.choice([4, 8]),
         max_tokens_per_sequence=rng.choice([12, 24]),
+        eviction_policy="lru",  # the model knows its order exactly
     )
     driver = LossyDriver(config, _thread, rng)
     try:

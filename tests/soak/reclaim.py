@@ -33,7 +33,7 @@ def deaths(seed: int) -> Counts:
 async def _deaths(rng: random.Random) -> Counts:
     processes = Processes()
     async with serving() as api:
-        lively = await api.open(ttl_ms=int(2000 * DEATH_WITHIN))
+        lively = await api.open(ttl_ms=30_000)
         try:
             for _ in range(_ROUNDS):
                 await _round(api, lively, processes, rng)

@@ -61,5 +61,7 @@ ROWS = [
     Row(16, "big reclaim", "reclaiming 1e6 blocks delays others by 50 ms at most", "reclaims", "steps meanwhile",
         99, big_reclaim.run, num_ci_seeds=1, is_timed=True),
     Row(32, "tenant residue", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",
-        100_000, tenant_residue.run, num_ci_seeds=4),
+        80_000, tenant_residue.run, num_ci_seeds=4),
+    Row(32, "both tiers", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",
+        20_000, tier_walks.residue, num_ci_seeds=4),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from tests.support.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, Api, Sess
 from tests.support.services import environment
 
 TTL_MS = 500
+_START_S = 60.0  # that the processes may take to start on a busy machine
 _NUM_ENGINES = 4
 _CYCLES = 4
 _NUM_BLOCKS = 64
@@ -52,9 +53,9 @@ class _Child:
         self.process.stdin.write(word.encode() + b"\n")
         await self.process.stdin.drain()
 
-    async def answer(self) -> dict[str, object]:
+    async def answer(self, within: float = DEADLINE) -> dict[str, object]:
         assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), DEADLINE)
+        line = await asyncio.wait_for(self.process.stdout.readline(), within)
         assert line, "an engine process ended"
         found: dict[str, object] = json.loads(line)
         return found
@@ -77,7 +78,7 @@ async def _run(rng: random.Random) -> _Result:
     async with serving(num_blocks=_NUM_BLOCKS) as api:
         children = [await _start(api) for _ in range(_NUM_ENGINES)]
         try:
-            await asyncio.gather(*(child.answer() for child in children))
+            await asyncio.gather(*(child.answer(_START_S) for child in children))
             for _ in range(_CYCLES):
                 await _cycle(api, children, rng, result)
         finally:

@@ -1,7 +1,8 @@
 """Row 10: swap is bit-exact on every tier. Sequences and cached blocks walk between device and host memory at random.
 
 The memory of both tiers is bytes that only the transfers of the core touch; every sequence that is on the device must read
-what was written to it, byte for byte, however often its blocks moved, and so must every prefix that is hit.
+what was written to it, byte for byte, however often its blocks moved, and so must every prefix that is hit. Row 32 on both
+tiers is the same walk seen from the other side: what a sequence is granted holds no word of another tenant.
 """
 
 import random
@@ -19,6 +20,7 @@ from tests.support.core_pool import int32
 _EVENTS = 250
 _SLOT_WORDS = 4
 _SESSION = SessionId("walker")
+_TENANTS = ("red", "blue")
 
 
 @dataclass
@@ -27,6 +29,7 @@ class _Walker:
 
     sequence_id: SequenceId
     tokens: list[int]
+    tenant: str
     is_out: bool = False
 
 
@@ -48,8 +51,10 @@ class _Tiers:
         self.config = config
         self.manager = Manager(config)
         self.manager.open_session(_SESSION, Executor.CACHE)
-        self.device = np.full((config.num_blocks, self.size, _SLOT_WORDS), -1, np.int64)
-        self.host = np.full((config.num_host_blocks, self.size, _SLOT_WORDS), -2, np.int64)
+        self.device = np.zeros((config.num_blocks, self.size, _SLOT_WORDS), np.int64)
+        self.host = np.zeros((config.num_host_blocks, self.size, _SLOT_WORDS), np.int64)
+        self.written: dict[str, set[int]] = {tenant: {0} for tenant in _TENANTS}
+        self.num_foreign = 0  # blocks granted that had held another tenant's words
         self.walkers: list[_Walker] = []
         self.num_out = self.num_in = 0
         self._next_id = 0
@@ -75,23 +80,30 @@ class _Tiers:
             old = self.rng.choice(self.walkers).tokens
             tokens = (old + tokens)[:length]
         self._next_id += 1
-        walker = _Walker(SequenceId(self._next_id), tokens)
+        walker = _Walker(SequenceId(self._next_id), tokens, self.rng.choice(_TENANTS))
         if len(self.walkers) == self.config.max_sequences:
             return
-        self.manager.create_sequence(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens)))
+        self.manager.create_sequence(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens), tenant=walker.tenant))
         self.walkers.append(walker)
+        before = self.device.copy()
         try:
             self.transfer(self.manager.extend(_SESSION, walker.sequence_id, length, look_up=True))
         except CacheError:
             self.end(walker)
             return
-        hit = self.manager.view(_SESSION, walker.sequence_id).num_hit_tokens
+        view = self.manager.view(_SESSION, walker.sequence_id)
+        hit = view.num_hit_tokens
         self.check(walker, hit)
+        for block in view.block_table[hit // self.size :].tolist():
+            own = self.written[walker.tenant]
+            assert set(self.device[block].flat) <= own, f"tenant {walker.tenant} was given another one's words"
+            self.num_foreign += not set(before[block].flat) <= own
         self.write(walker, hit)
 
     def write(self, walker: _Walker, first: int) -> None:
         table = self.manager.view(_SESSION, walker.sequence_id).block_table.tolist()
-        wanted = slots_of(walker.tokens)
+        wanted = slots_of(walker)
+        self.written[walker.tenant].update(wanted.flat)
         for position in range(first, len(walker.tokens)):
             self.device[table[position // self.size], position % self.size] = wanted[position]
         length = len(walker.tokens)
@@ -101,7 +113,7 @@ class _Tiers:
     def check(self, walker: _Walker, length: int) -> None:
         table = self.manager.view(_SESSION, walker.sequence_id).block_table
         found = self.device[table].reshape(-1, _SLOT_WORDS)[:length]
-        assert found.tobytes() == slots_of(walker.tokens)[:length].tobytes(), f"sequence {walker.sequence_id} reads other bytes"
+        assert found.tobytes() == slots_of(walker)[:length].tobytes(), f"sequence {walker.sequence_id} reads other bytes"
 
     def swap(self, walker: _Walker) -> None:
         """To the other tier, if it has room."""
@@ -123,14 +135,25 @@ class _Tiers:
         self.transfer(moved.copies)
 
 
-def slots_of(tokens: list[int]) -> np.ndarray:
-    """[tokens, words] what their slots hold: the chained hash of the prefix, and words made of it."""
-    return np.array(contents("", tokens), np.int64)[:, None] ^ np.arange(_SLOT_WORDS, dtype=np.int64) * 0x5851F42D
+def slots_of(walker: _Walker) -> np.ndarray:
+    """[tokens, words] what its slots hold: the chained hash of tenant and prefix, and words made of it."""
+    words = np.arange(_SLOT_WORDS, dtype=np.int64) * 0x5851F42D
+    return np.array(contents(walker.tenant, walker.tokens), np.int64)[:, None] ^ words
 
 
 def run(seed: int) -> Counts:
     """Counts blocks that came back from the host tier; the fault is a block that left the device."""
-    rng = random.Random(seed)
+    tiers = _walk(random.Random(seed))
+    return Counts(tiers.num_in, tiers.num_out)
+
+
+def residue(seed: int) -> Counts:
+    """Counts blocks that changed their tenant while they held the words of another, which is the fault."""
+    tiers = _walk(random.Random(seed))
+    return Counts(tiers.num_foreign, tiers.num_foreign)
+
+
+def _walk(rng: random.Random) -> _Tiers:
     tiers = _Tiers(rng)
     for _ in range(_EVENTS):
         event = rng.random()
@@ -146,4 +169,4 @@ def run(seed: int) -> Counts:
             if not walker.is_out:
                 tiers.check(walker, len(walker.tokens))
         assert tiers.manager.check_invariants() == []
-    return Counts(tiers.num_in, tiers.num_out)
+    return tiers

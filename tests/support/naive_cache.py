@@ -189,9 +189,18 @@ class NaiveCache:
         if block_idx >= len(q.table):
             return None
         block = q.table[block_idx]
-        shared = self.num_holders(block) > 1 or block in self.index.values()
+        shared = self.num_holders(block) > 1 or self.is_still_indexed(block)
         shared = shared or any(session != q.session for session in self.fences.get(block, ()))
         return block_idx if shared else None
+
+    def is_still_indexed(self, block: int) -> bool:
+        """In the index, and not below a block that this operation has evicted already and `evict` has yet to judge.
+
+        Behind its holes a sequence holds blocks whose parents it does not.
+        """
+        keys = [key for key, held in self.index.items() if held == block]
+        gone = [key for key, held in self.index.items() if held in self.victims] if keys and self.victims else []
+        return any(not any(k[0] == g[0] and k[1][: len(g[1])] == g[1] for g in gone) for k in keys)
 
     def commit_bound(self, q: NaiveSequence, num_new: int) -> int:
         completed = self.sessions[q.session].completed

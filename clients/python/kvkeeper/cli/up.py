@@ -40,6 +40,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
     parser.add_argument("--log-level", metavar="LEVEL", default="warning", help="of both (default: %(default)s)")
@@ -182,6 +183,8 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
     }
     if args.pool_memory is not None:
         flags["cache"] += ["--pool-memory", args.pool_memory]
+    if args.host_memory is not None:
+        flags["cache"] += ["--host-memory", args.host_memory]
     if args.model is not None:
         flags["engine"] += ["--model", args.model]
     for service, own_flags in _split(args.other_flags, args).items():
