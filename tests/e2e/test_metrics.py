@@ -72,7 +72,9 @@ async def test_utilization_is_of_the_blocks_held(world: Services) -> None:
         return engine.engine.kv_utilization > 0
 
     await until(holds_blocks)
-    assert (await client.stats()).kv_utilization == pytest.approx(8 / 32)
+    held = (await world.pool()).num_referenced_blocks  # those of the next step, which is asked for meanwhile, among them
+    assert held >= 8
+    assert (await client.stats()).kv_utilization == pytest.approx(held / 32)
     gate.set()
 
 

@@ -46,6 +46,7 @@ class NaiveSequence:
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
     copied_at: int = 0  # the step of its last copy-on-write
+    pending_since: int = 0  # clock of the commit that it is pending for
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
 
@@ -252,14 +253,16 @@ class NaiveCache:
 
         Whether more is left but for what waits for a copy. told_now: the session whose reply is yet to be written.
         """
+        group = -1
         for q in list(self.pending):
             session = self.sessions[q.session]
             num_full = min(q.committed // self.block_size, self.num_shareable(q))
-            if max_blocks <= 0:
+            if max_blocks <= 0 and q.pending_since != group:
                 break
+            group = q.pending_since  # one commit is looked at whole, also when only a part of it is published
             if q.published >= num_full:
                 self.pending.remove(q)
-            elif q.copied_at <= session.completed:  # else the copy of its block is still in flight
+            elif max_blocks > 0 and q.copied_at <= session.completed:  # else the copy of its block is still in flight
                 last = min(num_full, q.published + max_blocks)
                 max_blocks -= last - q.published
                 for block_idx in range(q.published, last):

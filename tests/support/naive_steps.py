@@ -152,6 +152,7 @@ class NaiveSteps(NaiveProgress):
             q.committed = length
             if self.config.prefix_caching and q not in self.pending:
                 self.pending.append(q)
+                q.pending_since = self.clock
         self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
 
     def narrow(self, q: NaiveSequence, retention: Retention) -> None:
