@@ -13,7 +13,7 @@ from engine_service.planning import Planning
 from engine_service.request import Int32Array, Sequence, SequenceState
 from engine_service.running import IndexArray
 
-_STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol
+_STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
 _FORKED = 1  # ItemResult.OK of the protocol
 
 

@@ -67,6 +67,8 @@ class Planning:
             start_max_new=_column(starts.values()),
             # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
             start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
+            # Whoever is computing the same prefix now shares it when it has, which costs less than computing it twice.
+            start_may_wait=_column(sequence.request.look_up for sequence in starts),
             reserve_ids=running.sequence_ids[reserve_rows],
             reserve_min=computed + 1,
             reserve_max=computed + num_new,
