@@ -22,6 +22,7 @@ from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
 from engine_service.plan import Limits, Work
+from engine_service.planning import NO_GUESSES
 from engine_service.refusals import (
     CacheServiceDown,
     Draining,
@@ -34,7 +35,7 @@ from engine_service.refusals import (
 )
 from engine_service.request import Int32Array, Request, RequestState, Sequence, SequenceState
 from engine_service.sampler import SamplingRow
-from engine_service.scheduler import NO_GUESSES, Scheduler
+from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats

@@ -44,6 +44,7 @@ class Plan:
     start_ids: Int64Array
     start_max_new: Int32Array
     start_max_hit: Int32Array
+    start_may_wait: Int32Array
     reserve_ids: Int64Array
     reserve_min: Int32Array
     reserve_max: Int32Array

@@ -1,0 +1,159 @@
+"""Answering: what the cache service's answer to a plan changes, and what can be computed now.
+
+The answer is taken over list by list, in the order that the protocol gives it its meaning. Between plan and answer a step may
+have ended, and sequences with it. Pure.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_service.assemble import assemble_work
+from engine_service.plan import Plan, StepAnswer, Work
+from engine_service.planning import Planning
+from engine_service.request import Int32Array, Sequence, SequenceState
+from engine_service.running import IndexArray
+
+_STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
+_FORKED = 1  # ItemResult.OK of the protocol
+
+
+class Answering(Planning):
+    """See the module; a part of the scheduler."""
+
+    def apply(self, plan: Plan, answer: StepAnswer) -> Work:
+        """Take over what the cache service decided, and say what can be computed."""
+        running = self.running
+        running.num_committed[plan.commit_rows] = plan.commit_lens
+        running.num_known[plan.commit_rows] += plan.commit_num_new
+        self.room.note_answer(answer)
+        # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
+        copied = np.isin(answer.update_block_ids, answer.copy_destinations)
+        self._update_tables(answer, ~copied)
+        self._take_releases_and_forks(plan, answer)
+        self._update_tables(answer, copied)
+        self._count_copies(answer, copied)
+        running.append_blocks(plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids)
+        running.num_reserved[plan.reserve_rows] = answer.reserve_reserved
+        self._take_ready(answer)
+        start_rows = self._take_starts(plan, answer)
+        granted = answer.reserve_reserved >= plan.reserve_min
+        rows = np.concatenate((plan.reserve_rows[granted], start_rows))
+        targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
+        preempted: tuple[Sequence, ...] = ()
+        if granted.all() and not answer.num_give_back:
+            self.room.note_growth()
+        elif victim := self.room.choose_victim(running.at(running.live), answer):
+            kept = rows != victim.row
+            rows, targets = rows[kept], targets[kept]
+            self._preempt(victim)
+            preempted = (victim,)
+        # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
+        rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
+        num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
+        if not plan.guesses:
+            num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
+        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        running.put_guesses(plan.guesses)
+        work = assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
+        running.num_computing[rows] = num_new
+        running.num_drawing[work.sample_rows] = 1
+        return work
+
+    def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
+        running = self.running
+        columns = (answer.update_ids, answer.update_table_idx, answer.update_block_ids)
+        for sequence_id, table_idx, block_id in zip(*(column[chosen].tolist() for column in columns), strict=True):
+            row = running.by_id.get(sequence_id)  # a sequence released in this step has none any more
+            if row is not None:
+                running.tables[row, table_idx] = block_id
+
+    def _count_copies(self, answer: StepAnswer, copied: npt.NDArray[np.bool_]) -> None:
+        for sequence_id in answer.update_ids[copied].tolist():
+            sequence = self.running.sequences[self.running.by_id[sequence_id]]
+            assert sequence is not None
+            sequence.request.num_copied_blocks += 1
+
+    def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> None:
+        """Released rows make room for forked children, but a child's table comes from its parent's row."""
+        tables = [self._shared_table(child) for child in plan.forked]
+        self.waiting.num_known -= len(plan.release_ids)
+        del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
+        for sequence in plan.released:
+            self.running.remove(sequence)
+            self.room.note_end()
+        answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
+        for child, child_id, table, result in answers:
+            if result == _FORKED:
+                self.waiting.num_known += 1
+                if child.state is SequenceState.ENDED:  # since the plan was made
+                    self.waiting.releases.append(child_id)
+                    continue
+                child.sequence_id, child.state = child_id, SequenceState.RUNNING
+                shared = len(child.request.prompt)
+                self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+        for sequence in plan.released:
+            self._leave_children(sequence)
+        self._parents = {parent: None for parent in self._parents if parent.request.unforked}
+
+    def _shared_table(self, child: Sequence) -> Int32Array:
+        """The part of the parent's block table that a child forked now shares."""
+        row = child.request.sequences[0].row
+        return self.running.tables[row, : -(-len(child.request.prompt) // self.limits.block_size)].copy()
+
+    def _leave_children(self, parent: Sequence) -> None:
+        """A parent gave its blocks back: continuations that were not forked yet start by themselves."""
+        self._parents.pop(parent, None)
+        for child in parent.request.unforked:
+            if child.num_output:
+                self.waiting.put(child)
+
+    def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
+        """Rows of the sequences that started."""
+        rows = []
+        refused = []
+        ends = np.cumsum(answer.start_num_blocks).tolist()
+        columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
+        items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
+        for sequence, end, result, hit_len, reserved, num_blocks in items:
+            if sequence.state is SequenceState.ENDED:
+                continue  # since the plan was made; its release is noted already
+            if result == _STARTED:
+                self.waiting.remove(sequence)
+                sequence.state = SequenceState.RUNNING
+                if sequence.request.num_hit_tokens is None:
+                    sequence.request.num_hit_tokens = hit_len
+                table = answer.start_block_ids[end - num_blocks : end]
+                num_known = len(sequence.token_ids)
+                rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
+            elif result == _LOADING:
+                assert sequence.sequence_id is not None
+                self.waiting.remove(sequence)
+                sequence.state = SequenceState.LOADING
+                self.loading[sequence.sequence_id] = sequence
+            elif result == _NO_ROOM:
+                refused.append(sequence)
+        if plan.started:
+            self.room.note_starts(refused)
+        return np.array(rows, np.intp)
+
+    def _take_ready(self, answer: StepAnswer) -> None:
+        """What was loading has its blocks now, and computes from the next step on."""
+        ends = np.cumsum(answer.ready_num_blocks).tolist()
+        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
+        for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
+            sequence = self.loading.pop(sequence_id, None)
+            if sequence is not None:
+                sequence.state = SequenceState.RUNNING
+                if sequence.request.num_hit_tokens is None:
+                    sequence.request.num_hit_tokens = hit_len
+                table = answer.ready_block_ids[end - num_blocks : end]
+                self.running.add(sequence, hit_len, len(sequence.token_ids), reserved, table)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.sequence_id is not None
+        self.waiting.releases.append(sequence.sequence_id)
+        self.running.remove(sequence)
+        sequence.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.put(sequence)
+        self._leave_children(sequence)

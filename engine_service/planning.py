@@ -1,0 +1,153 @@
+"""Planning: which tokens of which sequences the next step computes.
+
+Served in order of arrival, running sequences before starts; room.py has the rules for when blocks are short. While a step is
+computed the next one is planned, counting on the tokens that will come. Pure; changes nothing but the next id.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from engine_service.plan import Int64Array, Limits, Plan
+from engine_service.request import Int32Array, Sequence, SequenceState
+from engine_service.room import Room
+from engine_service.running import IndexArray, RunningSequences
+from engine_service.waiting import WaitingSequences
+
+NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
+
+
+class Planning:
+    """See the module; a part of the scheduler."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.running = make_rows(limits)
+        self.waiting = WaitingSequences()
+        self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
+        self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
+        self._num_arrivals = 0
+        self.num_preemptions = 0
+        self.room = Room()
+
+    def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
+        """Plan a step; changes nothing but the next id.
+
+        guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
+        """
+        running = self.running
+        order = running.order
+        commit_rows = order[running.num_computed[order] > running.num_committed[order]]
+        first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
+        live = running.live
+        num_free_rows = running.num_rows - len(live) - len(self.loading)
+        live = live[running.num_left[live] > running.num_drawing[live]]
+        num_new, budget = self._share_budget(live)
+        forks = self._plan_forks(num_free_rows)
+        reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
+        computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
+        if guesses:
+            guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
+            num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
+        num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
+        starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
+        start_lens = _column(len(sequence.token_ids) for sequence in starts)
+        ended_rows = order[running.ended[order]]
+        return Plan(
+            commit_ids=running.sequence_ids[commit_rows],
+            commit_lens=running.num_computed[commit_rows],
+            commit_num_new=num_tokens - first_new,
+            commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
+            fork_parents=_ids(child.request.sequences[0] for child in forks),
+            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
+            fork_lens=_column(len(child.request.prompt) for child in forks),
+            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
+            start_ids=_ids(starts),
+            start_max_new=_column(starts.values()),
+            # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
+            start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
+            # Whoever is computing the same prefix now shares it when it has, which costs less than computing it twice.
+            start_may_wait=_column(sequence.request.look_up for sequence in starts),
+            reserve_ids=running.sequence_ids[reserve_rows],
+            reserve_min=computed + 1,
+            reserve_max=computed + num_new,
+            guesses=guesses,
+            commit_rows=commit_rows,
+            forked=tuple(forks),
+            released=tuple(self.running.at(ended_rows)),
+            started=tuple(starts),
+            reserve_rows=reserve_rows,
+        )
+
+    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
+        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
+        limits, running = self.limits, self.running
+        known = running.num_tokens[live] + running.num_drawing[live]
+        remaining = known - running.num_computed[live] - running.num_computing[live]
+        num_new = np.minimum(remaining, limits.chunk_size)
+        left = limits.token_budget - int(num_new.sum())
+        if left >= 0:
+            return num_new, left
+        decodes = remaining == 1
+        prompts = np.where(decodes, 0, num_new)
+        left = limits.token_budget - int(decodes.sum())
+        before = np.cumsum(prompts) - prompts
+        return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
+
+    def _fit_guesses(
+        self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
+    ) -> tuple[dict[int, Int32Array], Int32Array]:
+        """Of guesses for rows that compute their last token, those that the budget and the requests have room for."""
+        fitting: dict[int, Int32Array] = {}
+        num_guessed = np.zeros_like(num_new)
+        is_last = self.running.num_computed[rows] + num_new == self.running.num_tokens[rows]
+        for at in np.flatnonzero(is_last).tolist():
+            row = int(rows[at])
+            sequence = self.running.sequences[row]
+            if row in guesses and sequence is not None:
+                room = min(budget, sequence.request.max_new_tokens - sequence.num_output - 1)
+                if (kept := guesses[row][: max(room, 0)]).size:
+                    fitting[row], num_guessed[at] = kept, len(kept)
+                    budget -= len(kept)
+        return fitting, num_guessed
+
+    def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
+        """Continuations whose first token is known, as far as there are rows and slots for them."""
+        room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
+        if room <= 0 or not self._parents:
+            return []
+        children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
+        return children[:room]
+
+    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
+        """Who of the waiting may start, with most new tokens."""
+        starts: dict[Sequence, int] = {}
+        if len(self.running.live) and not self.room.allows_starts(num_growing):
+            return starts
+        for sequence in self.waiting.sequences:
+            if not budget or len(starts) == num_free_rows:
+                break
+            if sequence.state is SequenceState.WAITING:
+                starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
+                budget -= starts[sequence]
+                if self.room.was_refused(sequence):
+                    break
+        return starts
+
+    def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
+        needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]
+        return int(np.maximum(needed, 0).sum())
+
+
+def make_rows(limits: Limits) -> RunningSequences:
+    num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
+    return RunningSequences(num_rows, limits.max_len, limits.block_size)
+
+
+def _ids(sequences: Iterable[Sequence]) -> Int64Array:
+    return np.array([sequence.sequence_id for sequence in sequences], np.int64)
+
+
+def _column(values: Iterable[int]) -> Int32Array:
+    return np.array(list(values), np.int32)
