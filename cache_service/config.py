@@ -101,9 +101,9 @@ class CacheConfig:
         if self.num_host_blocks:
             check_range("num_host_blocks", self.num_host_blocks, 2, MAX_POOL_BLOCKS)
         if not 0 <= self.watermark < 1:
-            raise ConfigError("--watermark: a share from 0 to below 1")
+            raise ConfigError(f"--watermark: a share from 0 to below 1, not {self.watermark}")
         if not 0 < self.evict_above <= 1:
-            raise ConfigError("--evict-above: a share above 0 and up to 1")
+            raise ConfigError(f"--evict-above: a share above 0 and up to 1, not {self.evict_above}")
         try:
             PressureGauge(self.pressure_levels, 1)
         except InvalidField as error:

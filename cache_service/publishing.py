@@ -37,9 +37,9 @@ class Publisher:
         self._waiting: list[tuple[Owner, Int64Array]] = []  # slots whose copy-on-write is in flight
 
     def note(self, owner: Owner, slots: Int64Array) -> None:
-        """These sequences were committed further. All that a step pays for publishing."""
+        """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
         if len(self._pending) == _MOST_PENDING:
-            self.publish()
+            self.publish(told_now=owner)
         self._pending.append((owner, slots))
 
     def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: Owner | None = None) -> bool:

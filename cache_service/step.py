@@ -240,8 +240,11 @@ def _check_in_order(
         look(sequence_id)
     if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.num_retaining:
         # The usual step in which requests end and begin: nothing above changed what a reservation is held against.
-        for sequence_id in set(batch.release_ids.tolist()).intersection(batch.reserve_ids.tolist()):
-            look(sequence_id)  # refuses it
+        leaving = {*batch.release_ids.tolist(), *batch.swap_out_ids.tolist()}
+        for sequence_id in leaving.intersection(batch.reserve_ids.tolist()):
+            state = look(sequence_id).state  # refuses what is released
+            if state != SequenceState.RUNNING:
+                raise wrong_state(sequence_id, state)
         return _check_reservations(sequences, owner, batch, commit_slots)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)

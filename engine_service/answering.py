@@ -69,7 +69,10 @@ class Answering(Planning):
 
     def _count_copies(self, answer: StepAnswer, copied: npt.NDArray[np.bool_]) -> None:
         for sequence_id in answer.update_ids[copied].tolist():
-            sequence = self.running.sequences[self.running.by_id[sequence_id]]
+            row = self.running.by_id.get(sequence_id)
+            if row is None:  # it was released: its block is somebody else's by now, and was cleared
+                continue
+            sequence = self.running.sequences[row]
             assert sequence is not None
             sequence.request.num_copied_blocks += 1
 

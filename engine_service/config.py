@@ -127,7 +127,7 @@ _HELP = {
     "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "reflection": "answer gRPC server reflection",
-    "progress": "show a progress bar while weights are loaded",
+    "progress": "show a progress bar on a terminal while weights are loaded",
     "log_level": ", ".join(LOG_LEVELS),
 }
 

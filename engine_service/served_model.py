@@ -7,6 +7,7 @@ and weights), shape, rope parameters, window. The tokenizer is not part of that:
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +84,12 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     if config.model == HASH_TOY:
         return _hash_toy()
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if (model_type := raw.get("model_type")) is not None and not is_native(model_type):
-        model = load_transformers_model(folder, model_type, dtype, progress=config.progress)
+        model = load_transformers_model(folder, model_type, dtype, progress=progress)
         return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
-    decoder, model_config = load_model(folder, dtype=dtype, progress=config.progress)
+    decoder, model_config = load_model(folder, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
 

@@ -97,6 +97,9 @@ def test_saved_data_is_not_dropped_before_there_is_room() -> None:
 def test_a_swapped_sequence_is_not_stepped() -> None:
     pool = TierPool()
     pool.prefill(1, range(6))
+    with pytest.raises(WrongState):  # nor is it from the step on that swaps it out
+        pool.step(outs=[1], reserves=[(1, 8, 8)])
+    assert pool.state_of(1) == SequenceState.RUNNING
     pool.swap_out(1)
     for items in ({"reserves": [(1, 8, 8)]}, {"forks": [(1, 2, 4)]}, {"truncates": [(1, 3)]}, {"starts": [(1, 1, 0)]}):
         with pytest.raises(WrongState):

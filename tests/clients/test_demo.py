@@ -47,6 +47,11 @@ def test_demo_shows_what_it_says_and_leaves_nothing() -> None:
         assert all(int(cached) > 0.9 * int(prompt) for prompt, cached in rows)
     assert int(re.findall(r"could part: (\d+)", forked)[0]) >= 1
     assert "SIGKILL" in forked
+    blocks, free, cached, in_use = (
+        int(re.findall(rf"^ +{name} +([\d,]+)", output, re.MULTILINE)[-1].replace(",", ""))
+        for name in ("blocks", "free", "cached", "in use")
+    )
+    assert (free + cached, in_use) == (blocks, 0), "every block of the pool is accounted for"
 
 
 def test_interrupted_demo_leaves_nothing() -> None:

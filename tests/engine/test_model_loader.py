@@ -3,11 +3,13 @@
 import json
 import os
 import struct
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_service.config import EngineConfig
 from engine_service.errors import (
     ModelConfigError,
     ModelError,
@@ -19,6 +21,7 @@ from engine_service.model.config import RopeConfig, parse_model_config, read_mod
 from engine_service.model.digest import weights_digest
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
+from engine_service.served_model import load_served_model
 from kernels.layout import KvLayout
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, write_v4_config
 
@@ -101,6 +104,13 @@ def test_progress_goes_to_stderr_and_can_be_turned_off(folder, capsys):
     assert not shown.out
     load_model(folder, progress=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("progress", "terminal", "shown"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_the_engine_shows_progress_on_a_terminal_only(folder, capsys, monkeypatch, progress, terminal, shown):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    load_served_model(EngineConfig(model=str(folder), progress=progress))
+    assert ("loading" in capsys.readouterr().err) == shown
 
 
 def test_nothing_is_unpickled(folder):

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _START_S = 120.0  # a slow disk and a cold torch
 _GRACE_S = 10.0
+_SETTLE_LOOKS, _SETTLE_LOOK_S = 40, 0.05
 _QUESTIONS = ("wrap_all", "indent_lines", "count_words", "shorten_title", "split_paragraphs", "strip_margin")
 _SAMPLING = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -139,7 +140,11 @@ def _print_answers(title: str, answers: Sequence[Answer]) -> None:
 
 async def _print_pool(cache: str) -> None:
     async with AsyncCacheClient(cache) as client:
-        (pool,) = (await client.stats()).pools
+        for _ in range(_SETTLE_LOOKS):
+            (pool,) = (await client.stats()).pools
+            if not pool.num_referenced_blocks + pool.num_fenced_blocks:
+                break
+            await asyncio.sleep(_SETTLE_LOOK_S)  # the engine's last step, with its releases, follows the last token
     rows = [
         ("blocks", f"{pool.pool.num_blocks - 1:,} of {pool.pool.block_size} tokens, {size(pool.pool.arena_bytes)}"),
         ("free", pool.num_free_blocks),

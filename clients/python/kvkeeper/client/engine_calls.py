@@ -15,6 +15,7 @@ Prompt = str | Sequence[int] | npt.NDArray[Any] | Sequence[Mapping[str, str]]
 
 _DEFAULT_TIMEOUT_MS = 60_000  # the service's
 _LONGEST_WAIT_S = 60.0  # the service's
+_CONSTRAINTS = {"json_schema", "regex", "choices"}
 _SLACK_S = 5.0  # the service's own deadline, with its reason, comes before the client's
 
 
@@ -116,6 +117,8 @@ class GenerateOptions:
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """A string is text, integers are token ids, mappings with role and content are a conversation."""
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
+    if len(constraints := sorted(sampling.keys() & _CONSTRAINTS)) > 1:
+        raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
     if "choices" in sampling:
         sampling["choices"] = pb.Choices(texts=sampling["choices"])
     request = pb.GenerateRequest(
