@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_service import server
 from engine_service.config import EngineConfig
 from engine_service.demo_model import DEMO_MODEL_DIR
 from engine_service.draft_model import DraftModel
@@ -28,29 +31,58 @@ def demo_model() -> ServedModel:
     return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        dataclasses.replace(GREEDY, ignore_eos=True),
-        Sampling(temperature=0.7, seed=11, ignore_eos=True),
-        Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=5, frequency_penalty=0.5, ignore_eos=True, num_logprobs=1),
-    ],
-    ids=["greedy", "sampled", "penalised"],
-)
-async def test_the_tokens_are_the_same(world: Services, demo_model: ServedModel, sampling: Sampling) -> None:
+async def test_a_copying_output_takes_fewer_steps(world: Services, demo_model: ServedModel) -> None:
     await world.start_cache(num_blocks=200)
+    sampling = dataclasses.replace(GREEDY, ignore_eos=True)
     plain = await world.client(await world.start_engine(demo_model, block_size=16))
     guessing = await world.client(await world.start_engine(demo_model, block_size=16, speculation="prompt-look-up"))
     expected = await generate(plain, PROMPT, 64, sampling, n=2)
     found = await generate(guessing, PROMPT, 64, sampling, n=2)
     assert found.token_ids == expected.token_ids
     stats = await guessing.stats()
-    assert stats.num_guessed_tokens > 0
+    assert stats.num_kept_guesses > 0
     assert stats.acceptance_rate == pytest.approx(stats.num_kept_guesses / stats.num_guessed_tokens)
-    if sampling.temperature == 0:
-        assert stats.num_kept_guesses > 0
-        assert stats.num_steps < (await plain.stats()).num_steps
+    assert stats.num_steps < (await plain.stats()).num_steps
     assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+class SometimesRight:
+    """Guesses what the toy would say greedily, with an error now and then."""
+
+    is_slow = False
+
+    def __init__(self) -> None:
+        self._dice = random.Random(3)
+
+    def propose(self, histories: Mapping[int, np.ndarray], most: Mapping[int, int]) -> dict[int, np.ndarray]:
+        found = {}
+        for row, history in histories.items():
+            guess = toy_output(history.tolist(), most[row])
+            found[row] = np.array([token if self._dice.random() < 0.8 else 1 for token in guess], np.int32)
+        return found
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        Sampling(temperature=0.7, seed=11),
+        Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=5, frequency_penalty=0.5, num_logprobs=1),
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+async def test_the_tokens_are_the_same_to_the_last(
+    world: Services, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the toy, whose logits are exact whatever the batch: with a real model, rounding may tip a draw either way."""
+    monkeypatch.setattr(server, "PromptLookUp", SometimesRight)
+    await world.start_cache(num_blocks=200)
+    plain = await world.client(await world.start_engine())
+    guessing = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    for prompt in ([1, 2, 3], list(range(1, 14))):
+        expected = await generate(plain, prompt, 60, sampling, n=3)
+        assert (await generate(guessing, prompt, 60, sampling, n=3)).token_ids == expected.token_ids
+    assert (await guessing.stats()).num_guessed_tokens > 0
 
 
 async def test_outputs_without_a_pattern_are_as_they_were(world: Services) -> None:
