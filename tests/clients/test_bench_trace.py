@@ -17,6 +17,7 @@ from cache_service.server import RunningServer
 from kvkeeper.cli import bench_plot, main, traces
 from kvkeeper.cli.outcome import UsageFailure
 from kvkeeper.client import AsyncCacheClient
+from tests.support.signals import hear_interrupts
 
 # Blocks 7 and 8 return once each while they are cached; of the last request only the first block is where it was.
 REQUESTS = [[7, 8, 9], [7, 8, 100], [5], [7, 1]]
@@ -83,7 +84,7 @@ async def live(trace: str, server: RunningServer) -> asyncio.subprocess.Process:
     """The command in a process of its own."""
     command = (sys.executable, "-m", "kvkeeper.cli", "bench", "trace", trace, "--live", "--cache", server.address)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1)
+    return await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1, preexec_fn=hear_interrupts)
 
 
 async def expect_nothing_left(client: AsyncCacheClient) -> None:

@@ -16,6 +16,7 @@ from cache_service.server import RunningServer, start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.top_view import Bar, History, Sample, frame, widths
 from kvkeeper.client import AsyncCacheClient
+from tests.support.signals import hear_interrupts
 
 NOBODY = "127.0.0.1:1"
 DEADLINE = 30
@@ -106,6 +107,7 @@ async def start(*argv: str, **streams: Any) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvkeeper.cli", "top", *argv),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100", "TERM": "xterm"},
+        preexec_fn=hear_interrupts,
         **{"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE, **streams},
     )
 
