@@ -177,7 +177,6 @@ class Keeper:
         if live.core.ttl > MAX_TTL:
             raise AttachRefused("LEASE_TOO_LONG")
         del self._tokens[token]
-        live.core.attached = True
         live.is_mapped = True
         live.pool.mappings.add(live.core.id)
         log.info("process_attached", client_name=live.core.client_name)
@@ -249,7 +248,7 @@ class Keeper:
             self._end(live, "process ended")
 
     def _unmapped(self, live: LiveSession) -> None:
-        live.is_mapped = live.core.attached = False
+        live.is_mapped = False
         live.pool.mappings.discard(live.core.id)
         ended = self._ended.get(live.core.id)
         if ended is not None:

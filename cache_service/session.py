@@ -46,7 +46,6 @@ class Session:
     last_request: bytes = b""
     last_reply: bytes = b""
     grace_deadline: float | None = None
-    attached: bool = False
 
     def use_mode(self, mode: SessionMode) -> None:
         """Raises WrongMode when the session has been used the other way."""

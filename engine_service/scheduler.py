@@ -76,10 +76,6 @@ class Scheduler(Answering):
         return len(self.waiting.sequences)
 
     @property
-    def num_running(self) -> int:
-        return len(self.running.live)
-
-    @property
     def is_empty(self) -> bool:
         """No sequence is known here, or to be given back."""
         return not (self.waiting.sequences or self.running.by_id or self.waiting.releases or self.loading)

@@ -1,0 +1,1 @@
+"""Where a block can be beside the device: one module per tier."""

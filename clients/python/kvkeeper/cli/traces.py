@@ -15,7 +15,6 @@ from kvkeeper.cli.outcome import UsageFailure
 
 Requests = list[list[int]]
 
-BLOCK_TOKENS = 512  # of one block of a Mooncake trace
 _MOST_BLOCKS = 1 << 20  # of one request
 _MOST_TALK_BLOCKS = 200
 _BEGINS, _GOES_ON = 0.15, 0.85  # chance of another turn after the first, and after later ones
