@@ -97,9 +97,9 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
 
 
 def _check_implemented(request: pb.GenerateRequest) -> None:
-    asked = {"retention": request.HasField("retention")}
+    given = {field.name for field, _ in request.ListFields()}
     for field, feature in UNIMPLEMENTED_FIELDS.items():
-        if asked[field]:
+        if field in given:
             raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
 
 
