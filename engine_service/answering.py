@@ -56,6 +56,8 @@ class Answering(Planning):
         running.put_guesses(plan.guesses)
         work = assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
         running.num_computing[rows] = num_new
+        self.num_plans += 1
+        running.computed_at[rows] = self.num_plans
         running.num_drawing[work.sample_rows] = 1
         return work
 
@@ -108,7 +110,7 @@ class Answering(Planning):
         self._parents.pop(parent, None)
         for child in parent.request.unforked:
             if child.num_output:
-                self.waiting.put(child)
+                self.waiting.put(child, had_turn=True)
 
     def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
         """Rows of the sequences that started."""
@@ -123,8 +125,7 @@ class Answering(Planning):
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING
-                if sequence.request.num_hit_tokens is None:
-                    sequence.request.num_hit_tokens = hit_len
+                self._note_start(sequence, hit_len)
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
                 rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
@@ -135,6 +136,7 @@ class Answering(Planning):
                 self.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
+                self.waiting.refused(sequence)
         if plan.started:
             self.room.note_starts(refused)
         return np.array(rows, np.intp)
@@ -147,10 +149,17 @@ class Answering(Planning):
             sequence = self.loading.pop(sequence_id, None)
             if sequence is not None:
                 sequence.state = SequenceState.RUNNING
-                if sequence.request.num_hit_tokens is None:
-                    sequence.request.num_hit_tokens = hit_len
+                self._note_start(sequence, hit_len)
                 table = answer.ready_block_ids[end - num_blocks : end]
                 self.running.add(sequence, hit_len, len(sequence.token_ids), reserved, table)
+
+    def _note_start(self, sequence: Sequence, hit_len: int) -> None:
+        """What a resumed one computes again is not its tenant's fault."""
+        request, waiting = sequence.request, self.waiting
+        if request.num_hit_tokens is None:
+            request.num_hit_tokens = hit_len
+            if waiting.shares is not None:
+                waiting.shares.start(request.tenant, len(sequence.token_ids) - hit_len, waiting.now)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
@@ -158,5 +167,5 @@ class Answering(Planning):
         self.running.remove(sequence)
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.put(sequence)
+        self.waiting.put(sequence, had_turn=True)
         self._leave_children(sequence)

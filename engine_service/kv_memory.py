@@ -148,11 +148,14 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     bounds = [model.max_len, pool.max_tokens_per_sequence, (pool.num_blocks - 1) * pool.block_size]
     if config.max_tokens_per_sequence is not None:
         bounds.append(config.max_tokens_per_sequence)
+    max_running = min(config.max_sequences, pool.max_sequences)
     return Limits(
         block_size=pool.block_size,
         max_len=min(bounds),
         max_known_sequences=pool.max_sequences,
-        max_running=min(config.max_sequences, pool.max_sequences),
+        max_running=max_running,
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,
+        prefill_budget=config.prefill_budget,
+        decode_budget=config.decode_budget or max_running,
     )

@@ -1,16 +1,17 @@
 """Planning: which tokens of which sequences the next step computes.
 
-Served in order of arrival, running sequences before starts; room.py has the rules for when blocks are short. While a step is
-computed the next one is planned, counting on the tokens that will come. Pure; changes nothing but the next id.
+Running sequences come before starts, which come in the order of the policy in force (policies.py); room.py has the rules for
+when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
 """
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from engine_service.plan import Int64Array, Limits, Plan
-from engine_service.request import Int32Array, Sequence, SequenceState
+from engine_service.request import Int32Array, Sequence
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
@@ -21,19 +22,22 @@ NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
 class Planning:
     """See the module; a part of the scheduler."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
+        """waiting: those of no tenant in particular, by arrival, by default."""
         self.limits = limits
         self.running = make_rows(limits)
-        self.waiting = WaitingSequences()
+        self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
         self.num_preemptions = 0
+        self.num_plans = 0  # that were answered
         self.room = Room()
 
-    def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
-        """Plan a step; changes nothing but the next id.
+    def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
+        """Plan a step; changes nothing but the next id and, with the load, the order of the waiting.
 
+        now: seconds of the clock that add is told.
         guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
         """
         running = self.running
@@ -42,8 +46,10 @@ class Planning:
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
         num_free_rows = running.num_rows - len(live) - len(self.loading)
+        self.waiting.now = max(now, self.waiting.now)
+        self.waiting.measure(min(self.limits.prefill_budget, self.limits.token_budget))
         live = live[running.num_left[live] > running.num_drawing[live]]
-        num_new, budget = self._share_budget(live)
+        num_new, budget, prompt_budget = self._share_budget(live)
         forks = self._plan_forks(num_free_rows)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
@@ -51,7 +57,7 @@ class Planning:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
         num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
-        starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
+        starts = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), num_growing)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
         return Plan(
@@ -80,20 +86,30 @@ class Planning:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
-        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
+    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int, int]:
+        """Tokens to compute for each live row, decodes before prompts; what is left of the budget, and of it for prompts."""
         limits, running = self.limits, self.running
-        known = running.num_tokens[live] + running.num_drawing[live]
-        remaining = known - running.num_computed[live] - running.num_computing[live]
-        num_new = np.minimum(remaining, limits.chunk_size)
-        left = limits.token_budget - int(num_new.sum())
-        if left >= 0:
-            return num_new, left
-        decodes = remaining == 1
-        prompts = np.where(decodes, 0, num_new)
-        left = limits.token_budget - int(decodes.sum())
-        before = np.cumsum(prompts) - prompts
-        return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
+        computed = running.num_computed[live] + running.num_computing[live]
+        remaining = running.num_tokens[live] + running.num_drawing[live] - computed
+        decodes = (remaining == 1) & (computed >= running.num_prompt[live])
+        prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
+        if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
+            decodes[self._least_urgent(live, decodes)] = False
+            num_decodes = limits.decode_budget
+        left = limits.token_budget - num_decodes
+        prompt_left = min(limits.prefill_budget, left)
+        num_prompt = int(prompts.sum())
+        if num_prompt > prompt_left:
+            before = np.cumsum(prompts) - prompts
+            prompts = np.clip(prompt_left - before, 0, prompts)
+            num_prompt = prompt_left
+        return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
+
+    def _least_urgent(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> IndexArray:
+        """Of more decodes than may be, those that have to wait: whoever got work last. So all take turns."""
+        at = np.flatnonzero(decodes)
+        longest_first = np.argsort(self.running.computed_at[live[at]], kind="stable")
+        return at[longest_first[self.limits.decode_budget :]]
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
@@ -123,16 +139,13 @@ class Planning:
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
         """Who of the waiting may start, with most new tokens."""
         starts: dict[Sequence, int] = {}
-        if len(self.running.live) and not self.room.allows_starts(num_growing):
+        if not budget or not num_free_rows or (len(self.running.live) and not self.room.allows_starts(num_growing)):
             return starts
-        for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows:
+        for sequence in self.waiting.in_order():
+            starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
+            budget -= starts[sequence]
+            if not budget or len(starts) == num_free_rows or self.room.was_refused(sequence):
                 break
-            if sequence.state is SequenceState.WAITING:
-                starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
-                budget -= starts[sequence]
-                if self.room.was_refused(sequence):
-                    break
         return starts
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:

@@ -1,6 +1,7 @@
 """Room: what the cache service's answers said of room in the pool, and who starts and who gives way because of it.
 
-Rules. Who is refused a start keeps its place, and nobody overtakes it twice. When running sequences run out of blocks,
+Rules. Who is refused a start keeps its place, and nobody overtakes it twice, but where a policy heeds priorities who has a
+higher one. When running sequences run out of blocks,
 the youngest of the lowest priority gives its blocks back, and nothing starts until another sequence has ended, so that
 equals do not take turns. The only one that runs keeps its blocks, however long it waits: the cache service knows which
 sequence of all engines is the eldest, and tells the others to give back, which they do, one sequence a step, until it has
@@ -30,7 +31,7 @@ class Room:
         return not (self._starts_are_held or is_short)
 
     def was_refused(self, sequence: Sequence) -> bool:
-        """It found no room when it was first in the queue: nobody behind it may try."""
+        """It found no room when its turn had come: nobody behind it may try."""
         return sequence is self._refused
 
     # -- told when a step is answered
@@ -39,8 +40,11 @@ class Room:
         self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
 
     def note_starts(self, refused: SequenceOf[Sequence]) -> None:
-        """Who of the starts of a step that had some was refused."""
-        self._refused = refused[0] if refused else None
+        """Who of the starts of a step that had some was refused.
+
+        The cache service grants nobody else's start before that of the eldest, by its own order: so that one is waited for.
+        """
+        self._refused = min(refused, key=_claim, default=None)
 
     def note_end(self) -> None:
         """A sequence gave its blocks back because it had ended."""
@@ -61,3 +65,7 @@ class Room:
         self._waited_for_fences = False
         self._starts_are_held = True
         return running[-1] if running else None
+
+
+def _claim(sequence: Sequence) -> tuple[int, int, tuple[float, int, int]]:
+    return -sequence.request.priority, sequence.request.start_number, sequence.place

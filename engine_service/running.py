@@ -34,6 +34,7 @@ class RunningSequences:
         # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
+        self.computed_at = np.zeros(num_rows, np.int64)  # number of the plan with which it last got work
         self.ended = np.zeros(num_rows, bool)
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
@@ -77,7 +78,7 @@ class RunningSequences:
         self.num_computed[row] = self.num_committed[row] = num_computed
         self.num_known[row], self.num_reserved[row] = num_known, num_reserved
         self.num_left[row] = sequence.request.max_new_tokens - sequence.num_output
-        self.num_computing[row] = self.num_drawing[row] = 0
+        self.num_computing[row] = self.num_drawing[row] = self.computed_at[row] = 0
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
         self.ended[row] = self.discarded[row] = False

@@ -23,10 +23,14 @@ class Scheduler(Answering):
 
     # -- arrivals and ends
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Its first sequence must be created in the cache service before it can start."""
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that came now, in seconds of any clock that does not go back.
+
+        Its first sequence must be created in the cache service before it can start.
+        """
         assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
+        request.arrived_at = self.waiting.now = max(now, self.waiting.now)
         self.waiting.put(request.sequences[0])
 
     def next_to_create(self) -> Sequence | None:
@@ -36,6 +40,8 @@ class Scheduler(Answering):
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
+        if sequence.state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
+            self.waiting.remove(sequence)
         state, sequence.state = sequence.state, SequenceState.ENDED
         if state is SequenceState.RUNNING:
             assert sequence.row is not None
@@ -50,18 +56,16 @@ class Scheduler(Answering):
             assert sequence.sequence_id is not None
             del self.loading[sequence.sequence_id]
             self.waiting.releases.append(sequence.sequence_id)
-        if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
-            self.waiting.remove(sequence)
 
     def reset(self, limits: Limits) -> list[Request]:
         """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
         for sequence in self.running.at(self.running.order):
             self.running.remove(sequence)
             if sequence.state is not SequenceState.ENDED:
-                self.waiting.put(sequence)
+                self.waiting.put(sequence, had_turn=True)
             self._leave_children(sequence)
         for sequence in self.loading.values():
-            self.waiting.put(sequence)
+            self.waiting.put(sequence, had_turn=True)
         self.loading.clear()
         self.waiting.forget_all()
         self.limits, self.running = limits, make_rows(limits)
@@ -100,6 +104,8 @@ class Scheduler(Answering):
             sequence.num_output += len(token_ids)
             if sequence.row is not None:
                 running.num_left[sequence.row] -= len(token_ids)
+            if self.waiting.shares is not None:
+                self.waiting.shares.charge(sequence.request.tenant, len(token_ids))
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             self._parents[child.request.sequences[0]] = None

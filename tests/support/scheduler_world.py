@@ -13,10 +13,12 @@ import numpy as np
 from engine_service.plan import Limits, Work
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
+from engine_service.waiting import WaitingSequences
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
+STEP_S = 0.01
 
 
 def next_token(tokens: tuple[int, ...], index: int) -> int:
@@ -46,6 +48,9 @@ class World:
         make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
         guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
         overlap: bool = False,
+        waiting: WaitingSequences | None = None,
+        prefill_budget: int = 64,
+        decode_budget: int = 32,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
         the next one was asked for; needs CoreCache."""
@@ -54,10 +59,11 @@ class World:
         self._in_flight: Work | None = None
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
         limit = (num_blocks - 1) * block_size
-        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size)
+        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size, prefill_budget, decode_budget)
         self.limits = limits
         self.num_usable_blocks = num_blocks - 1
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, waiting)
+        self.now = 0.0  # seconds; a step takes STEP_S
         self.memory: dict[int, tuple[int, ...]] = {}
         self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
         self.outputs: dict[Sequence, list[int]] = {}
@@ -69,7 +75,7 @@ class World:
         self.num_steps = self.num_guessed = self.num_kept = 0
 
     def submit(self, request: Request) -> Request:
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.now)
         self.requests.append(request)
         for sequence in request.sequences:
             self.outputs[sequence] = []
@@ -106,8 +112,9 @@ class World:
         if not self._overlap:
             self._cancel_due()
         self.num_steps += 1
+        self.now += STEP_S
         self.create_all()
-        plan = self.scheduler.schedule(self._guesses())
+        plan = self.scheduler.schedule(self.now, self._guesses())
         if self._overlap:
             self.cache.has_step_in_flight = self._in_flight is not None
         answer = self.cache.step(plan)
@@ -185,12 +192,18 @@ class World:
         running = self.scheduler.running
         return tuple(running.tokens[sequence.row, : running.num_tokens[sequence.row]].tolist())
 
+    def _prompt_lens(self, work: Work) -> np.ndarray:
+        return np.array([len(sequence.request.prompt) for sequence in work.sequences])
+
     def _compute(self, work: Work) -> None:
         batch, size = work.batch, self.limits.block_size
         if batch is None:
             return
         assert len(batch.token_ids) <= self.limits.token_budget
         assert len(work.rows) <= self.limits.max_running
+        assert work.num_prompt_tokens <= self.limits.prefill_budget
+        decodes = np.isin(work.rows, work.sample_rows) & (work.num_new == 1) & (work.num_context >= self._prompt_lens(work))
+        assert np.count_nonzero(decodes) <= self.limits.decode_budget
         writes: dict[int, tuple[int, ...]] = {}
         guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
         for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
