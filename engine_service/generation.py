@@ -195,8 +195,16 @@ class Generation:
         """End what is still under way. Nothing happens to a request that has ended."""
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
-                self._finish(Piece(index, self.outputs[index].flush(), (), FinishReason.CANCELLED))
+                self._finish(Piece(index, self._rest(index), (), FinishReason.CANCELLED))
         self.deliver()
+
+    def _rest(self, index: int) -> str:
+        """Text that was held back; none where that fails, because what is cancelled is to end in any case."""
+        try:
+            return self.outputs[index].flush()
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            return ""
 
     def fail(self, refusal: Refusal) -> None:
         """End it with an error. Nothing happens to a request that has ended."""

@@ -11,11 +11,14 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from engine_service.errors import SamplingParamsError
 from kernels.philox import uniforms
 from kernels.sampling import SamplingTensors, sample_rows
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +178,12 @@ def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tup
     for index in constrained:
         constraint = rows[index].constraint
         assert constraint is not None
-        allowed = torch.from_numpy(constraint.allowed())
-        logits[index].masked_fill_(~allowed, -torch.inf)
+        try:
+            logits[index].masked_fill_(~torch.from_numpy(constraint.allowed()), -torch.inf)
+        except Exception:  # its request's fault alone: it may draw nothing
+            log.exception("constraint_failed")
+            stuck[index] = True
+            continue
         stuck[index] = not bool((logits[index] > -torch.inf).any())
     return logits, stuck
 
