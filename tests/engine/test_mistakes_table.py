@@ -14,10 +14,7 @@ REQUESTS = "e2e/test_requests.py"
 
 MISTAKES = {
     "only the first chunk of a prompt computed": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
-    "equal-priority requests preempting each other": (
-        SCHEDULER,
-        "test_the_youngest_gives_its_blocks_back_and_resumes_where_it_was",
-    ),
+    "equal-priority requests preempting each other": (PAST, "test_equals_do_not_take_turns"),
     "a request that can never fit blocking the queue": (REQUESTS, "test_what_can_never_fit_is_refused_with_the_limit"),
     "a request that fits no longer blocking the queue": (
         "e2e/test_sessions.py",
@@ -29,7 +26,6 @@ MISTAKES = {
     "a decode position off by one": (SCHEDULER, "test_one_request_is_prefilled_in_chunks_and_decoded"),
     "the last prompt token fed twice": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
     "a failed admission sent to the back of the queue": (PAST, "test_a_refused_start_stays_first_in_the_queue"),
-    "a refused start overtaken for ever": (SCHEDULER, "test_nobody_overtakes_a_refused_start_for_ever"),
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
         PAST,

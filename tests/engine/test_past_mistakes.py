@@ -41,6 +41,15 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
     world.run()
 
 
+def test_equals_do_not_take_turns() -> None:
+    """Who gave its blocks back stays out, although they would do for it to start again, until the other has ended."""
+    world = World(num_blocks=20, block_size=2)
+    old, young = (world.submit(make_request([place, 2, 0, 1], 28)) for place in range(2))
+    world.run()
+    world.check_outputs()
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+
+
 def test_a_refused_start_stays_first_in_the_queue() -> None:
     world = World(num_blocks=9, block_size=2)
     blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
@@ -49,6 +58,7 @@ def test_a_refused_start_stays_first_in_the_queue() -> None:
     for _ in range(3):
         world.step()
         assert [sequence.request for sequence in world.scheduler.waiting.sequences] == [big, small]
+        assert world.scheduler.schedule().started == (big.sequences[0],), "nobody behind it tries meanwhile"
     world.cache.blocks = blocks
     world.run()
     world.check_outputs()
