@@ -112,6 +112,7 @@ class Generation:
     session_id: str = ""  # conversation that it belongs to, as its client calls it
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
@@ -124,6 +125,11 @@ class Generation:
     @property
     def is_open(self) -> bool:
         return self.refusal is None and len(self._ended) < self.request.n
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the continuations that have ended, by index."""
+        return [reason for _, reason in sorted(self._ended.items())]
 
     @property
     def has_failed(self) -> bool:
@@ -217,7 +223,7 @@ class Generation:
     def _finish(self, piece: Piece) -> bool:
         assert piece.finish_reason is not None
         self._ended[piece.index] = piece.finish_reason
-        usage = None if self.is_open else self._usage()
+        usage = None if self.is_open else self.usage
         self._put(replace(piece, usage=usage))
         if usage is not None:
             self.on_close(self)
@@ -230,9 +236,11 @@ class Generation:
             told["session_id"] = self.session_id
         if self.refusal is not None:
             told["reason"] = self.refusal.reason
-        return {**told, **asdict(self._usage()), "seconds": round(time.monotonic() - self.started_at, 6)}
+        return {**told, **asdict(self.usage), "seconds": round(time.monotonic() - self.started_at, 6)}
 
-    def _usage(self) -> Usage:
+    @property
+    def usage(self) -> Usage:
+        """So far."""
         request = self.request
         return Usage(
             prompt_tokens=len(request.prompt),

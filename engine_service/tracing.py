@@ -1,8 +1,8 @@
 """EngineTracing: the spans of requests, and of some of the steps that compute for them.
 
 A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
-every step would say little and cost much: a step has one when a traced request starts with it, and every 64th has. It is part of
-the trace of the first such request in it, links to the others, and goes to the cache service with the step. There is no
+every step would say little and cost much: a step has one when a traced request starts with it, and every 64th has. It is part
+of the trace of the first such request in it, links to the others, and goes to the cache service with the step. There is no
 EngineTracing where the process has no tracer.
 """
 
@@ -15,6 +15,7 @@ from engine_service.device import InFlight
 from engine_service.generation import Generation
 from engine_service.plan import Plan
 from engine_service.request import Request, Sequence
+from engine_service.running import RunningSequences
 from kvkeeper import tracing
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ _MOST_LINKS = 32
 
 @dataclass(slots=True)
 class _Traced:
-    """One open request. Times are of time.monotonic, but for the span's own."""
+    """One open request."""
 
     span: "Span"
-    began_ns: int  # of the span's clock, when the request arrived
-    started_at: float | None = None  # when it left the queue
+    clock: tracing.Clock
+    started_at: float | None = None  # of time.monotonic, when it left the queue
 
 
 class EngineTracing:
@@ -40,8 +41,9 @@ class EngineTracing:
         self._tracer = tracer
         self._model_id = model_id
         self._requests: dict[Request, _Traced] = {}
-        self._steps: dict[int, Span] = {}  # by step id, while they compute
+        self._steps: dict[int, tuple[Span, tracing.Clock]] = {}  # by step id, while they compute
         self._num_steps = 0
+        self._num_waiting = 0  # traced requests that have computed nothing yet
 
     def begin(self, generation: Generation) -> None:
         """A request was queued; its caller's span is the current one."""
@@ -59,20 +61,23 @@ class EngineTracing:
         }
         if generation.session_id:
             attributes["gen_ai.conversation.id"] = generation.session_id
-        began_ns = time.time_ns()
-        span = self._tracer.start_span(f"text_completion {self._model_id}", attributes=attributes, start_time=began_ns)
+        clock = tracing.Clock()
+        name = f"text_completion {self._model_id}"
+        span = self._tracer.start_span(name, attributes=attributes, start_time=clock.began_ns)
         if span.is_recording():
-            self._requests[request] = _Traced(span, began_ns)
+            self._requests[request] = _Traced(span, clock)
+            self._num_waiting += 1
 
     def end(self, generation: Generation) -> None:
         """A request ended, however it did."""
         traced = self._requests.pop(generation.request, None)
         if traced is None:
             return
+        self._num_waiting -= traced.started_at is None
         span, usage = traced.span, generation.usage
         for name, at in (("kvkeeper.started", traced.started_at), ("kvkeeper.first_token", generation.first_token_at)):
             if at is not None:
-                span.add_event(name, timestamp=traced.began_ns + int((at - generation.started_at) * 1e9))
+                span.add_event(name, timestamp=traced.clock.ns(at))
         if traced.started_at is not None:
             span.set_attribute("kvkeeper.queue_seconds", traced.started_at - generation.started_at)
         if generation.first_token_at is not None:
@@ -84,51 +89,54 @@ class EngineTracing:
         span.set_attribute("gen_ai.response.finish_reasons", [reason.name.lower() for reason in generation.finish_reasons])
         if generation.refusal is not None:
             tracing.fail(span, generation.refusal.reason)
-        span.end()
+        span.end(traced.clock.ns())
 
-    def begin_step(self, step_id: int, plan: Plan, running: SequenceOf[Sequence]) -> str:
-        """A plan is about to be sent, beside these running sequences. Its trace context; empty where the step is not traced."""
+    def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
+        """A plan is about to be sent. Its trace context; empty where the step is not traced."""
         if not self._requests:
             return ""
         self._num_steps += 1
         starting = [sequence for sequence in plan.started if self._is_new(sequence)]
         if not starting and self._num_steps % _EVERY:
             return ""
-        traced = [self._requests[request].span for request in self._requests_of((*starting, *running))]
+        traced = [self._requests[request].span for request in self._requests_of((*starting, *running.at(plan.reserve_rows)))]
         if not traced:
             return ""
         links = [tracing.link_to(span) for span in traced[1 : 1 + _MOST_LINKS]]
-        span = self._tracer.start_span("step", tracing.context_with(traced[0]), links=links)
+        clock = tracing.Clock()
+        span = self._tracer.start_span("step", tracing.context_with(traced[0]), links=links, start_time=clock.began_ns)
         span.set_attribute("kvkeeper.step_id", step_id)
-        self._steps[step_id] = span
+        self._steps[step_id] = span, clock
         return tracing.traceparent_of(span)
 
-    def note_started(self, started: SequenceOf[Sequence]) -> None:
-        """Who left the queue with a step."""
-        for sequence in started:
+    def note_computing(self, sequences: SequenceOf[Sequence]) -> None:
+        """Who computes now; some for the first time."""
+        if not self._num_waiting:
+            return
+        for sequence in sequences:
             traced = self._requests.get(sequence.request)
             if traced is not None and traced.started_at is None:
                 traced.started_at = time.monotonic()
+                self._num_waiting -= 1
 
     def end_step(self, flight: InFlight) -> None:
         """A step's work was computed."""
-        span = self._steps.pop(flight.step_id, None)
-        if span is None:
+        if flight.step_id not in self._steps:
             return
-        work = flight.work
+        (span, clock), work = self._steps.pop(flight.step_id), flight.work
         span.set_attribute("kvkeeper.num_sequences", len(work.rows))
         span.set_attribute("kvkeeper.num_tokens", int(work.num_new.sum()))
         span.set_attribute("kvkeeper.num_prompt_tokens", work.num_prompt_tokens)
         span.set_attribute("kvkeeper.num_preempted", len(work.preempted))
         span.set_attribute("kvkeeper.compute_seconds", flight.seconds)
         span.set_attribute("kvkeeper.cache_wait_seconds", flight.cache_wait_seconds)
-        span.end()
+        span.end(clock.ns())
 
     def drop_steps(self) -> None:
         """The session is gone, and with it what it computed."""
-        for span in self._steps.values():
+        for span, clock in self._steps.values():
             tracing.fail(span, "SESSION_LOST")
-            span.end()
+            span.end(clock.ns())
         self._steps.clear()
 
     def _is_new(self, sequence: Sequence) -> bool:

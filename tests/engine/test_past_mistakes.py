@@ -1,6 +1,7 @@
 """Mistakes that earlier systems made in their engines, each with the test that would have caught it."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -67,18 +68,20 @@ def test_a_refused_start_stays_first_in_the_queue() -> None:
 
 def test_who_gives_way_computes_nothing_in_the_step_that_takes_its_blocks() -> None:
     """Its blocks are somebody else's from then on: neither it nor the sequence that is being extended is written wrongly."""
-    world = World(num_blocks=8, block_size=2)
-    requests = [world.submit(make_request(prompt, 9)) for prompt in ([1, 2, 0, 1], [2, 2, 1])]
-    num_checked = 0
-    while world.busy:
-        work = world.step()
-        for victim in work.preempted:
-            assert victim not in work.sequences
-            assert victim.request is requests[1], "not the sequence that asked first"
-            num_checked += 1
-    assert num_checked == 1
-    world.run()
-    world.check_outputs()
+    for old_len, young_len in itertools.product(range(2, 6), repeat=2):  # now one of them finds no room first, now the other
+        world = World(num_blocks=8, block_size=2)
+        requests = [world.submit(make_request([place] * length, 9)) for place, length in enumerate((old_len, young_len))]
+        num_checked = 0
+        while world.busy:
+            work = world.step()
+            assert len(work.rows) == len(work.sequences)
+            for victim in work.preempted:
+                assert victim not in work.sequences
+                assert victim.request is requests[1], "not the sequence that is being extended"
+                num_checked += 1
+        assert num_checked == 1
+        world.run()
+        world.check_outputs()
 
 
 def names_of(path: Path) -> set[str]:

@@ -125,9 +125,7 @@ _REQUEST_COLUMNS = (
 )
 
 
-def encode(
-    items: StepItems, session_id: str, epoch: int, step_id: int, completed_step_id: int, traceparent: str = ""
-) -> bytes:
+def encode(items: StepItems, session_id: str, epoch: int, step_id: int, completed_step_id: int, traceparent: str = "") -> bytes:
     """The serialised StepRequest. Raises TypeError for a column that is not one-dimensional of its exact dtype."""
     request = pb.StepRequest(session_id=session_id, epoch=epoch, step_id=step_id, completed_step_id=completed_step_id)
     for name, wire_name, dtype in _REQUEST_COLUMNS:

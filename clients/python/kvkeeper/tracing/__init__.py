@@ -1,11 +1,12 @@
 """Tracing by OpenTelemetry: who calls whom, in which process, and how long each part took.
 
-Only OpenTelemetry's API is used, where it is installed and the process has a provider; else there is no tracer, and whoever could
-trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in the long
-stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens, metadata, tenants,
-paths or handles. exporting.py sends spans to a collector.
+Only OpenTelemetry's API is used, where it is installed and the process has a provider; else there is no tracer, and whoever
+could trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in
+the long stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens,
+metadata, tenants, paths or handles. exporting.py sends spans to a collector.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,24 @@ else:
     _W3C = TraceContextTextMapPropagator()
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, SpanKind, Tracer
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, SpanKind, Tracer
 
 Metadata = tuple[tuple[str, str], ...]
 
 MAX_TRACEPARENT_CHARS = 64  # version 00 has 55
+
+
+class Clock:
+    """The wall's time as it was when this was made, going on as time.monotonic does: no span ends before it began."""
+
+    def __init__(self) -> None:
+        self.began_ns = time.time_ns()
+        self._began_at = time.monotonic()
+
+    def ns(self, at: float | None = None) -> int:
+        """Of a time of time.monotonic; None: of now."""
+        return self.began_ns + max(0, int(((time.monotonic() if at is None else at) - self._began_at) * 1e9))
 
 
 def tracer() -> "Tracer | None":
@@ -74,7 +88,7 @@ def _continued(
     if not trace.get_current_span(context).get_span_context().is_valid:
         return nullcontext()
     service, _, method = name.rpartition("/")
-    told = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method, **(attributes or {})}
+    told: dict[str, str | int] = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method, **(attributes or {})}
     return _current(ours.start_span(name, context, trace.SpanKind.SERVER, told))
 
 
