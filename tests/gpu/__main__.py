@@ -5,6 +5,7 @@ needs the device is left out and said to be.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -80,10 +81,8 @@ def _run_part(name: str, is_dry: bool) -> PartResult:
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -123,7 +122,9 @@ def _show(device: str, results: list[PartResult], path: Path) -> None:
             table.add_column(column, overflow="fold")
         for check in result.checks:
             verdict = {True: "[green]ok", False: "[red]FAILED", None: ""}[check.ok]
-            table.add_row(check.name, verdict, ", ".join(f"{key} {_short(value)}" for key, value in check.figures.items()), check.note)
+            table.add_row(
+                check.name, verdict, ", ".join(f"{key} {_short(value)}" for key, value in check.figures.items()), check.note
+            )
         if result.problem:
             table.add_row("", "[red]FAILED", "", result.problem)
         console.print(table)

@@ -188,7 +188,9 @@ def _reused_address(peers: Peers) -> Check:
     exporter.call("write", pointer=again, data="31")
     base = importer.call("open", handle=new_handle)
     ok = importer.call("read", pointer=base + offset, num_bytes=1) == "31"
-    note = ("same" if again == pointer else "another") + " address, " + ("same" if handle == new_handle else "another") + " handle"
+    note = (
+        ("same" if again == pointer else "another") + " address, " + ("same" if handle == new_handle else "another") + " handle"
+    )
     return Check("ipc_reused_address", ok, note=note)
 
 

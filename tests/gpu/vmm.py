@@ -1,6 +1,6 @@
 """Whether device memory can be shared by CUDA's VMM descriptors here: the second kind of handle, if the first is refused.
 
-`python -m tests.gpu.vmm FD` is the importing process: it maps the memory of descriptor FD, adds one to its first byte, and ends.
+`python -m tests.gpu.vmm FD` is the importing process: it maps the memory of descriptor FD, adds one to its first byte, ends.
 """
 
 import subprocess
