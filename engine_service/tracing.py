@@ -54,7 +54,7 @@ class EngineTracing:
             "gen_ai.request.model": self._model_id,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.max_tokens": request.max_new_tokens,
-            "gen_ai.request.choice.count": request.n,
+            "gen_ai.request.choice.count": generation.num_told,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.top_k": params.top_k,

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from engine_service import outbox
-from engine_service.generation import FinishReason, Piece, Usage
 from engine_service.logprobs import TokenLogprobs
 from engine_service.outbox import Outbox
+from engine_service.pieces import Piece, Usage
 from engine_service.refusals import NotRead, Refusal, RequestFailed
+from engine_service.request import FinishReason
 
 LIMIT = 10
 USAGE = Usage(1, 0, LIMIT, 0, 0)
