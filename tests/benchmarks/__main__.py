@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("step_core", "evict", "step", "admission", "flat", "crowd", "delay", "generate", "trace")
+NAMES = ("step_core", "evict", "step", "admission", "flat", "crowd", "delay", "generate", "serve", "trace")
 
 
 def main() -> None:
