@@ -1,9 +1,9 @@
 """The bound of the engine's figures: the matrix products of the decoder for the batches of a run, and nothing else.
 
-That is the five products of each layer (queries, keys and values in one; the output; gate and up in one; down) and the one with
-the vocabulary, with random weights of the same shapes, packed as the engine packs them, in the same number of threads. As in the
-decoder, what follows the last layer's attention is computed for tokens that have logits only. Attention itself, norms, rotation,
-gates, embedding, sampling, both services and the client are not in it.
+That is the four products of each layer (queries, keys and values in one; the output; gate and up in one; down) and the one
+with the vocabulary, with random weights of the same shapes, packed as the engine packs them, in the same number of threads. As
+in the decoder, what follows the last layer's attention is computed for tokens that have logits only. Attention itself, norms,
+rotation, gates, embedding, sampling, both services and the client are not in it.
 """
 
 import time

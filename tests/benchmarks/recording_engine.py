@@ -1,6 +1,6 @@
-"""`python -m tests.benchmarks.recording_engine FILE FLAGS`: the engine service, which writes down what each forward pass computes.
+"""`python -m tests.benchmarks.recording_engine FILE FLAGS`: the engine service, writing down what it computes.
 
-One line per step: its tokens, and how many of them have logits.
+One line per forward pass: its tokens, and how many of them have logits.
 """
 
 import sys
@@ -20,7 +20,7 @@ def _record(path: str) -> None:
         file.write(f"{len(batch.token_ids)} {len(batch.logit_rows)}\n")
         return forward(runner, batch)
 
-    ModelRunner.forward = recording  # type: ignore[method-assign]
+    ModelRunner.forward = recording  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
