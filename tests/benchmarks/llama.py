@@ -1,4 +1,4 @@
-"""The model of the engine's figures: a random Llama of 32 M parameters, float32, as a Hugging Face folder without a tokenizer."""
+"""The model of the engine's figures: a random Llama of 32 M parameters, float32, in a Hugging Face folder without tokenizer."""
 
 import contextlib
 import io
