@@ -164,7 +164,7 @@ class Engine:
             self._by_request[request].fail(
                 NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limits.max_len)
             )
-        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
+        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail, self._tracing)
         try:
             await tell_ready()
             while not (self._stopping and not self.generations and self.scheduler.is_empty):

@@ -7,12 +7,14 @@ tried again; any other refusal ends that request alone; a lost session ends the 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import grpc
 
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import Request, Sequence
 from engine_service.scheduler import Scheduler
+from engine_service.tracing import EngineTracing
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 
@@ -28,11 +30,13 @@ class SequenceCreator:
         session: AsyncCacheSession,
         wake: asyncio.Event,
         fail: Callable[[Request, Refusal], None],
+        tracing: EngineTracing | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._session = session
         self._wake = wake
         self._fail = fail
+        self._tracing = tracing
         self._kicked = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -57,7 +61,8 @@ class SequenceCreator:
                 self._kicked.clear()
                 had_slot = True
                 while had_slot and (sequence := self._scheduler.next_to_create()) is not None:
-                    had_slot = await self._create(sequence)
+                    with nullcontext() if self._tracing is None else self._tracing.within(sequence.request):
+                        had_slot = await self._create(sequence)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if had_slot else _RETRY_S):
                         await self._kicked.wait()

@@ -8,6 +8,7 @@ EngineTracing where the process has no tracer.
 
 import time
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,11 @@ class EngineTracing:
         if generation.refusal is not None:
             tracing.fail(span, generation.refusal.reason)
         span.end(traced.clock.ns())
+
+    def within(self, request: Request) -> AbstractContextManager[object]:
+        """Calls made meanwhile are made for the request."""
+        traced = self._requests.get(request)
+        return nullcontext() if traced is None else tracing.within(traced.span)
 
     def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
         """A plan is about to be sent. Its trace context; empty where the step is not traced."""
