@@ -7,7 +7,6 @@ tried again; any other refusal ends that request alone; a lost session ends the 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import grpc
 
@@ -30,7 +29,7 @@ class SequenceCreator:
         session: AsyncCacheSession,
         wake: asyncio.Event,
         fail: Callable[[Request, Refusal], None],
-        tracing: EngineTracing | None = None,
+        tracing: EngineTracing,
     ) -> None:
         self._scheduler = scheduler
         self._session = session
@@ -61,7 +60,7 @@ class SequenceCreator:
                 self._kicked.clear()
                 had_slot = True
                 while had_slot and (sequence := self._scheduler.next_to_create()) is not None:
-                    with nullcontext() if self._tracing is None else self._tracing.within(sequence.request):
+                    with self._tracing.within(sequence.request):
                         had_slot = await self._create(sequence)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if had_slot else _RETRY_S):
