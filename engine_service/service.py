@@ -42,15 +42,25 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl)
         self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+        self.num_streams = 0  # Generate calls that have not been answered to their end
+        self._no_stream = asyncio.Event()
+        self._no_stream.set()
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
         return engine_metrics(self._engine, self._submissions.num_kept)
 
+    async def wait_heard(self) -> None:
+        """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
+        await self._no_stream.wait()
+        await self._submissions.wait_fetched()
+
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
         generation, timeout_s = await self._admit(request, pieces.put_nowait)
         timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
+        self.num_streams += 1
+        self._no_stream.clear()
         try:
             while True:
                 waiting = [await pieces.get()]
@@ -65,6 +75,9 @@ class EngineService:
         finally:
             timer.cancel()
             generation.cancel()
+            self.num_streams -= 1
+            if not self.num_streams:
+                self._no_stream.set()
 
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)

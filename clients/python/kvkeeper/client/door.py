@@ -33,8 +33,10 @@ class Door:
         self.options = options
         self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self.stub = stub_class(self.channel)
+        self.is_closed = False
 
     def close(self) -> None:
+        self.is_closed = True
         self.channel.close()
 
     def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
@@ -46,7 +48,7 @@ class Door:
         return self._repeat(options, lambda left: list(method(request, timeout=left)))
 
     def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "Stream":
-        return Stream(method, request, options or self.options)
+        return Stream(self, method, request, options or self.options)
 
     def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -54,7 +56,7 @@ class Door:
             try:
                 return attempt(patience.left(time.monotonic()))
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self.is_closed)
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -64,11 +66,12 @@ class Door:
 class Stream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+    def __init__(self, door: Door, method: Any, request: Any, options: CallOptions) -> None:
+        self._door = door
         self._patience = Patience(options, time.monotonic())
         self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()))
         self._call = self._start()
-        self._received = False
+        self._received = self._is_cancelled = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -78,7 +81,7 @@ class Stream:
             try:
                 message = next(self._call)
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self._is_cancelled or self._door.is_closed)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -89,6 +92,7 @@ class Stream:
                 return message
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._call.cancel()
 
 
