@@ -12,7 +12,7 @@ _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
 
 class CoreCache:
-    """One session of a pool, its own by default. Audits the core after every step."""
+    """One session of a pool, its own by default. Audits the core after every step, or after one of so many."""
 
     def __init__(
         self,
@@ -22,6 +22,7 @@ class CoreCache:
         watermark: float = 0.0,
         manager: Manager | None = None,
         session: SessionId = SessionId("s"),  # noqa: B008  # a string
+        audit_every: int = 1,
     ) -> None:
         self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
         self.session = session
@@ -29,6 +30,7 @@ class CoreCache:
         self.num_refused_forks_to_come = 0
         self.has_step_in_flight = False  # the last one's device work has not ended
         self._step_id = 0
+        self._audit_every = audit_every
 
     @property
     def sequences(self) -> list[int]:
@@ -60,7 +62,15 @@ class CoreCache:
         )
         completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
         reply = self.manager.step(self.session, StepBatch(self._step_id, completed, **columns))
-        assert self.manager.check_invariants() == []
+        self._audit()
         self.manager.publish_pending()
-        assert self.manager.check_invariants() == []
+        self._audit()
         return reply
+
+    def report(self) -> None:
+        """The last step's device work has ended, and no other step follows for now."""
+        self.manager.complete(self.session, self._step_id)
+
+    def _audit(self) -> None:
+        if self._step_id % self._audit_every == 0:
+            assert self.manager.check_invariants() == []
