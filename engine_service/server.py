@@ -52,6 +52,11 @@ class RunningServer:
     def address(self) -> str:
         return self._endpoint.address
 
+    @property
+    def has_ended_requests(self) -> bool:
+        """Asked to stop, it has nothing more to compute."""
+        return self._serving.done()
+
     async def wait_ready(self) -> None:
         """Until there is a session. Raises StartError when the cache service refuses the model."""
         waiting = asyncio.create_task(self._ready.wait())

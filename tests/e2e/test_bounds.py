@@ -119,6 +119,14 @@ async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> 
     assert (await pb_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=10)).model_id == "hash-toy"
 
 
+async def test_prompts_may_be_as_long_in_a_submission_as_in_a_stream(channel: grpc.aio.Channel) -> None:
+    request = pb.GenerateRequest(request_id="long", token_ids=pb.TokenIds(ids=[1 << 8] * (300 << 10)))
+    submit = pb_grpc.EngineServiceStub(channel).SubmitRequest
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await submit(pb.SubmitRequestRequest(request=request), timeout=10)
+    assert error_of(failed.value).reason == (await refusal(channel, request)).reason == "NEVER_FITS"
+
+
 @pytest.mark.parametrize(
     ("method", "request_", "reason"),
     [

@@ -66,15 +66,16 @@ class SoakState:
 
 
 def table(rows: list[Row], state: SoakState) -> str:
-    """One line for each row. Hours left are those of one process at the pace so far."""
-    lines = [("row", "done", "target", "unit", "faults fired", "worst", "violations", "hours left", "status")]
+    """One line for each row. The pace and the hours left are those of one process."""
+    lines = [("row", "done", "target", "unit", "a second", "faults fired", "worst", "violations", "hours left", "status")]
     for row in rows:
         progress = state.of(row)
         violations = str(len(progress.failing_seeds))
         done, target, faults = f"{progress.done:,}", f"{row.target:,}", f"{progress.faults:,} {row.fault}"
         worst, left = f"{progress.worst:.2f} {row.worst}" if row.worst else "", progress.hours_left(row)
         hours = "?" if left is None else f"{left:,.1f}"
-        lines.append((row.key, done, target, row.unit, faults, worst, violations, hours, progress.status(row)))
+        rate = f"{progress.done / progress.seconds:,.3g}" if progress.seconds else "?"
+        lines.append((row.key, done, target, row.unit, rate, faults, worst, violations, hours, progress.status(row)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 

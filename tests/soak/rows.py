@@ -20,6 +20,7 @@ from tests.soak import (
     transfers,
     two_requests,
     uncommitted,
+    virtual_days,
 )
 from tests.soak.row import Row
 
@@ -52,6 +53,12 @@ ROWS = [
         1_000_000, transfers.run, num_ci_seeds=20),
     Row(10, "tier walks", "swap is bit-exact", "blocks brought back", "blocks moved out",
         100_000, tier_walks.run, num_ci_seeds=16),
+    Row(11, "briefly", "what can run ends, what cannot is refused at once", "virtual minutes",
+        "preemptions, blocks asked back, refused starts, lost sessions", 60_000, virtual_days.briefly, num_ci_seeds=6,
+        worst="virtual s without a token"),
+    Row(11, "days", "what can run ends, what cannot is refused at once", "virtual hours",
+        "preemptions, blocks asked back, refused starts, lost sessions", 24_000, virtual_days.day, num_ci_seeds=0,
+        most_seconds=7200, worst="virtual s without a token"),
     Row(12, "exactly once", "a step takes effect exactly once", "steps", "losses and repeats",
         1_000_000, exactly_once.run, num_ci_seeds=5),
     Row(13, "stale calls", "a stale epoch changes nothing", "cycles", "refused old calls",

@@ -71,6 +71,10 @@ class CoreCache:
         """The last step's device work has ended, and no other step follows for now."""
         self.manager.complete(self.session, self._step_id)
 
+    def close(self) -> None:
+        """The session ends, with nothing that still writes."""
+        self.manager.close_session(self.session, may_still_write=False)
+
     def _audit(self) -> None:
         if self._step_id % self._audit_every == 0:
             assert self.manager.check_invariants() == []

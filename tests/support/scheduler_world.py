@@ -148,7 +148,9 @@ class World:
                 continue  # it was cancelled while this was computed
             self.outputs[sequence] += token_ids.tolist()
             assert sequence.num_output == len(self.outputs[sequence]) <= sequence.request.max_new_tokens
-            if len(self.outputs[sequence]) == min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9)):
+            limit = min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9))
+            if len(self.outputs[sequence]) >= limit:
+                del self.outputs[sequence][limit:]  # guesses may have gone further
                 self.scheduler.end(sequence)
 
     def _guesses(self) -> dict[int, np.ndarray]:
@@ -179,6 +181,31 @@ class World:
                     expected[: len(self.outputs[sequence])] if request in self.cancelled else expected
                 )
 
+    @property
+    def has_step_in_flight(self) -> bool:
+        return self._in_flight is not None and self._in_flight.batch is not None
+
+    def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
+        """As an engine does whose session has ended: on a new one all that lives starts again, from the tokens it holds."""
+        self._in_flight = None
+        self.cache.close()
+        self.cache = make_cache(self.num_usable_blocks + 1, self.limits.block_size, self.limits.max_known_sequences)
+        assert self.scheduler.reset(self.limits) == []
+
+    def forget(self) -> None:
+        """Everything about requests, all of which have ended."""
+        assert not self.busy
+        for record in (
+            self.computed,
+            self.outputs,
+            self.requests,
+            self.started,
+            self.cancelled,
+            self._cancels,
+            self.stop_after,
+        ):
+            record.clear()
+
     def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
         if sequence.row is None:
             return tuple(sequence.token_ids.tolist())
@@ -195,7 +222,7 @@ class World:
         guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
         for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
             first, last = batch.query_start_loc[item : item + 2].tolist()
-            assert 0 < last - first <= self.limits.chunk_size
+            assert 0 < last - first <= self.limits.chunk_size + len(guesses.get(sequence, ()))
             tokens, table = self._tokens(sequence) + guesses.get(sequence, ()), batch.block_tables[item].tolist()
             start = int(batch.positions[first])
             for position in range(start):
