@@ -54,7 +54,7 @@ ROWS = [
     Row(10, "tier walks", "swap is bit-exact", "blocks brought back", "blocks moved out",
         100_000, tier_walks.run, num_ci_seeds=16),
     Row(11, "briefly", "what can run ends, what cannot is refused at once", "virtual minutes",
-        "preemptions, blocks asked back, refused starts, lost sessions", 60_000, virtual_days.briefly, num_ci_seeds=6,
+        "preemptions, blocks asked back, refused starts, lost sessions", 60_000, virtual_days.briefly, num_ci_seeds=4,
         worst="virtual s without a token"),
     Row(11, "days", "what can run ends, what cannot is refused at once", "virtual hours",
         "preemptions, blocks asked back, refused starts, lost sessions", 24_000, virtual_days.day, num_ci_seeds=0,
