@@ -81,6 +81,9 @@ def _open_things() -> tuple[int, int]:
 class _Context:
     """What a handler sees of its call. A write takes a turn of the loop."""
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     async def write(self, message: bytes) -> None:
         await asyncio.sleep(0)
 
