@@ -95,6 +95,9 @@ class Decoder:
         rotation = local_rotation = self._rotary.rows(positions, max_position)
         if self._local_rotary is not None:
             local_rotation = self._local_rotary.rows(positions, max_position)
+        at_sinks = None
+        if metadata.sink_positions is not None:
+            at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
@@ -103,7 +106,7 @@ class Decoder:
             x, residual = rms_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
-            x = self._attention(x, layer, turned, kv_view[:, index], metadata, window)
+            x = self._attention(x, layer, turned, at_sinks, kv_view[:, index], metadata, window)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = linear(x, layer.o)
@@ -125,6 +128,7 @@ class Decoder:
         x: torch.Tensor,
         layer: LayerWeights,
         rotation: tuple[torch.Tensor, torch.Tensor],
+        at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
         window: int | None,
@@ -136,9 +140,10 @@ class Decoder:
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if layer.qk_norm is not None:
             qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+        q_sink = None if at_sinks is None else rotary(qk[:, : config.num_heads], *at_sinks)
         qk = rotary(qk, *rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
+        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 
 def _pack_layer(layer: LayerWeights) -> LayerWeights:
