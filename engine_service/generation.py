@@ -6,8 +6,8 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -109,6 +109,8 @@ class Generation:
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
+    session_id: str = ""  # conversation that it belongs to, as its client calls it
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
@@ -212,6 +214,15 @@ class Generation:
         if usage is not None:
             self.on_close(self)
         return True
+
+    def summary(self) -> dict[str, object]:
+        """What its end is told with in the log."""
+        told: dict[str, object] = {"request_id": self.request.request_id, "state": self.state.name.lower()}
+        if self.session_id:
+            told["session_id"] = self.session_id
+        if self.refusal is not None:
+            told["reason"] = self.refusal.reason
+        return {**told, **asdict(self._usage()), "seconds": round(time.monotonic() - self.started_at, 6)}
 
     def _usage(self) -> Usage:
         request = self.request

@@ -35,6 +35,8 @@ def request_info(generation: Generation, now: float) -> pb.RequestInfo:
         n=generation.request.n,
         priority=generation.request.priority,
         age_ms=int((now - generation.started_at) * 1000),
+        session_id=generation.session_id,
+        metadata=generation.metadata,
     )
 
 

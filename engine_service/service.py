@@ -31,6 +31,7 @@ from engine_service.responses import iteration_plan, request_info, response_of, 
 from engine_service.served_model import ServedModel
 from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service import VERSION
 
 
 class EngineService:
@@ -86,7 +87,12 @@ class EngineService:
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         page_size, after = page_of(request)
         now = time.monotonic()
-        later = [other for other in self._engine.generations.values() if other.request.arrival > after]
+        wanted = request.session_id
+        later = [
+            other
+            for other in self._engine.generations.values()
+            if other.request.arrival > after and wanted in ("", other.session_id)
+        ]
         rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
@@ -113,6 +119,7 @@ class EngineService:
             num_blocks=memory.session.pool.num_blocks if memory else 0,
             token_budget=self._config.token_budget,
             eos_token_ids=sorted(model.eos_token_ids),
+            version=VERSION,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -165,6 +172,8 @@ class EngineService:
             send,
             num_logprobs=options.num_logprobs,
             constraints=constraints,
+            session_id=options.session_id,
+            metadata=options.metadata,
         )
         self._engine.submit(generation)
         return generation, options.timeout_s

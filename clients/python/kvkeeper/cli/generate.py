@@ -35,6 +35,13 @@ def utf8(text: str) -> str:
     return text
 
 
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = utf8(text).partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"KEY=VALUE, not {text!r}")
+    return key, value
+
+
 _SAMPLING_FLAGS = {
     "max_tokens": (_whole, "most new tokens per continuation (default: 256, or what fits)"),
     "temperature": (float, "0 is greedy (default: 0.7)"),
@@ -65,6 +72,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that it belongs to")
+    parser.add_argument(
+        "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
+    )
     add_engine_flag(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
@@ -158,6 +169,8 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,
         skip_look_up=args.skip_look_up,
+        session_id=args.session_id,
+        metadata=dict(args.metadata),
         sampling=Sampling(**chosen),
     )
 

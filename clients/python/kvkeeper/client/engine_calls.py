@@ -91,6 +91,8 @@ class Result:
     outputs: tuple[Piece, ...]
     usage: Usage | None
     error: tuple[str, str] | None
+    session_id: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_ended(self) -> bool:
@@ -101,6 +103,7 @@ class Result:
 class GenerateOptions:
     """What a request asks for beside its prompt and sampling.
 
+    session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
 
@@ -110,6 +113,8 @@ class GenerateOptions:
     timeout_ms: int | None = None
     tenant: str = ""
     skip_look_up: bool = False
+    session_id: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
     resubmit_s: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -129,6 +134,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,
         skip_look_up=options.skip_look_up,
+        session_id=options.session_id,
+        metadata=options.metadata,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -153,6 +160,10 @@ def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetR
     """Waits at most so long, and well within the deadline of one call."""
     longest = min(_LONGEST_WAIT_S, options.timeout_s / 2)
     return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
+
+
+def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
+    return pb.ListRequestsRequest(page_size=1000, page_token=page_token, session_id=session_id)
 
 
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
@@ -185,6 +196,8 @@ def result_of(message: pb.GetRequestResponse) -> Result:
         outputs=tuple(map(piece_of, message.outputs)),
         usage=usage_of(message),
         error=(message.error.reason, message.error.message) if message.HasField("error") else None,
+        session_id=message.request.session_id,
+        metadata=dict(message.request.metadata),
     )
 
 
