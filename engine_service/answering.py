@@ -96,6 +96,8 @@ class Answering(Planning):
                 self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
         for sequence in plan.released:
             self._leave_children(sequence)
+        for parent in [parent for parent in self._parents if not self._may_fork(parent, self.running.num_committed)]:
+            self._leave_children(parent)
         self._parents = {parent: None for parent in self._parents if parent.request.unforked}
 
     def _shared_table(self, child: Sequence) -> Int32Array:
@@ -104,7 +106,7 @@ class Answering(Planning):
         return self.running.tables[row, : -(-len(child.request.prompt) // self.limits.block_size)].copy()
 
     def _leave_children(self, parent: Sequence) -> None:
-        """A parent gave its blocks back: continuations that were not forked yet start by themselves."""
+        """A parent gave blocks of the prompt back: continuations that were not forked yet start by themselves."""
         self._parents.pop(parent, None)
         for child in parent.request.unforked:
             if child.num_output:

@@ -44,6 +44,8 @@ class Planning:
         num_free_rows = running.num_rows - len(live) - len(self.loading)
         live = live[running.num_left[live] > running.num_drawing[live]]
         num_new, budget = self._share_budget(live)
+        if running.num_retaining:
+            self._hold_back(live, num_new)
         forks = self._plan_forks(num_free_rows)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
@@ -117,8 +119,32 @@ class Planning:
         room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
         if room <= 0 or not self._parents:
             return []
-        children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
+        parents = [parent for parent in self._parents if self._may_fork(parent, self.running.num_computed)]
+        children = [child for parent in parents for child in parent.request.unforked if child.num_output]
         return children[:room]
+
+    def _may_fork(self, parent: Sequence, committed: Int32Array) -> bool:
+        """Whether the prompt still has all of its own window, with so many tokens committed by row."""
+        retention = parent.request.retention
+        if retention is None or parent.row is None:
+            return True
+        return retention.may_fork(int(committed[parent.row]), len(parent.request.prompt), self.limits.block_size)
+
+    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
+        """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
+
+        What it gives back for that is known with the next step: then there is room, because what they keep fits the pool.
+        """
+        running, size = self.running, self.limits.block_size
+        for at in np.flatnonzero(running.num_window[live]).tolist():
+            row = live[at]
+            sequence = running.sequences[row]
+            assert sequence is not None
+            assert sequence.request.retention is not None
+            num_holes = len(sequence.request.retention.holes(int(running.num_computed[row]), size))
+            least = int(running.num_computed[row] + running.num_computing[row]) + 1
+            if least > (self.limits.num_usable_blocks + num_holes) * size:
+                num_new[at] = 0
 
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
         """Who of the waiting may start, with most new tokens."""
@@ -142,7 +168,7 @@ class Planning:
 
 def make_rows(limits: Limits) -> RunningSequences:
     num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
-    return RunningSequences(num_rows, limits.max_len, limits.block_size)
+    return RunningSequences(num_rows, max(limits.max_len, limits.max_retained_len), limits.block_size)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:
