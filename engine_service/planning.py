@@ -26,7 +26,7 @@ class Planning:
         self.running = make_rows(limits)
         self.waiting = WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
-        self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
+        self._unforked: dict[Sequence, None] = {}  # those with a token of their own, behind what their parents have committed
         self._num_arrivals = 0
         self.num_preemptions = 0
         self.room = Room()
@@ -43,16 +43,18 @@ class Planning:
         live = running.live
         num_free_rows = running.num_rows - len(live) - len(self.loading)
         live = live[running.num_left[live] > running.num_drawing[live]]
-        num_new, budget = self._share_budget(live)
+        forks = self._plan_forks(num_free_rows)
+        fork_lens = _column(len(child.token_ids) - 1 for child in forks)
+        fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
+        num_new, budget = self._share_budget(live, len(forks))
         if running.num_retaining:
             self._hold_back(live, num_new)
-        forks = self._plan_forks(num_free_rows)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
         if guesses:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
-        num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
+        num_growing = self._num_new_blocks(reserve_rows, computed + num_new) + len(forks)
         starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
@@ -61,9 +63,9 @@ class Planning:
             commit_lens=running.num_computed[commit_rows],
             commit_num_new=num_tokens - first_new,
             commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
-            fork_parents=_ids(child.request.sequences[0] for child in forks),
-            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
-            fork_lens=_column(len(child.request.prompt) for child in forks),
+            fork_parents=_ids(child.parent for child in forks if child.parent is not None),
+            fork_children=fork_children,
+            fork_lens=fork_lens,
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
@@ -71,9 +73,9 @@ class Planning:
             start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
             # Whoever is computing the same prefix now shares it when it has, which costs less than computing it twice.
             start_may_wait=_column(sequence.request.look_up for sequence in starts),
-            reserve_ids=running.sequence_ids[reserve_rows],
-            reserve_min=computed + 1,
-            reserve_max=computed + num_new,
+            reserve_ids=np.concatenate((running.sequence_ids[reserve_rows], fork_children)),
+            reserve_min=np.concatenate((computed + 1, fork_lens + 1)),
+            reserve_max=np.concatenate((computed + num_new, fork_lens + 1)),
             guesses=guesses,
             commit_rows=commit_rows,
             forked=tuple(forks),
@@ -82,18 +84,19 @@ class Planning:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
-        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
+    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int]:
+        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget beside the forks."""
         limits, running = self.limits, self.running
         known = running.num_tokens[live] + running.num_drawing[live]
         remaining = known - running.num_computed[live] - running.num_computing[live]
         num_new = np.minimum(remaining, limits.chunk_size)
-        left = limits.token_budget - int(num_new.sum())
+        token_budget = limits.token_budget - num_forks
+        left = token_budget - int(num_new.sum())
         if left >= 0:
             return num_new, left
         decodes = remaining == 1
         prompts = np.where(decodes, 0, num_new)
-        left = limits.token_budget - int(decodes.sum())
+        left = token_budget - int(decodes.sum())
         before = np.cumsum(prompts) - prompts
         return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
 
@@ -115,36 +118,28 @@ class Planning:
         return fitting, num_guessed
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
-        """Continuations whose first token is known, as far as there are rows and slots for them."""
+        """Those with a token of their own, as far as there are rows and slots for them."""
         room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
-        if room <= 0 or not self._parents:
-            return []
-        parents = [parent for parent in self._parents if self._may_fork(parent, self.running.num_computed)]
-        children = [child for parent in parents for child in parent.request.unforked if child.num_output]
-        return children[:room]
+        may_fork = [child for child in self._unforked if self._may_fork(child, self.running.num_computed)]
+        return may_fork[: max(room, 0)]
 
-    def _may_fork(self, parent: Sequence, committed: Int32Array) -> bool:
-        """Whether the prompt still has all of its own window, with so many tokens committed by row."""
-        retention = parent.request.retention
-        if retention is None or parent.row is None:
+    def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
+        """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
+        retention = child.request.retention
+        if retention is None or child.parent is None:
             return True
-        return retention.may_fork(int(committed[parent.row]), len(parent.request.prompt), self.limits.block_size)
+        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self.limits.block_size)
 
     def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
         """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
 
-        What it gives back for that is known with the next step: then there is room, because what they keep fits the pool.
+        What they give back for that is known with the next step; then there is room, because what they keep fits the pool.
         """
         running, size = self.running, self.limits.block_size
-        for at in np.flatnonzero(running.num_window[live]).tolist():
-            row = live[at]
-            sequence = running.sequences[row]
-            assert sequence is not None
-            assert sequence.request.retention is not None
-            num_holes = len(sequence.request.retention.holes(int(running.num_computed[row]), size))
-            least = int(running.num_computed[row] + running.num_computing[row]) + 1
-            if least > (self.limits.num_usable_blocks + num_holes) * size:
-                num_new[at] = 0
+        computed, windows = running.num_computed[live], running.num_window[live]
+        num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
+        num_slots = (self.limits.num_usable_blocks + num_holes) * size
+        num_new[(windows > 0) & (computed + running.num_computing[live] >= num_slots)] = 0
 
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
         """Who of the waiting may start, with most new tokens."""
