@@ -14,7 +14,10 @@ import torch
 from engine_service.batch import BatchRetention
 from engine_service.model.decoder import Decoder
 from engine_service.model.loader import load_model
+from engine_service.model.rope import RotaryTable
+from engine_service.model.rope_config import RopeConfig
 from engine_service.model_runner import ModelRunner, kv_layout_of
+from kernels.rotary import rotary
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.within_cache import load_network, within_cache_logits
@@ -159,3 +162,16 @@ def test_sinks_at_their_old_positions_show(world: World, monkeypatch: pytest.Mon
     seq = KEPT.index((5, 11))
     found = Tables(world.model, 4).compute([world.texts[seq]], [KEPT[seq]], [1])
     assert error_of(found, [world.expected[seq]]) > 100 * BOUND
+
+
+@pytest.mark.parametrize("position", [4000, 4095, 4096, 4100, 1_000_000])
+def test_far_positions_do_not_drift(position: int) -> None:
+    """A query and a key are to each other what they are at the beginning, on both sides of the table's end and across it."""
+    table = RotaryTable(RopeConfig(10_000.0), 16, torch.float32, 512)
+    q, k = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(0))
+
+    def score(places: list[int]) -> torch.Tensor:
+        cos, sin = table.rows(torch.tensor(places), max(places))
+        return (rotary(q, cos[:1], sin[:1]) * rotary(k, cos[1:], sin[1:])).sum(-1)
+
+    assert float((score([position, position - 9]) - score([9, 0])).abs().max()) < 1e-3 * (position <= 4200) + 1e-5
