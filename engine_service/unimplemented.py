@@ -5,6 +5,5 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}
 
 # Field of GenerateRequest -> feature. Their neutral values are accepted.
 UNIMPLEMENTED_FIELDS = {
-    "best_of": "best-of",
     "beam_search": "beam search",
 }
