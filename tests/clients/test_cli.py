@@ -153,9 +153,7 @@ def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPa
     assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
 
 
-def test_sink_and_window_are_asked_for_together(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def note(_: object, prompt: str, options: GenerateOptions) -> None:
