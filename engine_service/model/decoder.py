@@ -64,12 +64,13 @@ class Decoder:
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0)))
-        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, config.max_position)
+        most = config.max_position
+        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device, most)
         self._local_rotary: RotaryTable | None = None
         if config.local_rope is not None:
-            self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, config.max_position)
+            self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
         # transformers rounds the factor to the model's dtype, and so does whoever trained the weights.
-        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype)
+        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
     def forward(

@@ -37,10 +37,16 @@ class RotaryTable:
     """
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, max_position: int, num_positions: int = 1024
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_position: int,
+        num_positions: int = 1024,
     ) -> None:
         self._freqs = inverse_frequencies(rope, head_dim)
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
 
@@ -55,7 +61,7 @@ class RotaryTable:
     def _far_rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same where some positions are beyond the table."""
         inside, is_near = positions.clamp(max=self._most - 1), (positions < self._most)[:, None]
-        cos, sin = self._columns(positions.double()[:, None] * self._freqs.double())
+        cos, sin = self._columns(positions.double()[:, None] * self._freqs.to(positions.device, torch.float64))
         near_cos, near_sin = self._cos.index_select(0, inside), self._sin.index_select(0, inside)
         return torch.where(is_near, near_cos, cos), torch.where(is_near, near_sin, sin)
 
@@ -64,4 +70,5 @@ class RotaryTable:
 
     def _columns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
+        cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
+        return cos, torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)

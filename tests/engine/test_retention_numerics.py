@@ -167,7 +167,7 @@ def test_sinks_at_their_old_positions_show(world: World, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("position", [4000, 4095, 4096, 4100, 1_000_000])
 def test_far_positions_do_not_drift(position: int) -> None:
     """A query and a key are to each other what they are at the beginning, on both sides of the table's end and across it."""
-    table = RotaryTable(RopeConfig(10_000.0), 16, torch.float32, 512)
+    table = RotaryTable(RopeConfig(10_000.0), 16, torch.float32, torch.device("cpu"), 512)
     q, k = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(0))
 
     def score(places: list[int]) -> torch.Tensor:
