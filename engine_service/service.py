@@ -158,13 +158,17 @@ class EngineService:
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
+        if options.retention is not None and (reason := self._model.refuses_retention):
+            raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)
         num_computed = options.n if options.best_of is None else options.best_of
         constraints = await self._constraints(message.sampling, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._max_len - len(prompt)))
+            limit = self._engine.scheduler.limits.max_len_of(options.retention)
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
+        keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
         request = Request(
             request_id=options.request_id,
             prompt=prompt,
@@ -174,6 +178,7 @@ class EngineService:
             tenant=options.tenant,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
+            retention=None if keeps_all else options.retention,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))

@@ -17,6 +17,10 @@ def sampling(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
+def retention(sink: int, window: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
+
+
 BAD = {
     "prompt": pb.GenerateRequest(),
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
@@ -30,6 +34,8 @@ BAD = {
     "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
     "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),
     "metadata long value": pb.GenerateRequest(token_ids=TOKENS, metadata={"k": "x" * 257}),
+    "retention.num_sink_tokens": retention(-1, 4),
+    "retention.num_window_tokens": retention(4, 0),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
     "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
     "best_of low": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=2),

@@ -4,8 +4,9 @@ import numpy as np
 
 from cache_service.errors import OutOfSequences
 from cache_service.manager import Manager
-from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
+from cache_service.types import Executor, PoolConfig, Retention, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
 from engine_service.plan import Plan
+from engine_service.retention import Retention as EngineRetention
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
@@ -44,9 +45,18 @@ class CoreCache:
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int, priority: int = 0, start_number: int = 0) -> int:
+    def create(
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        max_len: int,
+        priority: int = 0,
+        start_number: int = 0,
+        retention: EngineRetention | None = None,
+    ) -> int:
         token_ids = np.array(tokens, np.int32)
-        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, priority=priority, start_number=start_number)
+        kept = None if retention is None else Retention(retention.num_sink_tokens, retention.num_window_tokens)
+        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, "", priority, kept, start_number)
         try:
             self.manager.create_sequence(self.session, args)
         except OutOfSequences:
