@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_service.beams import BeamOptions
 from engine_service.errors import SamplingParamsError
 from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
 from engine_service.request import Int32Array
@@ -28,6 +29,7 @@ MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
+_MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
@@ -39,6 +41,7 @@ class RequestOptions:
     request_id: str
     n: int
     best_of: int | None
+    beams: BeamOptions | None
     priority: int
     timeout_s: float
     tenant: str
@@ -84,6 +87,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         request_id=request.request_id or str(uuid.uuid4()),
         n=n,
         best_of=best_of,
+        beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
         timeout_s=timeout_ms / 1000,
         tenant=request.tenant,
@@ -99,6 +103,21 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         session_id=request.session_id,
         metadata=dict(request.metadata),
     )
+
+
+def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
+    beams, sampling = request.beam_search, request.sampling
+    length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    _check_range("beam_search.num_beams", beams.num_beams, n, _MAX_BEAMS)
+    if not -_MAX_LENGTH_PENALTY <= length_penalty <= _MAX_LENGTH_PENALTY:
+        limit = _MAX_LENGTH_PENALTY
+        raise InvalidField(f"length_penalty: -{limit} to {limit}", field="beam_search.length_penalty", limit=limit)
+    others = {"best_of": request.HasField("best_of"), "a constraint": sampling.WhichOneof("constraint") is not None}
+    others["log probabilities"] = sampling.HasField("num_logprobs") or sampling.HasField("num_prompt_logprobs")
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidField(f"beam_search: not together with {other}", field="beam_search")
+    return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
 
 
 def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:

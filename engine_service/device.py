@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from engine_service.computing import Computed, copy_forward_sample
+from engine_service.computing import Computed, StepRows, copy_forward_sample
 from engine_service.model_runner import Runner
 from engine_service.plan import Work
-from engine_service.sampler import SamplingRow
 
 T = TypeVar("T")
 
@@ -50,11 +49,11 @@ class Device:
         self._usual_step = self._usual_reply = 0.0
         self._cache_wait = 0.0
 
-    def start(self, step_id: int, work: Work, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> None:
+    def start(self, step_id: int, work: Work, runner: Runner, how: StepRows, run_orders: Callable[[], None]) -> None:
         """Compute a step's work, its transfer orders first; the one before has been taken."""
         assert self.in_flight is None, "one step at a time"
         self.in_flight = InFlight(step_id, work, self._cache_wait)
-        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows, run_orders))
+        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, how, run_orders))
         self._cache_wait = 0.0
 
     def take(self) -> InFlight:
@@ -101,8 +100,8 @@ class Device:
         self._worker.shutdown()
 
 
-def _compute(flight: InFlight, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> Computed | None:
+def _compute(flight: InFlight, runner: Runner, how: StepRows, run_orders: Callable[[], None]) -> Computed | None:
     run_orders()
-    computed = copy_forward_sample(runner, flight.work, rows)
+    computed = copy_forward_sample(runner, flight.work, how)
     flight.ended_at = time.perf_counter()
     return computed

@@ -35,6 +35,8 @@ class RunningSequences:
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
         self.ended = np.zeros(num_rows, bool)
+        self.searches = np.zeros(num_rows, bool)  # lists of beam searches
+        self.num_searching = 0  # of them
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
@@ -61,6 +63,12 @@ class RunningSequences:
         order = self.order
         return order[~self.ended[order]]
 
+    @property
+    def searching(self) -> IndexArray:
+        """Of live, those of beam searches."""
+        live = self.live
+        return live[self.searches[live]]
+
     def at(self, rows: IndexArray) -> list[Sequence]:
         """The sequences of rows in use."""
         return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
@@ -81,6 +89,8 @@ class RunningSequences:
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
         self.ended[row] = self.discarded[row] = False
+        self.searches[row] = is_search = sequence.request.num_beams is not None
+        self.num_searching += is_search
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row
@@ -93,6 +103,7 @@ class RunningSequences:
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
+        self.num_searching -= int(self.searches[row])
         self.tables[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
         self._order = None

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -102,6 +102,15 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the likeliest continuations, instead of drawing them; None leaves it to the service."""
+
+    num_beams: int
+    length_penalty: float | None = None
+    early_stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """What a request asks for beside its prompt and sampling.
 
@@ -111,6 +120,7 @@ class GenerateOptions:
 
     n: int | None = None
     best_of: int | None = None
+    beam_search: BeamSearch | None = None
     request_id: str = ""
     priority: int = 0
     timeout_ms: int | None = None
@@ -134,6 +144,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         sampling=pb.SamplingParams(**sampling),
         n=options.n,
         best_of=options.best_of,
+        beam_search=None if options.beam_search is None else pb.BeamSearch(**asdict(options.beam_search)),
         priority=options.priority,
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,
