@@ -118,6 +118,13 @@ def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, c
     assert f"argument {flag}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [("--length-penalty", "2"), ("--early-stopping",)])
+async def test_what_belongs_to_a_beam_search_is_wrong_usage_without_one(flags: tuple[str, ...]) -> None:
+    outcome = await kvkeeper("generate", "hello", *flags, "--engine", NOBODY)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert "go with --beams" in outcome.err
+
+
 async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
     broken = os.fsdecode(b"abc \xff\xfe def")
     for argv, said in (

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -33,6 +34,7 @@ class SearchCase:
     early_stopping: bool = False
     eos_token_ids: tuple[int, ...] = ()  # sent as stop token ids
     repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
     @property
     def options(self) -> GenerateOptions:
@@ -40,6 +42,7 @@ class SearchCase:
             max_tokens=self.max_tokens,
             repetition_penalty=self.repetition_penalty,
             stop_token_ids=self.eos_token_ids,
+            stop=self.stop,
             ignore_eos=True,
         )
         beams = BeamSearch(self.num_beams, self.length_penalty, self.early_stopping)
@@ -49,14 +52,18 @@ class SearchCase:
 def references(folder: Path, cases: Sequence[SearchCase]) -> list[list[Found]]:
     """One answer per case, the best list first; float32."""
     with _quiet():
-        network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        dtype = torch.float32
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
         network.generation_config.eos_token_id = None
-        return [_search(network, case) for case in cases]
+        tokenizer = None
+        if any(case.stop for case in cases):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return [_search(network, tokenizer, case) for case in cases]
 
 
-def _search(network: transformers.PreTrainedModel, case: SearchCase) -> list[Found]:
+def _search(network: Any, tokenizer: Any, case: SearchCase) -> list[Found]:
     prompt = torch.tensor([case.prompt])
-    out = network.generate(  # type: ignore[operator]
+    out = network.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
@@ -67,13 +74,16 @@ def _search(network: transformers.PreTrainedModel, case: SearchCase) -> list[Fou
         early_stopping=case.early_stopping,
         eos_token_id=list(case.eos_token_ids) or None,
         repetition_penalty=case.repetition_penalty,
+        stop_strings=list(case.stop) or None,
+        tokenizer=tokenizer,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_scores=True,
     )
     found = []
     for tokens, score in zip(out.sequences[:, len(case.prompt) :].tolist(), out.sequences_scores.tolist(), strict=True):
-        end = next((place + 1 for place, token in enumerate(tokens) if token in case.eos_token_ids), case.max_tokens)
+        tokens = [token for token in tokens if token >= 0]  # behind the end of a list is -1, or its end again
+        end = next((place + 1 for place, token in enumerate(tokens) if token in case.eos_token_ids), len(tokens))
         found.append(Found(tuple(tokens[:end]), score * end**case.length_penalty))
     return found
 
