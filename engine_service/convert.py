@@ -1,6 +1,6 @@
 """From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
 
-Raises Refusal for what the protocol forbids or this build leaves out; see unimplemented.py for the list.
+Raises Refusal for what the protocol forbids.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import numpy as np
 
 from engine_service.beams import BeamOptions
 from engine_service.errors import SamplingParamsError
-from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
+from engine_service.refusals import InvalidField, WrongTokenId
 from engine_service.request import Int32Array
+from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
-from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
@@ -56,11 +56,11 @@ class RequestOptions:
     num_prompt_logprobs: int | None
     session_id: str
     metadata: Mapping[str, str]
+    retention: Retention | None
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
-    """Raises InvalidField and NotImplementedYet."""
-    _check_implemented(request)
+    """Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else None
@@ -102,6 +102,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
         session_id=request.session_id,
         metadata=dict(request.metadata),
+        retention=_retention_of(request),
     )
 
 
@@ -120,19 +121,21 @@ def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
     return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
 
 
+def _retention_of(request: pb.GenerateRequest) -> Retention | None:
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    _check_range("retention.num_sink_tokens", sink, 0, 2**31 - 1)
+    _check_range("retention.num_window_tokens", window, 1, 2**31 - 1)
+    return Retention(sink, window)
+
+
 def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     if not sampling.HasField(field):
         return None
     count = int(getattr(sampling, field))
     _check_range(f"sampling.{field}", count, 0, _MAX_LOGPROBS)
     return count
-
-
-def _check_implemented(request: pb.GenerateRequest) -> None:
-    given = {field.name for field, _ in request.ListFields()}
-    for field, feature in UNIMPLEMENTED_FIELDS.items():
-        if field in given:
-            raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
 
 
 def _params_of(sampling: pb.SamplingParams) -> SamplingParams:

@@ -34,6 +34,9 @@ class RunningSequences:
         # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
+        self.num_sink = np.zeros(num_rows, np.int32)
+        self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
+        self.num_retaining = 0  # rows with a window
         self.ended = np.zeros(num_rows, bool)
         self.searches = np.zeros(num_rows, bool)  # lists of beam searches
         self.num_searching = 0  # of them
@@ -91,6 +94,10 @@ class RunningSequences:
         self.ended[row] = self.discarded[row] = False
         self.searches[row] = is_search = sequence.request.num_beams is not None
         self.num_searching += is_search
+        self.num_sink[row] = self.num_window[row] = 0
+        if (retention := sequence.request.retention) is not None:
+            self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
+            self.num_retaining += 1
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row
@@ -104,6 +111,7 @@ class RunningSequences:
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
         self.num_searching -= int(self.searches[row])
+        self.num_retaining -= int(self.num_window[row] > 0)
         self.tables[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
         self._order = None
