@@ -1,22 +1,24 @@
 """From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
 
-Raises Refusal for what the protocol forbids or this build leaves out; see unimplemented.py for the list.
+Raises Refusal for what the protocol forbids.
 """
 
 import hashlib
 import re
 import secrets
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from engine_service.beams import BeamOptions
 from engine_service.errors import SamplingParamsError
-from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
+from engine_service.refusals import InvalidField, WrongTokenId
 from engine_service.request import Int32Array
+from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
-from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
@@ -25,7 +27,9 @@ MAX_WAIT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
+_MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
+_MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
@@ -36,6 +40,8 @@ class RequestOptions:
 
     request_id: str
     n: int
+    best_of: int | None
+    beams: BeamOptions | None
     priority: int
     timeout_s: float
     tenant: str
@@ -48,18 +54,25 @@ class RequestOptions:
     ignore_eos: bool
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    session_id: str
+    metadata: Mapping[str, str]
+    retention: Retention | None
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
-    """Raises InvalidField and NotImplementedYet."""
-    _check_implemented(request)
+    """Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else None
     timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     _check_name("request_id", request.request_id)
     _check_name("tenant", request.tenant)
+    _check_name("session_id", request.session_id)
+    _check_metadata(request.metadata)
     _check_range("n", n, 1, 64)
+    if best_of is not None:
+        _check_range("best_of", best_of, n, 64)
     _check_range("priority", request.priority, -1000, 1000)
     _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -73,6 +86,8 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     return RequestOptions(
         request_id=request.request_id or str(uuid.uuid4()),
         n=n,
+        best_of=best_of,
+        beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
         timeout_s=timeout_ms / 1000,
         tenant=request.tenant,
@@ -85,7 +100,34 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         ignore_eos=sampling.ignore_eos,
         num_logprobs=_num_logprobs(sampling, "num_logprobs"),
         num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
+        session_id=request.session_id,
+        metadata=dict(request.metadata),
+        retention=_retention_of(request),
     )
+
+
+def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
+    beams, sampling = request.beam_search, request.sampling
+    length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    _check_range("beam_search.num_beams", beams.num_beams, n, _MAX_BEAMS)
+    if not -_MAX_LENGTH_PENALTY <= length_penalty <= _MAX_LENGTH_PENALTY:
+        limit = _MAX_LENGTH_PENALTY
+        raise InvalidField(f"length_penalty: -{limit} to {limit}", field="beam_search.length_penalty", limit=limit)
+    others = {"best_of": request.HasField("best_of"), "a constraint": sampling.WhichOneof("constraint") is not None}
+    others["log probabilities"] = sampling.HasField("num_logprobs") or sampling.HasField("num_prompt_logprobs")
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidField(f"beam_search: not together with {other}", field="beam_search")
+    return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
+
+
+def _retention_of(request: pb.GenerateRequest) -> Retention | None:
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    _check_range("retention.num_sink_tokens", sink, 0, 2**31 - 1)
+    _check_range("retention.num_window_tokens", window, 1, 2**31 - 1)
+    return Retention(sink, window)
 
 
 def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
@@ -94,13 +136,6 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     count = int(getattr(sampling, field))
     _check_range(f"sampling.{field}", count, 0, _MAX_LOGPROBS)
     return count
-
-
-def _check_implemented(request: pb.GenerateRequest) -> None:
-    given = {field.name for field, _ in request.ListFields()}
-    for field, feature in UNIMPLEMENTED_FIELDS.items():
-        if field in given:
-            raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
 
 
 def _params_of(sampling: pb.SamplingParams) -> SamplingParams:
@@ -156,7 +191,8 @@ def check_text(text: str, field: str) -> str:
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
-    """Rows wanted, and the rank of arrival that they come after."""
+    """Rows wanted, and the rank of arrival that they come after. Raises InvalidField."""
+    _check_name("session_id", request.session_id)
     _check_range("page_size", request.page_size, 0, 1000)
     if not re.fullmatch(r"\d{0,18}", request.page_token):
         raise InvalidField("page_token: not one of ours", field="page_token")
@@ -166,6 +202,18 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
 def _check_name(field: str, name: str) -> None:
     if len(name) > _MAX_NAME_CHARS:
         raise InvalidField(f"{field}: at most {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    field = "metadata"
+    if len(metadata) > _MAX_METADATA:
+        raise InvalidField(f"metadata: at most {_MAX_METADATA} entries", field=field, limit=_MAX_METADATA)
+    for key, value in metadata.items():
+        if not 1 <= len(key) <= _MAX_NAME_CHARS:
+            raise InvalidField(f"metadata: keys of 1 to {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+        if len(value) > _MAX_VALUE_CHARS:
+            text = f"metadata: values of at most {_MAX_VALUE_CHARS} characters"
+            raise InvalidField(text, field=field, limit=_MAX_VALUE_CHARS)
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from engine_service.batch import Batch
 from engine_service.request import Int32Array, Sequence
+from engine_service.retention import Retention
 from engine_service.running import IndexArray
 
 Int64Array = npt.NDArray[np.int64]
@@ -29,6 +30,21 @@ class Limits:
     chunk_size: int = 512
     prefill_budget: int = 2048  # of them, those of prompts, and those that are computed again after a preemption
     decode_budget: int = 256  # sequences that decode in a step
+    num_usable_blocks: int = 0  # of the pool
+    max_distance: int = 0  # most tokens that the model can tell the places of
+    max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
+
+    def max_len_of(self, retention: Retention | None) -> int:
+        """Most tokens of a sequence. With retention only what it keeps has to fit the pool and the model's positions."""
+        if retention is None or retention.num_tokens > self.max_distance:
+            return self.max_len
+        fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return max(self.max_len, self.max_retained_len) if fits else self.max_len
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that can run at once: each computes a token a step, and is known to the cache service."""
+        return min(self.max_running, self.token_budget, self.max_known_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,7 @@ class Plan:
     reserve_max: Int32Array
     guesses: Mapping[int, Int32Array]  # by row: tokens that may follow, for which reserve_max has room
     commit_rows: IndexArray
-    forked: tuple[Sequence, ...]
+    forked: tuple[Sequence, ...]  # each computes its last token: the last reservations are theirs
     released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
     started: tuple[Sequence, ...]
     reserve_rows: IndexArray
@@ -136,7 +152,7 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: copies first, then the batch, then one token for each of `sampled`.
+    """What a step computes: copies, then the batch, then one token for each of `sampled`, candidates for each of `searched`.
 
     Attributes:
         rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
@@ -147,6 +163,8 @@ class Work:
         guesses: for each of them the guessed tokens that were computed behind its last one; mostly none.
         logit_idx: for each of them the rows of the batch's logits that its next tokens are drawn from, one more than it has
             guesses, concatenated.
+        searched, search_idx: lists of beam searches that were computed to their last tokens, and for each the row of the
+            batch's logits that the candidates for its next one come from.
         scores: prompt tokens to tell the log probabilities of.
         unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
             are not finite if any K or V before them was not: such K and V must not be shared.
@@ -163,6 +181,8 @@ class Work:
     sampled: list[Sequence]
     guesses: list[Int32Array]
     logit_idx: Int64Array
+    searched: list[Sequence]
+    search_idx: Int64Array
     scores: tuple[PromptScore, ...]
     unfinished: list[Sequence]
     check_idx: Int64Array

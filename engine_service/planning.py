@@ -4,6 +4,7 @@ Running sequences come before starts, which come in the order of the policy in f
 when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_service.plan import Int64Array, Limits, Plan
-from engine_service.request import Int32Array, Sequence
+from engine_service.request import Int32Array, Request, Sequence
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
@@ -28,7 +29,7 @@ class Planning:
         self.running = make_rows(limits)
         self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
-        self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
+        self._unforked: dict[Sequence, None] = {}  # those with a token of their own, behind what their parents have committed
         self._num_arrivals = 0
         self.num_preemptions = 0
         self.num_plans = 0  # that were answered
@@ -48,16 +49,27 @@ class Planning:
         num_free_rows = running.num_rows - len(live) - len(self.loading)
         self.waiting.now = max(now, self.waiting.now)
         self.waiting.measure(min(self.limits.prefill_budget, self.limits.token_budget))
+        promised = self._promised_rows()
+        num_resting = self._num_resting()
         live = live[running.num_left[live] > running.num_drawing[live]]
-        num_new, budget, prompt_budget = self._share_budget(live)
-        forks = self._plan_forks(num_free_rows)
+        forks = self._plan_forks(num_free_rows - promised.total())
+        fork_lens = _column(len(child.token_ids) - 1 for child in forks)
+        fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
+        num_new, budget, prompt_budget = self._share_budget(live, len(forks))
+        if running.num_retaining:
+            self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
         if guesses:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
-        num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
-        starts = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), num_growing)
+        num_growing = self._num_new_blocks(reserve_rows, computed + num_new) + len(forks)
+        for child in forks:
+            if child.request in promised:
+                promised[child.request] -= 1
+        starts = {}
+        if len(running.live) == num_resting or self.room.allows_starts(num_growing):
+            starts = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
         return Plan(
@@ -65,9 +77,9 @@ class Planning:
             commit_lens=running.num_computed[commit_rows],
             commit_num_new=num_tokens - first_new,
             commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
-            fork_parents=_ids(child.request.sequences[0] for child in forks),
-            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
-            fork_lens=_column(len(child.request.prompt) for child in forks),
+            fork_parents=_ids(child.parent for child in forks if child.parent is not None),
+            fork_children=fork_children,
+            fork_lens=fork_lens,
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
@@ -75,9 +87,9 @@ class Planning:
             start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
             # Whoever is computing the same prefix now shares it when it has, which costs less than computing it twice.
             start_may_wait=_column(sequence.request.look_up for sequence in starts),
-            reserve_ids=running.sequence_ids[reserve_rows],
-            reserve_min=computed + 1,
-            reserve_max=computed + num_new,
+            reserve_ids=np.concatenate((running.sequence_ids[reserve_rows], fork_children)),
+            reserve_min=np.concatenate((computed + 1, fork_lens + 1)),
+            reserve_max=np.concatenate((computed + num_new, fork_lens + 1)),
             guesses=guesses,
             commit_rows=commit_rows,
             forked=tuple(forks),
@@ -86,8 +98,8 @@ class Planning:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int, int]:
-        """Tokens to compute for each live row, decodes before prompts; what is left of the budget, and of it for prompts."""
+    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int]:
+        """Tokens to compute for each live row, decodes before prompts; what is left beside the forks, and of it for prompts."""
         limits, running = self.limits, self.running
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + running.num_drawing[live] - computed
@@ -96,7 +108,7 @@ class Planning:
         if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
             decodes[self._least_urgent(live, decodes)] = False
             num_decodes = limits.decode_budget
-        left = limits.token_budget - num_decodes
+        left = limits.token_budget - num_forks - num_decodes
         prompt_left = min(limits.prefill_budget, left)
         num_prompt = int(prompts.sum())
         if num_prompt > prompt_left:
@@ -129,24 +141,79 @@ class Planning:
         return fitting, num_guessed
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
-        """Continuations whose first token is known, as far as there are rows and slots for them."""
-        room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
-        if room <= 0 or not self._parents:
+        """Those with a token of their own, as far as there are rows and slots for them; lists of a search have their rows."""
+        if not self._unforked:
             return []
-        children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
-        return children[:room]
+        forks: list[Sequence] = []
+        for child in self._unforked:
+            if len(forks) >= self.limits.max_known_sequences - self.waiting.num_known:
+                break
+            if not self._may_fork(child, self.running.num_computed):
+                continue
+            if child.request.num_beams is None:
+                if num_free_rows <= 0:
+                    continue
+                num_free_rows -= 1
+            forks.append(child)
+        return forks
 
-    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
-        """Who of the waiting may start, with most new tokens."""
+    def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
+        """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
+        retention = child.request.retention
+        if retention is None or child.parent is None:
+            return True
+        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self.limits.block_size)
+
+    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
+        """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
+
+        What they give back for that is known with the next step; then there is room, because what they keep fits the pool.
+        """
+        running, size = self.running, self.limits.block_size
+        computed, windows = running.num_computed[live], running.num_window[live]
+        num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
+        num_slots = (self.limits.num_usable_blocks + num_holes) * size
+        num_new[(windows > 0) & (computed + running.num_computing[live] >= num_slots)] = 0
+
+    def _plan_starts(self, budget: int, num_free_rows: int, promised: Counter[Request]) -> dict[Sequence, int]:
+        """Who of the waiting may start, with most new tokens. A search starts when there are rows for all of its lists."""
         starts: dict[Sequence, int] = {}
-        if not budget or not num_free_rows or (len(self.running.live) and not self.room.allows_starts(num_growing)):
-            return starts
+        num_free_rows -= promised.total()
         for sequence in self.waiting.in_order():
+            if not budget or (num_free_rows <= 0 and not promised.total()):
+                break
+            request = sequence.request
+            if promised[request]:
+                promised[request] -= 1
+            elif num_free_rows >= request.num_rows:
+                num_free_rows -= request.num_rows
+                promised[request] += request.num_rows - 1
+            else:
+                num_free_rows = 0  # nobody behind it takes the rows that it waits for
+                continue
             starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
             budget -= starts[sequence]
-            if not budget or len(starts) == num_free_rows or self.room.was_refused(sequence):
+            if self.room.was_refused(sequence):
                 break
         return starts
+
+    def _promised_rows(self) -> Counter[Request]:
+        """Rows that the lists of searches under way have not taken yet."""
+        promised: Counter[Request] = Counter()
+        if not self.running.num_searching and not self.loading:
+            return promised
+        held = (*self.running.at(self.running.searching), *self.loading.values())
+        for request, num_held in Counter(sequence.request for sequence in held).items():
+            promised[request] = request.num_rows - num_held
+        return promised
+
+    def _rests(self, sequence: Sequence) -> bool:
+        """It is a list of a search, computed to its last token, that waits for the others."""
+        row, running = sequence.row, self.running
+        return row is not None and bool(running.searches[row] and running.num_computed[row] == running.num_tokens[row])
+
+    def _num_resting(self) -> int:
+        return sum(map(self._rests, self.running.at(self.running.searching))) if self.running.num_searching else 0
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]
@@ -155,7 +222,7 @@ class Planning:
 
 def make_rows(limits: Limits) -> RunningSequences:
     num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
-    return RunningSequences(num_rows, limits.max_len, limits.block_size)
+    return RunningSequences(num_rows, max(limits.max_len, limits.max_retained_len), limits.block_size)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

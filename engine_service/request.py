@@ -12,6 +12,8 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from engine_service.retention import Retention
+
 Int32Array = npt.NDArray[np.int32]
 
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -42,7 +44,7 @@ class RequestState(IntEnum):
 class SequenceState(Enum):
     """Where a sequence is in its life."""
 
-    UNFORKED = "unforked"  # waits for its parent's prompt, known to nobody else
+    UNFORKED = "unforked"  # shares its parent's tokens, once there is one of its own; known to nobody else
     NEW = "new"  # in the waiting queue, the cache service does not know it
     CREATING = "creating"  # in the waiting queue, CreateSequence is under way
     WAITING = "waiting"  # in the waiting queue, may start
@@ -62,6 +64,7 @@ class Sequence:
     sequence_id: int | None = None  # in the cache service; another one after each preemption
     row: int | None = None
     num_output: int = 0
+    parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
     had_turn: bool = False  # it ran before, or was refused a start: nobody who comes later overtakes it
     place: tuple[float, int, int] = (0.0, 0, 0)  # while it waits: rank, then arrival, then index; the smallest is first
 
@@ -74,10 +77,12 @@ class Request:
     prompt: Int32Array
     max_new_tokens: int
     n: int = 1
+    num_beams: int | None = None  # of a beam search, whose sequences are the lists that go on; n of them are wanted
     priority: int = 0
     tenant: str = ""
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
+    retention: Retention | None = None  # None: everything is kept
     arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
     arrived_at: float = 0.0  # seconds of the engine's clock
     start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted
@@ -87,15 +92,22 @@ class Request:
     sequences: SequenceOf[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        first = SequenceState.NEW
+        first = Sequence(self, 0, self.prompt, SequenceState.NEW)
+        others = range(1, self.n if self.num_beams is None else 1)
         self.sequences = [
-            Sequence(self, index, self.prompt, SequenceState.UNFORKED if index else first) for index in range(self.n)
+            first,
+            *(Sequence(self, index, self.prompt, SequenceState.UNFORKED, parent=first) for index in others),
         ]
 
     @property
     def max_len(self) -> int:
         """Most tokens that one of its sequences can come to."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that have to run at once."""
+        return self.num_beams or 1
 
     @property
     def num_new_tokens(self) -> int:

@@ -1,15 +1,18 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-A Generate's task reads its own queue and waits on nobody but its client; the loop never waits on it. Its end, however it
+A Generate's task reads its own outbox and waits on nobody but its client; the loop never waits on it. Its end, however it
 comes, ends the request. Text and token limits are convert.py's, statuses the door's.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 from prometheus_client import Metric
 
+from engine_service.beams import BeamOptions, BeamSearch, why_ends
+from engine_service.best_of import BestOf
 from engine_service.config import EngineConfig
 from engine_service.constraint import Constraint, ConstraintCompiler
 from engine_service.convert import (
@@ -23,14 +26,18 @@ from engine_service.convert import (
     wait_of,
 )
 from engine_service.engine import Engine
-from engine_service.generation import Generation, Piece, StopRules, coalesce
+from engine_service.generation import Generation
 from engine_service.metrics import engine_metrics
+from engine_service.outbox import Outbox
+from engine_service.pieces import Piece
 from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
+from engine_service.stopping import StopRules
 from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service import VERSION
 
 
 class EngineService:
@@ -42,29 +49,41 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl)
         self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+        self.num_streams = 0  # Generate calls that have not been answered to their end
+        self._no_stream = asyncio.Event()
+        self._no_stream.set()
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
         return engine_metrics(self._engine, self._submissions.num_kept)
 
+    async def wait_heard(self) -> None:
+        """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
+        await self._no_stream.wait()
+        await self._submissions.wait_fetched()
+
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
-        generation, timeout_s = await self._admit(request, pieces.put_nowait)
+        outbox = Outbox()
+        generation, timeout_s = await self._admit(request, outbox.put)
+        outbox.on_full = generation.fail
         timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
+        self.num_streams += 1
+        self._no_stream.clear()
         try:
             while True:
-                waiting = [await pieces.get()]
-                while not pieces.empty():
-                    waiting.append(pieces.get_nowait())
-                for piece in coalesce([item for item in waiting if isinstance(item, Piece)]):
+                pieces, refusal = await outbox.take()
+                for piece in pieces:
                     yield response_of(generation.request.request_id, piece)
-                if isinstance(waiting[-1], Refusal):
-                    raise waiting[-1]
-                if waiting[-1].usage is not None:
+                if refusal is not None:
+                    raise refusal
+                if pieces[-1].usage is not None:
                     return
         finally:
             timer.cancel()
             generation.cancel()
+            self.num_streams -= 1
+            if not self.num_streams:
+                self._no_stream.set()
 
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)
@@ -86,7 +105,12 @@ class EngineService:
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         page_size, after = page_of(request)
         now = time.monotonic()
-        later = [other for other in self._engine.generations.values() if other.request.arrival > after]
+        wanted = request.session_id
+        later = [
+            other
+            for other in self._engine.generations.values()
+            if other.request.arrival > after and wanted in ("", other.session_id)
+        ]
         rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
@@ -113,6 +137,7 @@ class EngineService:
             num_blocks=memory.session.pool.num_blocks if memory else 0,
             token_budget=self._config.token_budget,
             eos_token_ids=sorted(model.eos_token_ids),
+            version=VERSION,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -137,26 +162,37 @@ class EngineService:
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
+        if options.retention is not None and (reason := self._model.refuses_retention):
+            raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)
-        constraints = await self._constraints(message.sampling, options.n)
+        num_computed = options.n if options.best_of is None else options.best_of
+        beams, vocab_size = options.beams, self._model.vocab_size
+        if beams is not None and 2 * beams.num_beams > vocab_size:
+            limit = vocab_size // 2
+            raise InvalidField(f"at most {limit} beams, half the vocabulary", field="beam_search.num_beams", limit=limit)
+        constraints = await self._constraints(message.sampling, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._max_len - len(prompt)))
+            limit = self._engine.scheduler.limits.max_len_of(options.retention)
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
+        keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
         request = Request(
             request_id=options.request_id,
             prompt=prompt,
             max_new_tokens=max_tokens,
-            n=options.n,
+            n=num_computed,
+            num_beams=None if beams is None else beams.num_beams,
             priority=options.priority,
             tenant=options.tenant,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
+            retention=None if keeps_all else options.retention,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
-        outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
+        outputs = [self._model.text.output(context, options.stop) for _ in range(num_computed)]
         generation = Generation(
             request,
             options.params,
@@ -166,9 +202,19 @@ class EngineService:
             send,
             num_logprobs=options.num_logprobs,
             constraints=constraints,
+            best_of=None if options.best_of is None else BestOf(options.n),
+            search=None if beams is None else self._search(beams, request, stop, context, options.stop),
+            session_id=options.session_id,
+            metadata=options.metadata,
         )
         self._engine.submit(generation)
         return generation, options.timeout_s
+
+    def _search(
+        self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]
+    ) -> BeamSearch:
+        text = self._model.text.output(context, strings) if strings else None
+        return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
 
     async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
         """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""

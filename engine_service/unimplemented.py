@@ -2,12 +2,3 @@
 
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS: dict[str, str] = {}
-
-# Field of GenerateRequest -> feature. Their neutral values are accepted.
-UNIMPLEMENTED_FIELDS = {
-    "retention": "sink and window retention",
-    "session_id": "conversations",
-    "metadata": "metadata of requests",
-    "best_of": "best-of",
-    "beam_search": "beam search",
-}

@@ -4,12 +4,12 @@ A sequence is stored there (CreateSequence) while it waits, so that its start is
 are bounded; whoever runs or is to be forked from what runs has them first. Pure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from engine_service.fair_share import FairShare
 from engine_service.lanes import Lanes
 from engine_service.policies import Ordering
-from engine_service.request import Sequence, SequenceState
+from engine_service.request import Request, Sequence, SequenceState
 
 
 class WaitingSequences:
@@ -24,6 +24,7 @@ class WaitingSequences:
         self.num_tokens = 0  # theirs
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
+        self._found_no_slot = False  # the last one that it was told of
         self._new = Lanes(self.ordering, shares)
         self._waiting = Lanes(self.ordering, shares)
         self._next_id = 1
@@ -72,19 +73,27 @@ class WaitingSequences:
         sequence_id, self._next_id = self._next_id, self._next_id + 1
         return sequence_id
 
-    def next_to_create(self, max_known: int) -> Sequence | None:
+    def next_to_create(self, max_known: int, among: Container[Request] | None = None) -> Sequence | None:
         """The first that the cache service should be told of, now CREATING under a fresh id; None for now."""
         if self.num_known and self.num_known >= max_known:
             return None
-        sequence = next(self._new.in_order(self.now), None)
+        new = self._new.in_order(self.now)
+        sequence = next((other for other in new if among is None or other.request in among), None)
         if sequence is not None:
             self._new.remove(sequence)
             sequence.state, sequence.sequence_id = SequenceState.CREATING, self.draw_id()
             self.num_known += 1
         return sequence
 
+    def is_creating(self, max_known: int) -> bool:
+        """Whether the cache service is being told of one, or is about to be: not while it has no slot."""
+        states = {sequence.state for sequence in self.sequences}
+        has_slot = not self._found_no_slot and (not self.num_known or self.num_known < max_known)
+        return SequenceState.CREATING in states or (SequenceState.NEW in states and has_slot)
+
     def created(self, sequence: Sequence) -> None:
         """The cache service knows it; it may have ended meanwhile."""
+        self._found_no_slot = False
         if sequence.state is SequenceState.CREATING:
             sequence.state = SequenceState.WAITING
             self._waiting.add(sequence)
@@ -95,6 +104,7 @@ class WaitingSequences:
     def create_refused(self, sequence: Sequence, *, try_again: bool) -> None:
         """The cache service does not know it: there is nothing to release. Without try_again its request is to end."""
         self.num_known -= 1
+        self._found_no_slot = try_again
         sequence.sequence_id = None
         if try_again and sequence.state is SequenceState.CREATING:
             sequence.state = SequenceState.NEW
@@ -109,3 +119,4 @@ class WaitingSequences:
             self._new.add(sequence)
         self.releases.clear()
         self.num_known = 0
+        self._found_no_slot = False

@@ -5,7 +5,22 @@ import importlib
 import json
 import sys
 
-NAMES = ("step_core", "evict", "step", "admission", "flat", "crowd", "delay", "generate", "trace")
+NAMES = (
+    "step_core",
+    "evict",
+    "step",
+    "admission",
+    "flat",
+    "crowd",
+    "delay",
+    "generate",
+    "serve",
+    "beams",
+    "reuse",
+    "chunking",
+    "speculation",
+    "trace",
+)
 
 
 def main() -> None:

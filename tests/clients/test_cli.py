@@ -16,7 +16,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table
-from kvkeeper.client import AsyncCacheClient, KvkeeperError
+from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
+from kvkeeper.service import VERSION
 
 NOBODY = "127.0.0.1:1"
 
@@ -110,11 +111,18 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("number", ["99999999999999999999", "-99999999999999999999", "1.5", "x"])
-@pytest.mark.parametrize("flag", ["--n", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
+@pytest.mark.parametrize("flag", ["--n", "--beams", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
 def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])
     assert f"argument {flag}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--length-penalty", "2"), ("--early-stopping",)])
+async def test_what_belongs_to_a_beam_search_is_wrong_usage_without_one(flags: tuple[str, ...]) -> None:
+    outcome = await kvkeeper("generate", "hello", *flags, "--engine", NOBODY)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert "go with --beams" in outcome.err
 
 
 async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
@@ -131,6 +139,41 @@ async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
     assert (outcome.exit_code, outcome.err) == (2, "kvkeeper: stdin is not UTF-8 text\n")
     outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin="naïve".encode())
     assert outcome.exit_code == 3  # it was read, and got as far as asking the engine
+
+
+def test_metadata_is_written_as_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    for pair in ("novalue", "=x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["generate", "hello", "--engine", NOBODY, "--metadata", pair])
+        assert f"argument --metadata: KEY=VALUE, not '{pair}'" in capsys.readouterr().err
+
+
+def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(_: object, prompt: str, options: GenerateOptions) -> None:
+        asked.append(options)
+        raise KvkeeperError(grpc.StatusCode.INTERNAL)
+
+    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    assert main(["generate", "x", "--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d="]) == 1
+    assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
+
+
+def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def note(_: object, prompt: str, options: GenerateOptions) -> None:
+        asked.append(options.retention)
+        raise KvkeeperError(grpc.StatusCode.INTERNAL)
+
+    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    for flags in ([], ["--window", "100"], ["--window", "100", "--sink", "0"]):
+        assert main(["generate", "x", *flags]) == 1
+    assert asked == [None, Retention(4, 100), Retention(0, 100)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "x", "--sink", "4"])
+    assert "--sink goes with --window" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:
@@ -167,7 +210,7 @@ async def test_status_shows_who_is_up_and_who_is_not(cache_server: RunningServer
         assert outcome.exit_code == 3
         report = json.loads(outcome.out)
         assert (report["cache"]["state"], report["engine"]["state"]) == ("up", "down")
-        assert report["cache"]["version"] == (await client.capabilities()).version
+        assert report["cache"]["version"] == (await client.capabilities()).version == VERSION
 
 
 async def test_stats_and_sequences_show_what_the_service_holds(cache_server: RunningServer, spec: pb.KvSpec) -> None:

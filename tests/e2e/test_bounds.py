@@ -17,6 +17,15 @@ def sampling(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
+def beams(sampling: pb.SamplingParams | None = None, **fields: object) -> pb.GenerateRequest:
+    search = pb.BeamSearch(**fields)  # type: ignore[arg-type]
+    return pb.GenerateRequest(token_ids=TOKENS, beam_search=search, sampling=sampling)
+
+
+def retention(sink: int, window: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
+
+
 BAD = {
     "prompt": pb.GenerateRequest(),
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
@@ -25,8 +34,28 @@ BAD = {
     "chat many": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
+    "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),
+    "metadata many": pb.GenerateRequest(token_ids=TOKENS, metadata={f"k{place}": "" for place in range(17)}),
+    "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
+    "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),
+    "metadata long value": pb.GenerateRequest(token_ids=TOKENS, metadata={"k": "x" * 257}),
+    "retention.num_sink_tokens": retention(-1, 4),
+    "retention.num_window_tokens": retention(4, 0),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
     "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
+    "beam_search.num_beams none": beams(),
+    "beam_search.num_beams low": pb.GenerateRequest(token_ids=TOKENS, n=3, beam_search=pb.BeamSearch(num_beams=2)),
+    "beam_search.num_beams high": beams(num_beams=65),
+    "beam_search.length_penalty low": beams(num_beams=2, length_penalty=-10.5),
+    "beam_search.length_penalty high": beams(num_beams=2, length_penalty=10.5),
+    "beam_search.length_penalty nan": beams(num_beams=2, length_penalty=math.nan),
+    "beam_search with best_of": pb.GenerateRequest(token_ids=TOKENS, best_of=2, beam_search=pb.BeamSearch(num_beams=2)),
+    "beam_search with logprobs": beams(pb.SamplingParams(num_logprobs=0), num_beams=2),
+    "beam_search with prompt logprobs": beams(pb.SamplingParams(num_prompt_logprobs=0), num_beams=2),
+    "beam_search with a constraint": beams(pb.SamplingParams(regex="a"), num_beams=2),
+    "best_of low": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=2),
+    "best_of zero": pb.GenerateRequest(token_ids=TOKENS, best_of=0),
+    "best_of high": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=65),
     "priority low": pb.GenerateRequest(token_ids=TOKENS, priority=-1001),
     "priority high": pb.GenerateRequest(token_ids=TOKENS, priority=1001),
     "timeout_ms low": pb.GenerateRequest(token_ids=TOKENS, timeout_ms=0),
@@ -97,6 +126,8 @@ async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
         num_logprobs=0,
     )
     request.n, request.priority, request.timeout_ms, request.tenant = 64, -1000, 3_600_000, "t" * 64
+    request.session_id = "s" * 64
+    request.metadata.update({f"{place:064}": "é" * 256 for place in range(16)})
     answers = [answer async for answer in pb_grpc.EngineServiceStub(channel).Generate(request, timeout=10)]
     assert len(answers) == 64
     assert answers[-1].usage.new_tokens == 64
@@ -112,6 +143,14 @@ async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> 
     assert (await pb_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=10)).model_id == "hash-toy"
 
 
+async def test_prompts_may_be_as_long_in_a_submission_as_in_a_stream(channel: grpc.aio.Channel) -> None:
+    request = pb.GenerateRequest(request_id="long", token_ids=pb.TokenIds(ids=[1 << 8] * (300 << 10)))
+    submit = pb_grpc.EngineServiceStub(channel).SubmitRequest
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await submit(pb.SubmitRequestRequest(request=request), timeout=10)
+    assert error_of(failed.value).reason == (await refusal(channel, request)).reason == "NEVER_FITS"
+
+
 @pytest.mark.parametrize(
     ("method", "request_", "reason"),
     [
@@ -121,6 +160,7 @@ async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> 
         ("ListRequests", pb.ListRequestsRequest(page_size=-1), "INVALID_FIELD"),
         ("ListRequests", pb.ListRequestsRequest(page_size=1001), "INVALID_FIELD"),
         ("ListRequests", pb.ListRequestsRequest(page_token="x"), "INVALID_FIELD"),
+        ("ListRequests", pb.ListRequestsRequest(session_id="s" * 65), "INVALID_FIELD"),
         ("CancelRequest", pb.CancelRequestRequest(), "UNKNOWN_REQUEST"),
     ],
 )

@@ -10,7 +10,11 @@ from typing import Any
 
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
-from kvkeeper.client import EngineClient, GenerateOptions, Piece, Sampling, Usage
+from kvkeeper.client import BeamSearch, EngineClient, GenerateOptions, Piece, Retention, Sampling, Usage
+from kvkeeper.service import VERSION
+from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
+
+_DEFAULT_SINK = 4  # tokens; what the models need that were not trained with a sink of their own (arXiv 2309.17453)
 
 
 def _whole(text: str, bits: int = 32) -> int:
@@ -35,6 +39,13 @@ def utf8(text: str) -> str:
     return text
 
 
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = utf8(text).partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"KEY=VALUE, not {text!r}")
+    return key, value
+
+
 _SAMPLING_FLAGS = {
     "max_tokens": (_whole, "most new tokens per continuation (default: 256, or what fits)"),
     "temperature": (float, "0 is greedy (default: 0.7)"),
@@ -55,6 +66,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)"
     )
+    parser.add_argument(
+        "--best-of", type=_whole, metavar="X", help="compute so many and show the N likeliest, all at the end (default: N)"
+    )
+    parser.add_argument(
+        "--beams", type=_whole, metavar="X", help="search for the N likeliest with so many beams instead of drawing them"
+    )
+    parser.add_argument("--length-penalty", type=float, metavar="X", help="of --beams: above 0 is for longer ones (default: 1)")
+    parser.add_argument("--early-stopping", action="store_true", help="of --beams: end once as many continuations have ended")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -65,15 +84,48 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    parser.add_argument(
+        "--sink", type=_whole, metavar="N", help="with --window: first tokens that are kept for ever (default: 4)"
+    )
+    parser.add_argument(
+        "--window", type=_whole, metavar="N", help="attend to the sinks and the last N tokens alone (default: to all)"
+    )
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that it belongs to")
+    parser.add_argument(
+        "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
+    )
+    parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of it")
     add_engine_flag(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.beams is None and (args.length_penalty is not None or args.early_stopping):
+        args.usage_error("--length-penalty and --early-stopping go with --beams")
+    if args.sink is not None and args.window is None:
+        args.usage_error("--sink goes with --window")
     prompt = _read_prompt(args)
     if prompt is None:
         return EXIT_USAGE
+    if not args.trace_endpoint:
+        return _generate(prompt, args)
+    try:
+        stop_export = export_spans(args.trace_endpoint, "kvkeeper-client", VERSION, _warn)
+    except TracingUnavailable as error:
+        print(f"kvkeeper: --trace-endpoint: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    try:
+        return _generate(prompt, args)
+    finally:
+        stop_export()
+
+
+def _warn(text: str) -> None:
+    print(f"kvkeeper: trace: {text}", file=sys.stderr)
+
+
+def _generate(prompt: str, args: argparse.Namespace) -> int:
     printer = _Printer(args.n or 1, quiet=args.json)
     started = time.monotonic()
     first_token = None
@@ -100,6 +152,7 @@ class _Printer:
         self.texts = [""] * num_continuations
         self.token_ids: list[list[int]] = [[] for _ in range(num_continuations)]
         self.reasons: list[str | None] = [None] * num_continuations
+        self.cumulative_logprobs: list[float | None] = [None] * num_continuations
         self._quiet = quiet
         self._shown = 0  # the continuation that is being printed
         self._num_printed: int | None = None  # characters of it; None before its heading
@@ -108,6 +161,7 @@ class _Printer:
         self.texts[piece.index] += piece.text
         self.token_ids[piece.index] += piece.token_ids
         self.reasons[piece.index] = piece.finish_reason or self.reasons[piece.index]
+        self.cumulative_logprobs[piece.index] = piece.cumulative_logprob
         self._print_on()
         while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
             self._shown += 1
@@ -149,29 +203,40 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     return None
 
 
+def _retention(args: argparse.Namespace) -> Retention | None:
+    if args.window is None:
+        return None
+    return Retention(_DEFAULT_SINK if args.sink is None else args.sink, args.window)
+
+
 def _options(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
     chosen["stop"] = tuple(args.stop)
     return GenerateOptions(
         n=args.n,
+        best_of=args.best_of,
+        beam_search=None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping),
         priority=args.priority,
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,
         skip_look_up=args.skip_look_up,
+        retention=_retention(args),
+        session_id=args.session_id,
+        metadata=dict(args.metadata),
         sampling=Sampling(**chosen),
     )
 
 
 def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
-    continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
+    continuations = zip(printer.texts, printer.token_ids, printer.reasons, printer.cumulative_logprobs, strict=True)
     return {
         "request_id": request_id,
         **asdict(usage),
         "time_to_first_token_ms": None if first_ms is None else round(first_ms, 3),
         "total_ms": round(total_ms, 3),
         "continuations": [
-            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason}
-            for index, (text, token_ids, reason) in enumerate(continuations)
+            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason, "cumulative_logprob": logprob}
+            for index, (text, token_ids, reason, logprob) in enumerate(continuations)
         ],
     }
 

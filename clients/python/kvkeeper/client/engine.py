@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
@@ -19,6 +20,7 @@ from kvkeeper.client.engine_calls import (
     Usage,
     generate_request,
     get_request,
+    list_page,
     piece_of,
     result_of,
     stream_options,
@@ -28,6 +30,7 @@ from kvkeeper.client.engine_calls import (
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.spans import GenerateSpan, begin_generate
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
@@ -51,7 +54,9 @@ class EngineClient:
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return Generation(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
+        span = begin_generate(options)
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
+        return Generation(call, options.resubmit_s, span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -102,12 +107,12 @@ class EngineClient:
     def stats(self) -> pb.GetStatsResponse:
         return self._call("GetStats", pb.GetStatsRequest())
 
-    def list_requests(self) -> tuple[pb.RequestInfo, ...]:
-        """Requests that wait or run, in order of arrival."""
+    def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
         rows: list[pb.RequestInfo] = []
         page_token = ""
         while True:
-            page = self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            page = self._call("ListRequests", list_page(session_id, page_token))
             rows += page.requests
             page_token = page.next_page_token
             if not page_token:
@@ -123,8 +128,9 @@ class EngineClient:
 class Generation:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], Stream], resubmit_s: float) -> None:
+    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
+        self._span = span
         self._stream = start()
         self._received = Received(resubmit_s)
         self.request_id = ""
@@ -145,12 +151,15 @@ class Generation:
                 message = next(self._stream)
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
+                    self._span.fail(error)
                     raise
+                self._span.repeat()
                 time.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
+            self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -158,6 +167,7 @@ class Generation:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
+        self._span.end()
 
 
 class AsyncEngineClient:
@@ -178,7 +188,9 @@ class AsyncEngineClient:
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return AsyncGeneration(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
+        span = begin_generate(options)
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
+        return AsyncGeneration(call, options.resubmit_s, span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -231,12 +243,12 @@ class AsyncEngineClient:
     async def stats(self) -> pb.GetStatsResponse:
         return await self._call("GetStats", pb.GetStatsRequest())
 
-    async def list_requests(self) -> tuple[pb.RequestInfo, ...]:
-        """Requests that wait or run, in order of arrival."""
+    async def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
         rows: list[pb.RequestInfo] = []
         page_token = ""
         while True:
-            page = await self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            page = await self._call("ListRequests", list_page(session_id, page_token))
             rows += page.requests
             page_token = page.next_page_token
             if not page_token:
@@ -252,8 +264,9 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float) -> None:
+    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
+        self._span = span
         self._stream = start()
         self._received = Received(resubmit_s)
         self.request_id = ""
@@ -274,12 +287,15 @@ class AsyncGeneration:
                 message = await self._stream.__anext__()
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
+                    self._span.fail(error)
                     raise
+                self._span.repeat()
                 await asyncio.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
+            self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -287,6 +303,7 @@ class AsyncGeneration:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
+        self._span.end()
 
 
 def _call_back(
