@@ -56,7 +56,6 @@ class Answering(Planning):
         work = assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
         running.num_computing[rows] = num_new
         self.num_plans += 1
-        running.computed_at[rows] = self.num_plans
         running.num_drawing[work.sample_rows] = 1
         return work
 

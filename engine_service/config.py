@@ -37,7 +37,7 @@ class EngineConfig:
     model: str = str(DEMO_MODEL_DIR)
     cache: str = "127.0.0.1:7410"
     listen: str = "127.0.0.1:7411"
-    policy: str = "fcfs"
+    policy: str = "adaptive"
     fair_share: bool = False
     token_budget: int = 4096
     prefill_budget: int = 2048

@@ -106,7 +106,7 @@ class Planning:
         decodes = (remaining == 1) & (computed >= running.num_prompt[live])
         prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
         if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
-            decodes[self._least_urgent(live, decodes)] = False
+            decodes[self._out_of_turn(decodes)] = False
             num_decodes = limits.decode_budget
         left = limits.token_budget - num_forks - num_decodes
         prompt_left = min(limits.prefill_budget, left)
@@ -117,11 +117,10 @@ class Planning:
             num_prompt = prompt_left
         return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
 
-    def _least_urgent(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> IndexArray:
-        """Of more decodes than may be, those that have to wait: whoever got work last. So all take turns."""
-        at = np.flatnonzero(decodes)
-        longest_first = np.argsort(self.running.computed_at[live[at]], kind="stable")
-        return at[longest_first[self.limits.decode_budget :]]
+    def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
+        """Of more decodes than may be, those that have to wait: with every step the turn goes on by as many as may."""
+        at, budget = np.flatnonzero(decodes), self.limits.decode_budget
+        return np.roll(at, -budget * self.num_plans % len(at))[budget:]
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int

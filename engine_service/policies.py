@@ -19,8 +19,8 @@ POLICY_NAMES = ("fcfs", "sjf", "priority", "adaptive")
 PRIORITY_LEVEL = 100
 LEVELS_PER_SECOND = 0.1
 
-_JOB_SECONDS_PER_TOKEN = 0.005
-MOST_JOB_SECONDS = 10.0
+_JOB_SECONDS_PER_TOKEN = 0.002
+MOST_JOB_SECONDS = 5.0
 
 
 class Policy(Protocol):
@@ -111,9 +111,9 @@ class Adaptive(Ordering):
     the queue with every step.
     """
 
-    BACKLOG_UP, BACKLOG_DOWN = 1.0, 0.25  # steps
+    BACKLOG_UP, BACKLOG_DOWN = 2.0, 0.25  # steps
     AGE_UP, AGE_DOWN = 20.0, 10.0  # seconds
-    SHORTEST_STAY = 0.5  # seconds
+    SHORTEST_STAY = 1.0  # seconds
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,6 @@ class RunningSequences:
         # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
-        self.computed_at = np.zeros(num_rows, np.int64)  # number of the plan with which it last got work
         self.num_sink = np.zeros(num_rows, np.int32)
         self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
         self.num_retaining = 0  # rows with a window
@@ -89,7 +88,7 @@ class RunningSequences:
         self.num_computed[row] = self.num_committed[row] = num_computed
         self.num_known[row], self.num_reserved[row] = num_known, num_reserved
         self.num_left[row] = sequence.request.max_new_tokens - sequence.num_output
-        self.num_computing[row] = self.num_drawing[row] = self.computed_at[row] = 0
+        self.num_computing[row] = self.num_drawing[row] = 0
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
         self.ended[row] = self.discarded[row] = False

@@ -20,6 +20,7 @@ NAMES = (
     "chunking",
     "speculation",
     "trace",
+    "policies",
 )
 
 
