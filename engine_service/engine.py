@@ -39,6 +39,7 @@ from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
+from engine_service.tracing import EngineTracing
 from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
@@ -51,8 +52,9 @@ _RENEW_SHARE = 1 / 3  # of the lease
 class Engine:
     """Requests in, pieces of text out. run_session serves on one session until it is lost or the engine is stopped."""
 
-    def __init__(self, max_waiting: int, proposer: Proposer | None = None) -> None:
+    def __init__(self, max_waiting: int, proposer: Proposer | None = None, tracing: EngineTracing | None = None) -> None:
         """proposer: guesses next tokens; None: every token takes a step."""
+        self._tracing = tracing
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
@@ -93,6 +95,8 @@ class Engine:
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self.scheduler.add(request)
+        if self._tracing is not None:
+            self._tracing.begin(generation)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
@@ -171,6 +175,8 @@ class Engine:
             await self._creator.close()
             self._creator = None
             await self._device.drop()
+            if self._tracing is not None:
+                self._tracing.drop_steps()
             self._end_closed()
 
     async def step(self, memory: KvMemory) -> None:
@@ -186,11 +192,16 @@ class Engine:
             return await self._idle(memory)
         answer = None
         if wants_step:
-            answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id)))
+            traceparent = ""
+            if self._tracing is not None:
+                traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
+            answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id), traceparent))
             self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
         await self._finish(memory)
         if answer is not None:
             work = self.scheduler.apply(plan, answer)
+            if self._tracing is not None:
+                self._tracing.note_computing(work.sequences)
             run_orders = partial(memory.run_orders, answer)
             device.start(session.step_id, work, memory.runner, self._sampling_rows(work), run_orders)
             if work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids):
@@ -206,6 +217,8 @@ class Engine:
         self._device.take()
         memory.note_ended_orders()
         work = flight.work
+        if self._tracing is not None:
+            self._tracing.end_step(flight)
         taken = self._emit(work, computed)
         self._end_closed()
         if self.speculator is not None and taken:
@@ -303,6 +316,8 @@ class Engine:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self.stats.count_end(generation)
+        if self._tracing is not None:
+            self._tracing.end(generation)
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
