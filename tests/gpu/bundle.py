@@ -10,7 +10,6 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tqdm import tqdm
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 60 << 20
@@ -31,6 +30,8 @@ _FURTHER = (
 
 def build(folder: Path) -> None:
     """Fill the folder. Raises SystemExit where it comes to more than MOST_BYTES."""
+    from tqdm import tqdm  # which a bare host does not have
+
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
