@@ -31,6 +31,8 @@ class InFlight:
     step_id: int
     work: Work
     cache_wait_seconds: float  # that nothing was computed before it, because the cache service had not answered yet
+    idle_seconds: float  # that nothing was computed before it, for whatever reason but that there was nothing to compute
+    is_guessing: bool
     started_at: float = field(default_factory=time.perf_counter)
     ended_at: float | None = None
     computing: asyncio.Future[Computed | None] = field(init=False)
@@ -51,11 +53,25 @@ class Device:
         # before their successors' blocks were asked for. So each kind has its own, and prompts count by the token.
         self._usual_decode = self._usual_token = self._usual_reply = 0.0
         self._cache_wait = 0.0
+        self._idle_since: float | None = None  # None: not since a step, but for want of work
 
-    def start(self, step_id: int, work: Work, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> None:
-        """Compute a step's work, its transfer orders first; the one before has been taken."""
+    def start(
+        self,
+        step_id: int,
+        work: Work,
+        runner: Runner,
+        rows: list[SamplingRow],
+        run_orders: Callable[[], None],
+        *,
+        is_guessing: bool = False,
+    ) -> None:
+        """Compute a step's work, its transfer orders first; the one before has been taken.
+
+        is_guessing: the step before was waited for, for the sake of guesses, whether there are any or not.
+        """
         assert self.in_flight is None, "one step at a time"
-        self.in_flight = InFlight(step_id, work, self._cache_wait)
+        idle = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
+        self.in_flight = InFlight(step_id, work, self._cache_wait, idle, is_guessing)
         self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows, run_orders))
         self._cache_wait = 0.0
 
@@ -63,11 +79,16 @@ class Device:
         """What was computed; the device is idle from now on."""
         done, self.in_flight = self.in_flight, None
         assert done is not None
+        self._idle_since = done.ended_at
         if done.work.num_prompt_tokens:
             self._usual_token += _SMOOTHING * (done.seconds / _num_tokens(done.work) - self._usual_token)
         elif done.work.batch is not None:
             self._usual_decode += _SMOOTHING * (done.seconds - self._usual_decode)
         return done
+
+    def rest(self) -> None:
+        """There is nothing to compute now."""
+        self._idle_since = None
 
     def last_completed(self, step_id: int) -> int:
         """Of the steps up to step_id, the last whose work is known to be done."""
