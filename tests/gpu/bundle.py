@@ -10,7 +10,6 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 60 << 20
 _PYTHONS = ("3.11", "3.12")
