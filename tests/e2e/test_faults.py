@@ -119,10 +119,7 @@ async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
         _ = [piece async for piece in client.generate(prompt, options)]
     assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
     assert (await good).token_ids == [toy_output([1, 2, 3], 80)]
-    pool = await world.wait_idle()
-    assert pool.num_referenced_blocks == 0
-    again = await generate(client, [*prompt[:place], 9, 9])
-    assert again.usage.cached_tokens <= place // BLOCK_SIZE * BLOCK_SIZE, "nothing of it is shared"
+    assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
