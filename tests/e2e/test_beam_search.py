@@ -9,7 +9,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from engine_service.served_model import load_served_model
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Piece, Retention, Sampling
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Piece, Sampling
 from tests.support.beam_reference import Found, SearchCase, check_told, references
 from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
@@ -194,21 +194,3 @@ async def test_more_beams_than_can_run_are_refused_with_the_limit(world: Service
     assert refused.value.reason == "NEVER_FITS"
     assert refused.value.metadata == {"requested": "4", "limit": "3"}
     assert len((await generate(client, TOY_PROMPT, 8, GREEDY, n=3, beam_search=BeamSearch(3))).token_ids) == 3
-
-
-@pytest.mark.parametrize("num_blocks", [100, 8])
-async def test_lists_with_a_window_part_behind_its_holes(world: Services, searches: Searches, num_blocks: int) -> None:
-    """Each list's score is what a prompt of its tokens is told, computed at once."""
-    retention, sampling = Retention(2, 6), Sampling(max_tokens=18, repetition_penalty=1.0, ignore_eos=True)
-    await world.start_cache(num_blocks=num_blocks)
-    client = await start(world, searches.folder)
-    prompt = searches.cases[1].prompt
-    options = GenerateOptions(n=4, beam_search=BeamSearch(4), sampling=sampling, retention=retention)
-    told = [piece async for piece in client.generate(prompt, options)]
-    scoring = GenerateOptions(sampling=Sampling(max_tokens=1, temperature=0, num_prompt_logprobs=0), retention=retention)
-    for piece in told:
-        assert len(piece.token_ids) == 18
-        (scored,) = [each async for each in client.generate((*prompt, *piece.token_ids), scoring)]
-        assert piece.cumulative_logprob == pytest.approx(sum(one.logprob for one in scored.prompt_logprobs[-18:]), abs=2e-4)
-    assert ((await client.stats()).num_preemptions > 0) == (num_blocks == 8)
-    assert (await world.wait_idle()).num_referenced_blocks == 0
