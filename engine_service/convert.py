@@ -38,6 +38,7 @@ class RequestOptions:
 
     request_id: str
     n: int
+    best_of: int | None
     priority: int
     timeout_s: float
     tenant: str
@@ -59,6 +60,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     _check_implemented(request)
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else None
     timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     _check_name("request_id", request.request_id)
@@ -66,6 +68,8 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     _check_name("session_id", request.session_id)
     _check_metadata(request.metadata)
     _check_range("n", n, 1, 64)
+    if best_of is not None:
+        _check_range("best_of", best_of, n, 64)
     _check_range("priority", request.priority, -1000, 1000)
     _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -79,6 +83,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     return RequestOptions(
         request_id=request.request_id or str(uuid.uuid4()),
         n=n,
+        best_of=best_of,
         priority=request.priority,
         timeout_s=timeout_ms / 1000,
         tenant=request.tenant,

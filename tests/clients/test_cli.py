@@ -111,7 +111,7 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("number", ["99999999999999999999", "-99999999999999999999", "1.5", "x"])
-@pytest.mark.parametrize("flag", ["--n", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
+@pytest.mark.parametrize("flag", ["--n", "--best-of", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
 def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])

@@ -62,6 +62,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)"
     )
+    parser.add_argument(
+        "--best-of", type=_whole, metavar="X", help="compute so many and show the N likeliest, all at the end (default: N)"
+    )
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -111,6 +114,7 @@ class _Printer:
         self.texts = [""] * num_continuations
         self.token_ids: list[list[int]] = [[] for _ in range(num_continuations)]
         self.reasons: list[str | None] = [None] * num_continuations
+        self.cumulative_logprobs: list[float | None] = [None] * num_continuations
         self._quiet = quiet
         self._shown = 0  # the continuation that is being printed
         self._num_printed: int | None = None  # characters of it; None before its heading
@@ -119,6 +123,7 @@ class _Printer:
         self.texts[piece.index] += piece.text
         self.token_ids[piece.index] += piece.token_ids
         self.reasons[piece.index] = piece.finish_reason or self.reasons[piece.index]
+        self.cumulative_logprobs[piece.index] = piece.cumulative_logprob
         self._print_on()
         while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
             self._shown += 1
@@ -165,6 +170,7 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
     chosen["stop"] = tuple(args.stop)
     return GenerateOptions(
         n=args.n,
+        best_of=args.best_of,
         priority=args.priority,
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,
@@ -176,15 +182,15 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
 
 
 def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
-    continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
+    continuations = zip(printer.texts, printer.token_ids, printer.reasons, printer.cumulative_logprobs, strict=True)
     return {
         "request_id": request_id,
         **asdict(usage),
         "time_to_first_token_ms": None if first_ms is None else round(first_ms, 3),
         "total_ms": round(total_ms, 3),
         "continuations": [
-            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason}
-            for index, (text, token_ids, reason) in enumerate(continuations)
+            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason, "cumulative_logprob": logprob}
+            for index, (text, token_ids, reason, logprob) in enumerate(continuations)
         ],
     }
 

@@ -34,6 +34,7 @@ class Piece:
     """A piece of one continuation. finish_reason is set on its last piece.
 
     logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first piece.
+    cumulative_logprob: sum of its tokens' log probabilities, in the last piece of a continuation of best_of or beam search.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Piece:
     finish_reason: str | None  # a name of FinishReason without its prefix, in lower case
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class GenerateOptions:
     """
 
     n: int | None = None
+    best_of: int | None = None
     request_id: str = ""
     priority: int = 0
     timeout_ms: int | None = None
@@ -130,6 +133,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),
         n=options.n,
+        best_of=options.best_of,
         priority=options.priority,
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,
@@ -181,6 +185,7 @@ def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> Piece:
         None if reason == "unspecified" else reason,
         tuple(map(_logprobs_of, message.logprobs)),
         tuple(map(_logprobs_of, message.prompt_logprobs)),
+        message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 
