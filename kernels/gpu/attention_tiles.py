@@ -1,6 +1,7 @@
 """What both attention kernels share: one pass over tiles of cached keys and values, with a running softmax in base 2."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,9 +14,22 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # start of a running maximum: fini
 COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Factors before and after the bend towards the cap, base 2: scores are q.k * first, or tanh(q.k * first) * second."""
-    return (scale * LOG2_E, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E)
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keyword arguments of both ops, see kernels.paged_attention_decode."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    retention: tuple[torch.Tensor, torch.Tensor] | None
+    q_sink: torch.Tensor | None
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Before and after the bend towards the cap, base 2: scores are q.k * first, or tanh(q.k * first) * second."""
+        if self.soft_cap is None:
+            return self.scale * LOG2_E, 1.0
+        return self.scale / self.soft_cap, self.soft_cap * LOG2_E
 
 
 def dense_heads(q: torch.Tensor) -> torch.Tensor:
@@ -44,9 +58,7 @@ def take_tile(acc, most, total, scores, v, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def slot_offsets(
-    table_ptr, tile, num_tokens, block_stride, T: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_LEN: tl.constexpr
-):
+def slot_offsets(table_ptr, tile, num_tokens, block_stride, T: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_LEN: tl.constexpr):
     """Token positions [T] of a tile, and the 64-bit offsets of their keys. Table entries from num_tokens on are not read.
 
     A tile that lies in one block looks its block up once.

@@ -5,11 +5,23 @@ that K and V are read once; and a sequence is cut into splits, so that few long 
 their part and its log-sum-exp, and a second kernel merges them (Flash-Decoding; FlashInfer, arXiv 2501.01005).
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, dense_heads, score_factors, slot_offsets, take_tile, tile_scores
+from kernels.gpu.attention_tiles import (
+    COMPUTE_TYPES,
+    LOWEST,
+    NO_WINDOW,
+    Options,
+    dense_heads,
+    slot_offsets,
+    take_tile,
+    tile_scores,
+)
+from kernels.scratch import Scratch
 
 _MOST_SPLITS = 64
 _FEWEST_SPLIT_TOKENS = 256  # of a split: below that, merging costs more than it gains
@@ -208,10 +220,16 @@ def merge_splits_kernel(
     tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, most_tokens: int, num_multiprocessors: int) -> int:
-    """How many splits fill the device, for sequences of at most so many visible tokens."""
-    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, max(num_seqs * num_kv_heads, 1))
-    return max(1, min(wanted, triton.cdiv(most_tokens, _FEWEST_SPLIT_TOKENS), _MOST_SPLITS))
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def splits_for(num_seqs: int, num_kv_heads: int, most_tokens: int, num_multiprocessors: int) -> int:
+    """How many splits fill the device, for sequences of at most so many visible tokens: known without their lengths."""
+    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_seqs * num_kv_heads)
+    return min(wanted, triton.cdiv(most_tokens, _FEWEST_SPLIT_TOKENS), _MOST_SPLITS)
 
 
 def paged_attention_decode(
@@ -219,19 +237,10 @@ def paged_attention_decode(
     kv_layer: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    retention: tuple[torch.Tensor, torch.Tensor] | None,
-    q_sink: torch.Tensor | None,
-    splits: int,
-    workspace: torch.Tensor | None,
+    options: Options,
+    scratch: Scratch,
 ) -> torch.Tensor:
-    """See kernels.paged_attention_decode.paged_attention_decode.
-
-    workspace: float32, at least workspace_len elements; None: new.
-    """
+    """See kernels.paged_attention_decode.paged_attention_decode."""
     num_seqs, num_heads, head_dim = q.shape
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
@@ -239,16 +248,16 @@ def paged_attention_decode(
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     tile = 64 if dims <= 128 else 32
+    most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
+    splits = splits_for(num_seqs, num_kv_heads, most_tokens, num_multiprocessors(q.device))
     part, lse = None, None
     if splits > 1:
         num_parts = num_seqs * num_heads * splits
-        if workspace is None:
-            workspace = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
-        part, lse = workspace[: num_parts * head_dim], workspace[num_parts * head_dim : num_parts * (head_dim + 1)]
+        part, lse = scratch.take(num_parts * (head_dim + 1), torch.float32).split([num_parts * head_dim, num_parts])
     q = dense_heads(q)
-    q_sink = None if q_sink is None else dense_heads(q_sink)
-    sink_lens, window_lens = retention or (None, None)
-    before, after = score_factors(scale, soft_cap)
+    q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
+    sink_lens, window_lens = options.retention or (None, None)
+    before, after = options.factors
     decode_kernel[num_kv_heads, num_seqs, splits](
         q,
         q_sink,
@@ -267,9 +276,9 @@ def paged_attention_decode(
         kv_layer.stride(1),
         before,
         after,
-        window or NO_WINDOW,
+        options.window or NO_WINDOW,
         splits,
-        HAS_CAP=soft_cap is not None,
+        HAS_CAP=options.soft_cap is not None,
         GROUP=group,
         M=max(triton.next_power_of_2(group), 16),
         HEAD_DIM=head_dim,
@@ -295,4 +304,3 @@ def paged_attention_decode(
             num_warps=4,
         )
     return out
-

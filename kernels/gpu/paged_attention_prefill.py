@@ -12,8 +12,8 @@ from kernels.gpu.attention_tiles import (
     COMPUTE_TYPES,
     LOWEST,
     NO_WINDOW,
+    Options,
     dense_heads,
-    score_factors,
     slot_offsets,
     take_tile,
     tile_scores,
@@ -33,6 +33,7 @@ def _take_tiles(
     table_ptr,
     first_tile,
     end_tile,
+    first,
     end,
     window,
     num_sinks,
@@ -52,14 +53,17 @@ def _take_tiles(
 ):
     """Take the tokens of the tiles [first_tile, end_tile) into the running softmax.
 
-    MASKED: of the tokens below end, those that each row sees: up to its position and within its window. SINKS: those of the
-    first num_sinks that each row's window has left. Neither: all of them.
+    MASKED: of the tokens [first, end), those that each row sees: up to its position and within its window. Others, which may
+    lie in blocks that are gone, are not read. SINKS: those of the first num_sinks that each row's window has left. Neither:
+    all of them.
     """
     dims = tl.arange(0, D)
     for tile in range(first_tile, end_tile):
         tokens, offsets = slot_offsets(table_ptr, tile, end, block_stride, T, BLOCK_SIZE, SLOT_LEN)
         ptrs = k_ptr + offsets[:, None] + dims[None, :]
-        wanted = (tokens < end)[:, None] & (dims < HEAD_DIM)[None, :] if MASKED else (dims < HEAD_DIM)[None, :]
+        wanted = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            wanted &= ((tokens >= first) & (tokens < end))[:, None]
         k = tl.load(ptrs, mask=wanted, other=0.0).to(COMPUTE)
         v = tl.load(ptrs + kv_stride, mask=wanted, other=0.0).to(COMPUTE)
         scores = tile_scores(q, k, scale, cap, HAS_CAP)
@@ -162,6 +166,7 @@ def prefill_kernel(
                 table_ptr,
                 0,
                 tl.cdiv(num_sinks, T),
+                0,
                 num_sinks,
                 window,
                 num_sinks,
@@ -180,9 +185,10 @@ def prefill_kernel(
                 COMPUTE,
             )
     q = tl.load(q_ptr + q_rows[:, None] * q_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
+    first = tl.maximum(low - window + 1, 0)
     first_whole, end_whole = 0, (low + 1) // T  # tiles that all rows see whole
     if HAS_WINDOW:
-        first_tile = tl.maximum(low - window + 1, 0) // T
+        first_tile = first // T
         first_whole = tl.minimum(tl.cdiv(tl.maximum(high - window + 1, 0), T), end_whole)
         acc, most, total = _take_tiles(
             acc,
@@ -194,6 +200,7 @@ def prefill_kernel(
             table_ptr,
             first_tile,
             first_whole,
+            first,
             high + 1,
             window,
             0,
@@ -221,6 +228,7 @@ def prefill_kernel(
         table_ptr,
         first_whole,
         end_whole,
+        first,
         high + 1,
         window,
         0,
@@ -248,6 +256,7 @@ def prefill_kernel(
         table_ptr,
         end_whole,
         tl.cdiv(high + 1, T),
+        first,
         high + 1,
         window,
         0,
@@ -276,12 +285,7 @@ def paged_attention_prefill(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    retention: tuple[torch.Tensor, torch.Tensor] | None = None,
-    q_sink: torch.Tensor | None = None,
+    options: Options,
 ) -> torch.Tensor:
     """See kernels.paged_attention_prefill.paged_attention_prefill."""
     num_tokens, num_heads, head_dim = q.shape
@@ -291,13 +295,12 @@ def paged_attention_prefill(
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    # As many rows as two groups of four warps multiply at once; half of them for a few tokens of each of many sequences.
-    rows = 64 if dims > 128 or num_tokens * group <= 64 * num_seqs else 128
-    rows = max(rows, triton.next_power_of_2(group))
+    # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
+    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, triton.next_power_of_2(group))
     q = dense_heads(q)
-    q_sink = None if q_sink is None else dense_heads(q_sink)
-    sink_lens, window_lens = retention or (None, None)
-    before, after = score_factors(scale, soft_cap)
+    q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
+    sink_lens, window_lens = options.retention or (None, None)
+    before, after = options.factors
     prefill_kernel[triton.cdiv(num_tokens, rows // group) + num_seqs, num_kv_heads](
         q,
         q_sink,
@@ -316,9 +319,9 @@ def paged_attention_prefill(
         kv_layer.stride(1),
         before,
         after,
-        window or NO_WINDOW,
-        HAS_WINDOW=window is not None or retention is not None,
-        HAS_CAP=soft_cap is not None,
+        options.window or NO_WINDOW,
+        HAS_WINDOW=options.window is not None or options.retention is not None,
+        HAS_CAP=options.soft_cap is not None,
         NUM_HEADS=num_heads,
         GROUP=group,
         M=rows,
@@ -326,10 +329,10 @@ def paged_attention_prefill(
         D=dims,
         SLOT_LEN=num_kv_heads * head_dim,
         BLOCK_SIZE=block_size,
-        T=64,
+        T=64 if dims <= 128 else 32,
         SEQS=_SEQS_AT_ONCE,
         COMPUTE=COMPUTE_TYPES[q.dtype],
         num_warps=4 if rows == 64 else 8,
-        num_stages=3,
+        num_stages=5,  # see paged_attention_decode
     )
     return out
