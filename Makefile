@@ -53,7 +53,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint protos
 	$(BIN)/mypy cache_service engine_service kernels tests/benchmarks
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.tracing
 
 format: $(VENV)/.dev  ## let ruff format
 	$(BIN)/ruff format .
@@ -65,7 +65,7 @@ test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tes
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
-soak: $(VENV)/.dev $(GENERATED)  ## what the cache promises, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
+soak: $(VENV)/.dev $(GENERATED)  ## what both services promise, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
 	$(BIN)/python -m tests.soak --rows "$(ROWS)" --minutes $(or $(MINUTES),10) --state $(or $(STATE),.soak.json) \
 	    $(if $(SEED),--seed $(SEED))
 

@@ -46,6 +46,7 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
     try:
         runner.copy_blocks(work.copies)
         if work.batch is None:
+            runner.synchronize()  # transfer orders and copies are reported as done with the step
             return Computed()
         logits = runner.forward(work.batch)
         scores = [_score(logits, score) for score in work.scores]
@@ -60,6 +61,7 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
         return Computed(sampled, _logprobs(logits, rows, sampled), scores, _broken(finite))
     except Exception:
         log.exception("batch_failed")
+        runner.synchronize()
         return None
 
 

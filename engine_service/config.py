@@ -5,6 +5,7 @@ ConfigError of one line that names the flag. Does not look at the machine: wheth
 be had is found out at start.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    check_trace_endpoint,
     parse_switch,
 )
 
@@ -44,12 +46,14 @@ class EngineConfig:
     result_ttl: float = 600.0
     speculation: str = "off"
     draft_model: str = ""
+    device: str = "cpu"
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
     reconnect_timeout: float = 20.0
     drain_timeout: float = 5.0
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
+    trace_endpoint: str = ""  # URL that spans are sent to; empty: none are
     reflection: bool = True
     progress: bool = True
     log_level: str = "info"
@@ -60,6 +64,7 @@ class EngineConfig:
         check_address("cache", self.cache)
         check_address("listen", self.listen)
         check_metrics_address(self.metrics_listen)
+        check_trace_endpoint(self.trace_endpoint)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
         check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
@@ -77,6 +82,10 @@ class EngineConfig:
         check_range("lease_ms", self.lease_ms, 500, 60_000)
         check_range("reconnect_timeout", self.reconnect_timeout, 0, 3600)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
+        if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
+            raise ConfigError(f"--device: cpu, cuda or cuda:N, not {self.device!r}")
+        if self.model == HASH_TOY and self.device != "cpu":
+            raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
         check_choice("dtype", self.dtype, _DTYPES)
         check_choice("log_level", self.log_level, LOG_LEVELS)
 
@@ -95,12 +104,14 @@ _PARSERS: dict[str, Any] = {
     "result_ttl": float,
     "speculation": str,
     "draft_model": str,
+    "device": str,
     "dtype": str,
     "threads": int,
     "lease_ms": int,
     "reconnect_timeout": float,
     "drain_timeout": float,
     "metrics_listen": str,
+    "trace_endpoint": str,
     "reflection": parse_switch,
     "progress": parse_switch,
     "log_level": str,
@@ -120,12 +131,14 @@ _HELP = {
     "result_ttl": "seconds that they are kept",
     "speculation": "guess next tokens and check them together: " + ", ".join(_SPECULATIONS) + "; rests where it does not pay",
     "draft_model": "folder of the model that guesses, with the same tokenizer as the model (default: none)",
+    "device": "where the model computes: cpu, cuda or cuda:N; the cache service's pools have to be there too",
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
     "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
+    "trace_endpoint": "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces (default: none)",
     "reflection": "answer gRPC server reflection",
     "progress": "show a progress bar on a terminal while weights are loaded",
     "log_level": ", ".join(LOG_LEVELS),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from engine_service.batch import Batch
 from engine_service.request import Int32Array, Sequence
+from engine_service.retention import Retention
 from engine_service.running import IndexArray
 
 Int64Array = npt.NDArray[np.int64]
@@ -27,6 +28,16 @@ class Limits:
     max_running: int = 256
     token_budget: int = 2048
     chunk_size: int = 512
+    num_usable_blocks: int = 0  # of the pool
+    max_distance: int = 0  # most tokens that the model can tell the places of
+    max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
+
+    def max_len_of(self, retention: Retention | None) -> int:
+        """Most tokens of a sequence. With retention only what it keeps has to fit the pool and the model's positions."""
+        if retention is None or retention.num_tokens > self.max_distance:
+            return self.max_len
+        fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return max(self.max_len, self.max_retained_len) if fits else self.max_len
 
 
 @dataclass(frozen=True, slots=True)

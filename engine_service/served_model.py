@@ -17,7 +17,9 @@ import torch
 from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
+from engine_service.errors import UnsupportedModelError
 from engine_service.model.config import ModelConfig, is_native
+from engine_service.model.decoder import Decoder
 from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from engine_service.model.json_fields import CONFIG_FILE
@@ -38,6 +40,9 @@ _KV_DTYPES = {
 }
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A loaded model. layout takes the block size, make_runner puts the model on a view of an arena."""
@@ -54,6 +59,8 @@ class ServedModel:
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
     sliding_window: int = 0
     rope_parameters: str = ""
+    refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
+    device: torch.device = _CPU
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -84,14 +91,24 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     if config.model == HASH_TOY:
         return _hash_toy()
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    device = _device_of(config)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if (model_type := raw.get("model_type")) is not None and not is_native(model_type):
-        model = load_transformers_model(folder, model_type, dtype, progress=progress)
+        model = load_transformers_model(folder, model_type, dtype, device=device, progress=progress)
         return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
-    decoder, model_config = load_model(folder, dtype=dtype, progress=progress)
+    decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
+
+
+def _device_of(config: EngineConfig) -> torch.device:
+    """Raises UnsupportedModelError where torch does not see it."""
+    device = torch.device(config.device)
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise UnsupportedModelError("device", config.device, f"cpu, and {count} CUDA devices that torch sees")
+    return device
 
 
 def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters: int, rope_parameters: str) -> ServedModel:
@@ -110,7 +127,16 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
         rope_parameters=rope_parameters,
+        refuses_retention=_refuses_retention(model),
+        device=model.device,
     )
+
+
+def _refuses_retention(model: Model) -> str:
+    """It takes a query that is rotated a second time, and a model that lets a query see all that there is."""
+    if not isinstance(model, Decoder):
+        return "a model that the transformers library runs"
+    return "a model with windows of its own" if any(model.config.windows) else ""
 
 
 def _hash_toy() -> ServedModel:

@@ -22,6 +22,8 @@ from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
+from engine_service.tracing import EngineTracing
+from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
@@ -40,6 +42,7 @@ class RunningServer:
 
     engine: Engine
     config: EngineConfig
+    service: EngineService
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -50,6 +53,11 @@ class RunningServer:
     @property
     def address(self) -> str:
         return self._endpoint.address
+
+    @property
+    def has_ended_requests(self) -> bool:
+        """Asked to stop, it has nothing more to compute."""
+        return self._serving.done()
 
     async def wait_ready(self) -> None:
         """Until there is a session. Raises StartError when the cache service refuses the model."""
@@ -67,11 +75,14 @@ class RunningServer:
             raise StartError(f"--cache {self.config.cache}: {error}") from None
 
     async def drain(self) -> None:
-        """Take no more requests, and let the live ones end, but no longer than configured."""
+        """Take no more requests, let the live ones end and their clients hear of it, but no longer than configured."""
         await self._endpoint.drain()
         self.engine.stop()
-        done, _ = await asyncio.wait((self._serving,), timeout=self.config.drain_timeout)
-        if not done:
+        try:
+            async with asyncio.timeout(self.config.drain_timeout):
+                await asyncio.wait((self._serving,))
+                await self.service.wait_heard()
+        except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.generations))
 
     async def stop(self) -> None:
@@ -103,7 +114,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        engine = Engine(config.max_waiting, proposer)
+        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id))
         service = EngineService(config, served, engine)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
@@ -129,7 +140,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
-    return RunningServer(engine, config, serving, ready, endpoint, client, metrics)
+    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics)
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:

@@ -4,15 +4,16 @@ import numpy as np
 
 from cache_service.errors import OutOfSequences
 from cache_service.manager import Manager
-from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
+from cache_service.types import Executor, PoolConfig, Retention, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
 from engine_service.plan import Plan
+from engine_service.retention import Retention as EngineRetention
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
 
 class CoreCache:
-    """One session of a pool, its own by default. Audits the core after every step."""
+    """One session of a pool, its own by default. Audits the core after every step, or after one of so many."""
 
     def __init__(
         self,
@@ -22,6 +23,7 @@ class CoreCache:
         watermark: float = 0.0,
         manager: Manager | None = None,
         session: SessionId = SessionId("s"),  # noqa: B008  # a string
+        audit_every: int = 1,
     ) -> None:
         self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
         self.session = session
@@ -29,6 +31,7 @@ class CoreCache:
         self.num_refused_forks_to_come = 0
         self.has_step_in_flight = False  # the last one's device work has not ended
         self._step_id = 0
+        self._audit_every = audit_every
 
     @property
     def sequences(self) -> list[int]:
@@ -42,9 +45,18 @@ class CoreCache:
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int, priority: int = 0, start_number: int = 0) -> int:
+    def create(
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        max_len: int,
+        priority: int = 0,
+        start_number: int = 0,
+        retention: EngineRetention | None = None,
+    ) -> int:
         token_ids = np.array(tokens, np.int32)
-        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, priority=priority, start_number=start_number)
+        kept = None if retention is None else Retention(retention.num_sink_tokens, retention.num_window_tokens)
+        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, "", priority, kept, start_number)
         try:
             self.manager.create_sequence(self.session, args)
         except OutOfSequences:
@@ -60,7 +72,19 @@ class CoreCache:
         )
         completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
         reply = self.manager.step(self.session, StepBatch(self._step_id, completed, **columns))
-        assert self.manager.check_invariants() == []
+        self._audit()
         self.manager.publish_pending()
-        assert self.manager.check_invariants() == []
+        self._audit()
         return reply
+
+    def report(self) -> None:
+        """The last step's device work has ended, and no other step follows for now."""
+        self.manager.complete(self.session, self._step_id)
+
+    def close(self) -> None:
+        """The session ends, with nothing that still writes."""
+        self.manager.close_session(self.session, may_still_write=False)
+
+    def _audit(self) -> None:
+        if self._step_id % self._audit_every == 0:
+            assert self.manager.check_invariants() == []

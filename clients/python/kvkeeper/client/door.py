@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvkeeper import tracing
 from kvkeeper.client.errors import error_of
 from kvkeeper.client.retry import CallOptions, Patience
 
@@ -33,20 +34,24 @@ class Door:
         self.options = options
         self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self.stub = stub_class(self.channel)
+        self.is_closed = False
 
     def close(self) -> None:
+        self.is_closed = True
         self.channel.close()
 
     def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
-        return self._repeat(options, lambda left: method(_requests(request), timeout=left))
+        return self._repeat(options, lambda left: method(_requests(request), timeout=left, metadata=tracing.outgoing()))
 
     def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""
-        return self._repeat(options, lambda left: list(method(request, timeout=left)))
+        return self._repeat(options, lambda left: list(method(request, timeout=left, metadata=tracing.outgoing())))
 
-    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "Stream":
-        return Stream(method, request, options or self.options)
+    def stream(
+        self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
+    ) -> "Stream":
+        return Stream(self, method, request, options or self.options, metadata)
 
     def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -54,7 +59,7 @@ class Door:
             try:
                 return attempt(patience.left(time.monotonic()))
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self.is_closed)
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -64,11 +69,14 @@ class Door:
 class Stream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+    def __init__(
+        self, door: Door, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+    ) -> None:
+        self._door = door
         self._patience = Patience(options, time.monotonic())
-        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._call = self._start()
-        self._received = False
+        self._received = self._is_cancelled = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -78,7 +86,7 @@ class Stream:
             try:
                 message = next(self._call)
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self._is_cancelled or self._door.is_closed)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -89,6 +97,7 @@ class Stream:
                 return message
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._call.cancel()
 
 
@@ -116,7 +125,7 @@ class AsyncDoor:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
 
         async def attempt(left: float) -> Any:
-            call = method(_requests(request), timeout=left)
+            call = method(_requests(request), timeout=left, metadata=tracing.outgoing())
             try:
                 return await call
             finally:
@@ -128,7 +137,7 @@ class AsyncDoor:
         """All answers of a server stream; a repeat starts it over."""
 
         async def attempt(left: float) -> list[Any]:
-            call = method(request, timeout=left)
+            call = method(request, timeout=left, metadata=tracing.outgoing())
             try:
                 return [message async for message in call]
             finally:
@@ -136,8 +145,10 @@ class AsyncDoor:
 
         return await self._repeat(options, attempt)
 
-    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "AsyncStream":
-        return AsyncStream(method, request, options or self.options)
+    def stream(
+        self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
+    ) -> "AsyncStream":
+        return AsyncStream(method, request, options or self.options, metadata)
 
     async def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -155,9 +166,9 @@ class AsyncDoor:
 class AsyncStream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+    def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
         self._patience = Patience(options, time.monotonic())
-        self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._received = False
         self._start()
 

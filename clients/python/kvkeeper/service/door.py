@@ -5,6 +5,7 @@ refused with our reasons, before anything is built from them. Handlers take a me
 raise the service's refusals; anything else they raise is a bug, logged here and answered without details.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from kvkeeper import tracing
 from kvkeeper.service.status import Refusals
 
 log = structlog.get_logger()
@@ -48,16 +50,22 @@ class Contract:
 
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
         """The call's result; what it raises ends the RPC with its Status."""
-        try:
-            return await call
-        except self.refusals.base as refusal:
-            await self.refusals.abort(context, refusal)
-        except (grpc.RpcError, grpc.aio.UsageError):
-            raise
-        except Exception:
-            log.exception("broken_invariant", method=method)
-            hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
-            await self.refusals.abort(context, hidden)
+        with tracing.serving(f"{self.service.full_name}/{method}", context.invocation_metadata()) as span:
+            try:
+                return await call
+            except self.refusals.base as refusal:
+                tracing.fail(span, refusal.reason)
+                await self.refusals.abort(context, refusal)
+            except (grpc.RpcError, grpc.aio.UsageError):
+                raise
+            except grpc.aio.InternalError:
+                # The client went away while a message was on its way to it: the end of a call that is cancelled.
+                raise asyncio.CancelledError from None
+            except Exception:
+                log.exception("broken_invariant", method=method)
+                hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
+                tracing.fail(span, "BROKEN_INVARIANT")
+                await self.refusals.abort(context, hidden)
 
 
 class Door(grpc.GenericRpcHandler):
