@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from engine_service.plan import Int64Array, Limits, Plan
+from engine_service.preemption_cost import Costs
 from engine_service.request import Int32Array, Sequence, SequenceState
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
@@ -28,7 +29,8 @@ class Planning:
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
         self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
         self._num_arrivals = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_swapped_out = 0
+        self.costs = Costs()
         self.room = Room()
 
     def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
@@ -51,9 +53,12 @@ class Planning:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
         num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
-        starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
+        starts, swapped_in = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
+        swap_rows = ended_rows[running.swapping[ended_rows]]
+        if len(swap_rows):
+            ended_rows = ended_rows[~running.swapping[ended_rows]]
         return Plan(
             commit_ids=running.sequence_ids[commit_rows],
             commit_lens=running.num_computed[commit_rows],
@@ -63,6 +68,8 @@ class Planning:
             fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
             fork_lens=_column(len(child.request.prompt) for child in forks),
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
+            swap_out_ids=running.sequence_ids[swap_rows],
+            swap_in_ids=_ids(swapped_in),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
             # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
@@ -76,6 +83,8 @@ class Planning:
             commit_rows=commit_rows,
             forked=tuple(forks),
             released=tuple(self.running.at(ended_rows)),
+            swapped_out=tuple(self.running.at(swap_rows)),
+            swapped_in=tuple(swapped_in),
             started=tuple(starts),
             reserve_rows=reserve_rows,
         )
@@ -120,20 +129,23 @@ class Planning:
         children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
         return children[:room]
 
-    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
-        """Who of the waiting may start, with most new tokens."""
+    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> tuple[dict[Sequence, int], list[Sequence]]:
+        """Who of the waiting may start, with most new tokens, and who may be swapped in."""
         starts: dict[Sequence, int] = {}
-        if len(self.running.live) and not self.room.allows_starts(num_growing):
-            return starts
+        swapped_in: list[Sequence] = []
+        if (len(self.running.live) or self.loading) and not self.room.allows_starts(num_growing):
+            return starts, swapped_in
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows:
+            if not budget or len(starts) + len(swapped_in) == num_free_rows:
                 break
             if sequence.state is SequenceState.WAITING:
                 starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
                 budget -= starts[sequence]
-                if self.room.was_refused(sequence):
-                    break
-        return starts
+            elif sequence.state is SequenceState.SWAPPED:
+                swapped_in.append(sequence)
+            if self.room.was_refused(sequence):
+                break
+        return starts, swapped_in
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]

@@ -34,7 +34,8 @@ class RunningSequences:
         # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
-        self.ended = np.zeros(num_rows, bool)
+        self.ended = np.zeros(num_rows, bool)  # or preempted: it computes no more, and leaves with the next step
+        self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
@@ -57,7 +58,7 @@ class RunningSequences:
 
     @property
     def live(self) -> IndexArray:
-        """Rows in order whose sequences have not ended."""
+        """Rows in order whose sequences have neither ended nor been preempted."""
         order = self.order
         return order[~self.ended[order]]
 
@@ -80,7 +81,7 @@ class RunningSequences:
         self.num_computing[row] = self.num_drawing[row] = 0
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
-        self.ended[row] = self.discarded[row] = False
+        self.ended[row] = self.swapping[row] = self.discarded[row] = False
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row
