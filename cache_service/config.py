@@ -48,6 +48,7 @@ class CacheConfig:
 
     listen: str = "127.0.0.1:7410"  # loopback host:port, or unix:/path
     runtime_dir: Path = field(default_factory=_default_runtime_dir)  # of the attach socket; made with mode 0700
+    device: str = "cpu"  # where pools are: cpu, cuda or cuda:N
     pool_memory: int = _POOL_MEMORY  # bytes of each pool, reserved at start; without effect where num_blocks is given
     num_pools: int = 2
     num_blocks: int | None = None  # blocks of each pool, null block included, reserved when its first session opens
@@ -77,6 +78,8 @@ class CacheConfig:
         check_metrics_address(self.metrics_listen)
         if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
+        if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
+            raise ConfigError(f"--device: cpu, cuda or cuda:N, not {self.device!r}")
         check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
         check_range("num_pools", self.num_pools, 1, 64)
         if self.num_blocks is not None:
@@ -147,6 +150,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 _PARSERS: dict[str, Any] = {
     "listen": str,
     "runtime_dir": Path,
+    "device": str,
     "pool_memory": parse_size,
     "num_pools": int,
     "num_blocks": int,
@@ -174,6 +178,7 @@ _PARSERS: dict[str, Any] = {
 
 _HELP = {
     "listen": "loopback host:port, or unix:/path",
+    "device": "where pools are: cpu, cuda or cuda:N; engines on it need the same device",
     "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or a private temporary one)",
     "pool_memory": f"memory of each pool, reserved at start, for example 256MiB (default: {_POOL_MEMORY // MIB}MiB)",
     "num_pools": "most pools, that is KV specs, at once",

@@ -181,10 +181,8 @@ class Keeper:
         live.pool.mappings.add(live.core.id)
         log.info("process_attached", client_name=live.core.client_name)
         return Grant(
-            descriptor=live.pool.arena.descriptor,
-            num_bytes=live.pool.info.arena_bytes,
-            host_descriptor=None if live.pool.host_arena is None else live.pool.host_arena.descriptor,
-            num_host_bytes=live.pool.info.host_arena_bytes,
+            fields=live.pool.arena_fields(),
+            descriptors=live.pool.arena_descriptors(),
             on_process_end=lambda: self._process_ended(live),
             on_unmapped=lambda: self._unmapped(live),
             session_over=live.over,

@@ -6,10 +6,7 @@ nothing is remembered between two chunks, because whatever is awaited in between
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from cache_service import kv_spec
-from cache_service.arena.shared_memory import ByteArray
 from cache_service.convert import check_range
 from cache_service.errors import InvalidField
 from cache_service.registry import Pool
@@ -19,6 +16,8 @@ from cache_service.types import Int32Array, SequenceId, SequenceState, SequenceV
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1
+
+Run = tuple[tuple[int, int], int]  # first bytes of K and of V in the arena, and how many of each
 
 
 def chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -37,9 +36,9 @@ def read(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, n
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
     if view.state is SequenceState.SWAPPED:
         raise wrong_state(view.sequence_id, view.state)
-    block_ids, offsets = _slots(pool, view.block_table, first_token_idx, num_tokens)
-    layer = _by_layer(pool)[:, layer_idx]
-    return layer[block_ids, _KEY, offsets].tobytes(), layer[block_ids, _VALUE, offsets].tobytes()
+    runs = list(_runs(pool, view.block_table, layer_idx, first_token_idx, num_tokens))
+    key, value = (b"".join(pool.arena.read(first[side], count) for first, count in runs) for side in (_KEY, _VALUE))
+    return key, value
 
 
 def write(
@@ -56,19 +55,21 @@ def write(
         limit = low if first_token_idx < low else high
         raise InvalidField(f"slots {low} to {high} may be written", field="first_token_idx", limit=limit)
     table = pool.manager.view(session, sequence).block_table
-    block_ids, offsets = _slots(pool, table, first_token_idx, num_tokens)
-    layer = _by_layer(pool)[:, layer_idx]
-    layer[block_ids, _KEY, offsets] = np.frombuffer(key, np.uint8).reshape(num_tokens, row_bytes)
-    layer[block_ids, _VALUE, offsets] = np.frombuffer(value, np.uint8).reshape(num_tokens, row_bytes)
+    done = 0
+    for first, count in _runs(pool, table, layer_idx, first_token_idx, num_tokens):
+        for side, data in ((_KEY, key), (_VALUE, value)):
+            pool.arena.write(first[side], data[done : done + count])
+        done += count
 
 
-def _slots(pool: Pool, table: Int32Array, first_token_idx: int, num_tokens: int) -> tuple[Int32Array, Int32Array]:
-    """Block ids and offsets of a run of tokens, [num_tokens] each."""
-    tokens = np.arange(first_token_idx, first_token_idx + num_tokens, dtype=np.int32)
-    return table[tokens // pool.info.block_size], tokens % pool.info.block_size
-
-
-def _by_layer(pool: Pool) -> ByteArray:
-    """The arena as [num_blocks, num_layers, 2, block_size, token_bytes]."""
-    spec = pool.info.spec
-    return pool.blocks.reshape(-1, spec.num_layers, 2, spec.block_size, kv_spec.token_bytes(spec))
+def _runs(pool: Pool, table: Int32Array, layer_idx: int, first_token_idx: int, num_tokens: int) -> Iterator[Run]:
+    """Where a run of tokens lies, block by block; blocks are [num_layers, 2, block_size, token_bytes]."""
+    row_bytes, block_size = kv_spec.token_bytes(pool.info.spec), pool.info.block_size
+    token_idx, end = first_token_idx, first_token_idx + num_tokens
+    while token_idx < end:
+        block_idx, offset = divmod(token_idx, block_size)
+        count = min(block_size - offset, end - token_idx)
+        layer = int(table[block_idx]) * pool.info.block_bytes + layer_idx * 2 * block_size * row_bytes
+        key = layer + offset * row_bytes
+        yield (key, key + block_size * row_bytes), count * row_bytes
+        token_idx += count

@@ -7,20 +7,21 @@ makes room, and the new one gets fresh memory: its K and V are not the old one's
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from typing import Protocol
 
 import structlog
 
 from cache_service import convert, kv_spec
-from cache_service.arena import memory_limit
-from cache_service.arena.memory_limit import OutOfMemory
-from cache_service.arena.shared_memory import ByteArray, SharedMemoryArena, copy_blocks
+from cache_service.arena.arena import Arena, ByteArray, OutOfMemory
+from cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
 from cache_service.progress import StartNumbers
 from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cuda.handle import KIND as CUDA_KIND
 
 log = structlog.get_logger()
 
@@ -28,7 +29,16 @@ _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
 _PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
 
-Allocate = Callable[[int], SharedMemoryArena]
+
+class Memory(Protocol):
+    """Where pools are made. Each call raises OutOfMemory, and may take its time, in a thread."""
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Refuse what cannot be had now: arenas of so many bytes together, and host tiers of so many."""
+
+    def allocate(self, num_bytes: int) -> Arena: ...
+
+    def allocate_host(self, num_bytes: int) -> SharedMemoryArena: ...
 
 
 class Pool:
@@ -39,7 +49,7 @@ class Pool:
         key: bytes,
         spec: pb.KvSpec,
         config: PoolConfig,
-        arena: SharedMemoryArena,
+        arena: Arena,
         start_numbers: StartNumbers,
         host_arena: SharedMemoryArena | None = None,
     ) -> None:
@@ -48,7 +58,6 @@ class Pool:
         self.arena = arena
         self.host_arena = host_arena
         bytes_per_block = kv_spec.block_bytes(spec)
-        self.blocks: ByteArray = arena.blocks(config.num_blocks, bytes_per_block)  # [num_blocks, block_bytes]
         num_hosts = config.num_host_blocks
         self.hosts: ByteArray | None = None  # [num_host_blocks, block_bytes]
         if host_arena is not None:
@@ -65,6 +74,7 @@ class Pool:
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_hosts,
             host_arena_bytes=num_hosts * bytes_per_block,
+            arena_kind=pb.ARENA_KIND_CUDA_IPC if arena.fields()["kind"] == CUDA_KIND else pb.ARENA_KIND_MEMFD,
         )
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, living or ended, whose process still maps the arena
@@ -89,14 +99,14 @@ class Pool:
         granted block could be one of their sources, so whoever grants blocks of this pool awaits `copying` first.
         """
         if len(copies) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
-            copy_blocks(self.blocks, copies, self.hosts)
+            self.arena.copy(copies, self.info.block_bytes, self.hosts)
             return None
         self.copying = asyncio.create_task(self._copy_in_thread(copies))
         return asyncio.shield(self.copying)
 
     async def _copy_in_thread(self, copies: Copies) -> None:
         try:
-            await asyncio.to_thread(copy_blocks, self.blocks, copies, self.hosts)
+            await asyncio.to_thread(self.arena.copy, copies, self.info.block_bytes, self.hosts)
         finally:
             self.copying = None
 
@@ -131,9 +141,18 @@ class Pool:
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
+    def arena_fields(self) -> dict[str, object]:
+        """What the attach socket says of its memory."""
+        fields = {**self.arena.fields(), "num_bytes": self.info.arena_bytes}
+        return {**fields, "num_host_bytes": self.info.host_arena_bytes} if self.host_arena is not None else fields
+
+    def arena_descriptors(self) -> list[int]:
+        """What it hands over beside that."""
+        return self.arena.descriptors() + ([] if self.host_arena is None else self.host_arena.descriptors())
+
     def close(self) -> None:
         """Gives the memory back."""
-        self.arena.close()
+        self.arena.close(is_mapped=bool(self.mappings))
         if self.host_arena is not None:
             self.host_arena.close()
 
@@ -143,13 +162,13 @@ class Pool:
 
 
 class PoolRegistry:
-    """At most config.num_pools pools. `allocate` makes an arena of so many bytes and may take its time, in a thread."""
+    """At most config.num_pools pools."""
 
-    def __init__(self, config: CacheConfig, allocate: Allocate = SharedMemoryArena) -> None:
+    def __init__(self, config: CacheConfig, memory: Memory | None = None) -> None:
         self._config = config
-        self._allocate = allocate
+        self._memory = memory or SharedMemory()
         self._pools: dict[bytes, Pool] = {}
-        self._spare: list[SharedMemoryArena] = []
+        self._spare: list[Arena] = []
         self._spare_hosts: list[SharedMemoryArena] = []
         self._is_ready = False
         self._making = asyncio.Lock()  # one pool is made at a time
@@ -165,11 +184,12 @@ class PoolRegistry:
         if self._config.num_blocks is None:
             num_pools, num_bytes, num_host_bytes = self._config.num_pools, self._config.pool_memory, self._host_memory
             try:
-                memory_limit.require(num_pools * (num_bytes + num_host_bytes))  # of all, before any is taken
+                # Of all, before any is taken.
+                self._memory.require(num_pools * num_bytes, num_pools * num_host_bytes)
                 for _ in range(num_pools):
-                    self._spare.append(await asyncio.to_thread(self._allocate, num_bytes))
+                    self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
                     if num_host_bytes:
-                        self._spare_hosts.append(await asyncio.to_thread(self._allocate, num_host_bytes))
+                        self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
             except OutOfMemory as error:
                 self.close()
                 flags = f"--num-pools {num_pools} of --pool-memory {num_bytes:,} bytes each"
@@ -257,18 +277,18 @@ class PoolRegistry:
             return self._spare_hosts.pop()
         flag = "--num-host-blocks" if self._config.num_host_blocks else "--host-memory"
         try:
-            return await asyncio.to_thread(self._allocate, max(num_bytes, self._host_memory))
+            return await asyncio.to_thread(self._memory.allocate_host, max(num_bytes, self._host_memory))
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 
-    async def _arena(self, num_bytes: int) -> SharedMemoryArena:
+    async def _arena(self, num_bytes: int) -> Arena:
         if self._spare:
             return self._spare.pop()
         if len(self._pools) >= self._config.num_pools:
             self._drop_idle_pool()
         flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
         try:
-            return await asyncio.to_thread(self._allocate, num_bytes)
+            return await asyncio.to_thread(self._memory.allocate, num_bytes)
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 

@@ -14,17 +14,18 @@ from pathlib import Path
 
 import structlog
 
+from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.attach import AttachServer
-from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.memory_of import memory_of
 from cache_service.arena.private_directory import private_directory
-from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.config import CacheConfig
 from cache_service.door import make_door
 from cache_service.keeper import Clock, Keeper
 from cache_service.metrics import cache_metrics
-from cache_service.registry import Allocate, PoolRegistry
+from cache_service.registry import Memory, PoolRegistry
 from cache_service.service import CacheService
 from cache_service.steps import StepHandler
+from kvkeeper.cuda.runtime import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.metrics import MetricsServer
@@ -75,15 +76,13 @@ class RunningServer:
         log.info("stopped")
 
 
-async def start_server(
-    config: CacheConfig, *, clock: Clock | None = None, allocate: Allocate = SharedMemoryArena
-) -> RunningServer:
-    """A service that is SERVING. clock and allocate are for tests. Raises StartError."""
+async def start_server(config: CacheConfig, *, clock: Clock | None = None, memory: Memory | None = None) -> RunningServer:
+    """A service that is SERVING. clock and memory are for tests. Raises StartError."""
     endpoint: Endpoint | None = None
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
-    registry = PoolRegistry(config, allocate)
     try:
+        registry = PoolRegistry(config, memory or memory_of(config.device))
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         keeper = Keeper(registry, clock or asyncio.get_running_loop(), time.time_ns() // 1000, config.max_sessions)
@@ -107,6 +106,8 @@ async def start_server(
             raise StartError(f"--listen {config.listen}: {error}") from None
         if isinstance(error, OutOfMemory):
             raise StartError(str(error)) from None
+        if isinstance(error, CudaError):
+            raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach, metrics)

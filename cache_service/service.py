@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import heapq
 from collections.abc import AsyncIterator, Callable, Iterator
-from importlib import metadata
 from typing import Protocol
 
 from cache_service import convert, kv_io, kv_spec, paging
@@ -24,6 +23,7 @@ from cache_service.session import SessionMode
 from cache_service.types import Copies, Executor, SequenceId, SequenceView, SessionId
 from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service import VERSION
 from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
@@ -47,7 +47,7 @@ class CacheService(Questions, PrefixService):
 
     async def get_capabilities(self, _: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
         return pb.GetCapabilitiesResponse(
-            version=_version(),
+            version=VERSION,
             epoch=self._keeper.epoch,
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
@@ -351,10 +351,3 @@ def _num_sequences(live: LiveSession) -> int:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("kvkeeper")
-    except metadata.PackageNotFoundError:  # a checkout that was never installed
-        return "0"

@@ -30,17 +30,16 @@ class Answering(Preempting):
         copied = np.isin(answer.update_block_ids, answer.copy_destinations)
         self._update_tables(answer, ~copied)
         swapped_out, not_swapped = self._take_swap_outs(plan, answer)  # whose rows forks and starts may have
-        self._take_releases_and_forks(plan, answer)
+        child_rows = self._take_releases_and_forks(plan, answer)
         self._update_tables(answer, copied)
         self._count_copies(answer, copied)
-        running.append_blocks(plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids)
-        running.num_reserved[plan.reserve_rows] = answer.reserve_reserved
+        reserve_rows, there = self._take_reservations(plan, answer, child_rows)
         swapped_in, refused = self._take_swap_ins(plan, answer)
         self._take_ready(answer)
         start_rows = self._take_starts(plan, answer, refused)
-        granted = answer.reserve_reserved >= plan.reserve_min
-        rows = np.concatenate((plan.reserve_rows[granted], start_rows))
-        targets = np.concatenate((plan.reserve_max[granted], running.num_reserved[start_rows]))
+        granted = answer.reserve_reserved[there] >= plan.reserve_min[there]
+        rows = np.concatenate((reserve_rows[granted], start_rows))
+        targets = np.concatenate((plan.reserve_max[there][granted], running.num_reserved[start_rows]))
         preempted = not_swapped
         if granted.all() and not answer.num_give_back:
             self.room.note_growth()
@@ -79,8 +78,11 @@ class Answering(Preempting):
             assert sequence is not None
             sequence.request.num_copied_blocks += 1
 
-    def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> None:
-        """Released rows make room for forked children, but a child's table comes from its parent's row."""
+    def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> IndexArray:
+        """Rows of plan.forked, -1 for one that has none.
+
+        Released rows make room for forked children, but a child's table comes from its parent's row.
+        """
         tables = [self._shared_table(child) for child in plan.forked]
         self.waiting.num_known -= len(plan.release_ids)
         del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
@@ -90,24 +92,46 @@ class Answering(Preempting):
                 self.waiting.put(sequence)
             else:
                 self.room.note_end()
+        rows = np.full(len(plan.forked), -1, np.intp)
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
-        for child, child_id, table, result in answers:
+        for place, (child, child_id, table, result) in enumerate(answers):
             if result == _FORKED:
                 self.waiting.num_known += 1
-                if child.state is SequenceState.ENDED:  # since the plan was made
+            if child.state is SequenceState.ENDED:  # since the plan was made
+                if result == _FORKED:
                     self.waiting.releases.append(child_id)
-                    continue
+            elif result == _FORKED:
+                self._take_from_parent(child)
                 child.sequence_id, child.state = child_id, SequenceState.RUNNING
-                shared = len(child.request.prompt)
-                self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+                shared = len(child.token_ids) - 1
+                rows[place] = self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+            else:
+                self._start_alone(child)
         for sequence in plan.released:
             self._leave_children(sequence)
-        self._parents = {parent: None for parent in self._parents if parent.request.unforked}
+        return rows
 
     def _shared_table(self, child: Sequence) -> Int32Array:
         """The part of the parent's block table that a child forked now shares."""
-        row = child.request.sequences[0].row
-        return self.running.tables[row, : -(-len(child.request.prompt) // self.limits.block_size)].copy()
+        assert child.parent is not None
+        num_blocks = -(-(len(child.token_ids) - 1) // self.limits.block_size)
+        return self.running.tables[child.parent.row, :num_blocks].copy()
+
+    def _take_reservations(
+        self, plan: Plan, answer: StepAnswer, child_rows: IndexArray
+    ) -> tuple[IndexArray, npt.NDArray[np.bool_]]:
+        """The reservations' rows, and which of them there are: a child without a row has none."""
+        running = self.running
+        rows, item_idx, block_ids = plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids
+        if len(child_rows):
+            rows = np.concatenate((rows, child_rows))
+        there = rows >= 0
+        if not there.all():
+            kept = there[item_idx]
+            rows, item_idx, block_ids = rows[there], (np.cumsum(there) - 1)[item_idx[kept]], block_ids[kept]
+        running.append_blocks(rows, item_idx, block_ids)
+        running.num_reserved[rows] = answer.reserve_reserved[there]
+        return rows, there
 
     def _take_starts(self, plan: Plan, answer: StepAnswer, refused: list[Sequence]) -> IndexArray:
         """Rows of the sequences that started. refused: swap-ins that there was no room for."""

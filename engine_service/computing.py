@@ -5,15 +5,17 @@ Values in, values out; it never sees a request's stream or the session, and a fa
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
 from engine_service.logprobs import TokenLogprobs, token_logprobs
 from engine_service.model_runner import Runner
 from engine_service.plan import PromptScore, Work
-from engine_service.sampler import SampledTokens, SamplingRow, sample
+from engine_service.sampler import SampledTokens, SamplingRow, draw, taken
 
 log = structlog.get_logger()
 
@@ -44,27 +46,34 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
     try:
         runner.copy_blocks(work.copies)
         if work.batch is None:
+            runner.synchronize()  # transfer orders and copies are reported as done with the step
             return Computed()
         logits = runner.forward(work.batch)
         scores = [_score(logits, score) for score in work.scores]
-        broken = _not_finite(logits, work)
+        is_finite = _is_finite(logits, work)
         if not rows:
-            return Computed(prompt_logprobs=scores, broken=broken)
+            return Computed(prompt_logprobs=scores, broken=_broken(is_finite.cpu().numpy()))
         # One prompt's row of logits serves all its continuations.
         is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
-        logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx)]
-        sampled = sample(logits, rows)
-        return Computed(sampled, _logprobs(logits, rows, sampled), scores, broken)
+        logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx).to(logits.device)]
+        # The host waits for the device here and, where nobody asks for log probabilities, nowhere else.
+        sampled, (finite,) = taken(draw(logits, rows), is_finite)
+        return Computed(sampled, _logprobs(logits, rows, sampled), scores, _broken(finite))
     except Exception:
         log.exception("batch_failed")
+        runner.synchronize()
         return None
 
 
-def _not_finite(logits: torch.Tensor, work: Work) -> list[int]:
+def _is_finite(logits: torch.Tensor, work: Work) -> torch.Tensor:
+    """Of each of work.unfinished, on the logits' device."""
     if not len(work.check_idx):
-        return []
-    finite = torch.isfinite(logits[torch.from_numpy(work.check_idx)].amax(dim=1))
-    return [index for index, is_finite in enumerate(finite.tolist()) if not is_finite]
+        return logits.new_ones(0, dtype=torch.bool)
+    return torch.isfinite(logits[torch.from_numpy(work.check_idx).to(logits.device)].amax(dim=1))
+
+
+def _broken(is_finite: npt.NDArray[Any]) -> list[int]:
+    return [int(index) for index in np.flatnonzero(is_finite == 0)]
 
 
 def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:

@@ -5,6 +5,7 @@ ConfigError of one line that names the flag. Does not look at the machine: wheth
 be had is found out at start.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class EngineConfig:
     preemption: str = "auto"
     speculation: str = "off"
     draft_model: str = ""
+    device: str = "cpu"
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
@@ -81,6 +83,10 @@ class EngineConfig:
         check_range("lease_ms", self.lease_ms, 500, 60_000)
         check_range("reconnect_timeout", self.reconnect_timeout, 0, 3600)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
+        if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
+            raise ConfigError(f"--device: cpu, cuda or cuda:N, not {self.device!r}")
+        if self.model == HASH_TOY and self.device != "cpu":
+            raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
         check_choice("dtype", self.dtype, _DTYPES)
         check_choice("log_level", self.log_level, LOG_LEVELS)
 
@@ -100,6 +106,7 @@ _PARSERS: dict[str, Any] = {
     "preemption": str,
     "speculation": str,
     "draft_model": str,
+    "device": str,
     "dtype": str,
     "threads": int,
     "lease_ms": int,
@@ -126,6 +133,7 @@ _HELP = {
     "preemption": "how a sequence gives its blocks back: " + ", ".join(_PREEMPTIONS) + "; auto takes what costs less time",
     "speculation": "guess next tokens and check them together: " + ", ".join(_SPECULATIONS) + "; rests where it does not pay",
     "draft_model": "folder of the model that guesses, with the same tokenizer as the model (default: none)",
+    "device": "where the model computes: cpu, cuda or cuda:N; the cache service's pools have to be there too",
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",

@@ -20,6 +20,7 @@ from engine_service.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+_MAX_REASON_CHARS = 200
 
 
 class Constraint:
@@ -92,8 +93,7 @@ class ConstraintCompiler:
             raise InvalidField("the model has no tokenizer: its output cannot be constrained", field=field)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()[0][:200]
-            raise InvalidField(f"{field}: {reason}", field=field)
+            raise InvalidField(f"{field}: {_reason(matcher.get_error())}", field=field)
         return Constraint(matcher, self.vocab_size)
 
     @cached_property
@@ -102,6 +102,13 @@ class ConstraintCompiler:
         assert self.tokenizer is not None
         eos_ids = sorted(self.tokenizer.eos_ids)
         return llguidance.LLTokenizer(self.tokenizer.to_json(), n_vocab=self.vocab_size, eos_token=eos_ids or None)
+
+
+def _reason(error: str) -> str:
+    """What is wrong, in one line: of a pattern's error, whose first lines only show where."""
+    lines = error.strip().splitlines()
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return reason[:_MAX_REASON_CHARS]
 
 
 def _check_size(text: str, field: str) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 import secrets
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ MAX_WAIT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
+_MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
@@ -36,6 +38,7 @@ class RequestOptions:
 
     request_id: str
     n: int
+    best_of: int | None
     priority: int
     timeout_s: float
     tenant: str
@@ -48,6 +51,8 @@ class RequestOptions:
     ignore_eos: bool
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    session_id: str
+    metadata: Mapping[str, str]
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
@@ -55,11 +60,16 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     _check_implemented(request)
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else None
     timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     _check_name("request_id", request.request_id)
     _check_name("tenant", request.tenant)
+    _check_name("session_id", request.session_id)
+    _check_metadata(request.metadata)
     _check_range("n", n, 1, 64)
+    if best_of is not None:
+        _check_range("best_of", best_of, n, 64)
     _check_range("priority", request.priority, -1000, 1000)
     _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -73,6 +83,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     return RequestOptions(
         request_id=request.request_id or str(uuid.uuid4()),
         n=n,
+        best_of=best_of,
         priority=request.priority,
         timeout_s=timeout_ms / 1000,
         tenant=request.tenant,
@@ -85,6 +96,8 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         ignore_eos=sampling.ignore_eos,
         num_logprobs=_num_logprobs(sampling, "num_logprobs"),
         num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
+        session_id=request.session_id,
+        metadata=dict(request.metadata),
     )
 
 
@@ -156,7 +169,8 @@ def check_text(text: str, field: str) -> str:
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
-    """Rows wanted, and the rank of arrival that they come after."""
+    """Rows wanted, and the rank of arrival that they come after. Raises InvalidField."""
+    _check_name("session_id", request.session_id)
     _check_range("page_size", request.page_size, 0, 1000)
     if not re.fullmatch(r"\d{0,18}", request.page_token):
         raise InvalidField("page_token: not one of ours", field="page_token")
@@ -166,6 +180,18 @@ def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
 def _check_name(field: str, name: str) -> None:
     if len(name) > _MAX_NAME_CHARS:
         raise InvalidField(f"{field}: at most {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    field = "metadata"
+    if len(metadata) > _MAX_METADATA:
+        raise InvalidField(f"metadata: at most {_MAX_METADATA} entries", field=field, limit=_MAX_METADATA)
+    for key, value in metadata.items():
+        if not 1 <= len(key) <= _MAX_NAME_CHARS:
+            raise InvalidField(f"metadata: keys of 1 to {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+        if len(value) > _MAX_VALUE_CHARS:
+            text = f"metadata: values of at most {_MAX_VALUE_CHARS} characters"
+            raise InvalidField(text, field=field, limit=_MAX_VALUE_CHARS)
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:

@@ -40,7 +40,8 @@ class DraftModel:
         layout = model.layout(_BLOCK_SIZE)
         max_blocks = -(-max_len // _BLOCK_SIZE)
         num_bytes = (1 + _NUM_PLACES * max_blocks) * layout.block_bytes
-        self._runner: Runner = model.make_runner(layout.view(torch.zeros(num_bytes, dtype=torch.uint8)), layout)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
+        self._runner: Runner = model.make_runner(layout.view(memory), layout)
         self._max_len = max_len
         blocks = np.arange(1, 1 + _NUM_PLACES * max_blocks, dtype=np.int32).reshape(_NUM_PLACES, max_blocks)
         self._places = [_Place(table) for table in blocks]

@@ -306,6 +306,7 @@ class Engine:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self.stats.count_end(generation)
+        log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
 

@@ -6,15 +6,17 @@ told of its end exactly once. Knows no wire: pieces and a refusal are handed to 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
+from engine_service.best_of import BestOf
 from engine_service.logprobs import TokenLogprobs
+from engine_service.pieces import Piece, Usage
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import FinishReason, Int32Array, Request, RequestState
 from engine_service.sampler import SamplingParams, SamplingRow
@@ -47,48 +49,6 @@ class TextOutput(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of a request that ended; names are the protocol's."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    copied_blocks: int
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of one continuation. finish_reason is set on its last, usage on the request's last."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with its first piece
-
-
-def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same pieces in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
-    merged: list[Piece] = []
-    for piece in pieces:
-        last = merged[-1] if merged else None
-        if last is not None and last.index == piece.index:
-            merged[-1] = replace(
-                piece,
-                text=last.text + piece.text,
-                token_ids=last.token_ids + piece.token_ids,
-                logprobs=last.logprobs + piece.logprobs,
-                prompt_logprobs=last.prompt_logprobs + piece.prompt_logprobs,
-            )
-        else:
-            merged.append(piece)
-    return merged
-
-
-@dataclass(frozen=True, slots=True)
 class StopRules:
     """Token ids that end a continuation and are not part of it. Stop strings are TextOutput's."""
 
@@ -109,6 +69,9 @@ class Generation:
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
+    best_of: BestOf | None = None  # chooses who of the continuations is told; None: all are, as they come
+    session_id: str = ""  # conversation that it belongs to, as its client calls it
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
@@ -122,6 +85,11 @@ class Generation:
     @property
     def is_open(self) -> bool:
         return self.refusal is None and len(self._ended) < self.request.n
+
+    @property
+    def num_told(self) -> int:
+        """Continuations that its client gets."""
+        return self.request.n if self.best_of is None else self.best_of.num_told
 
     @property
     def has_failed(self) -> bool:
@@ -141,7 +109,8 @@ class Generation:
         """How the next token of a continuation that holds token_ids is drawn."""
         constraint = self.constraints[index] if self.constraints else None
         num_prompt = len(self.request.prompt)
-        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, self.num_logprobs, constraint)
+        num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
+        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint)
 
     def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
         """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
@@ -159,6 +128,9 @@ class Generation:
     def _take(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         output = self.outputs[index]
         self._num_taken[index] += 1
+        if self.best_of is not None:
+            self.best_of.count(index, logprobs[0].logprob)
+            logprobs = logprobs if self.num_logprobs is not None else ()
         if token_id in self.stop.eos_token_ids:
             return self._finish(Piece(index, output.flush(), (), FinishReason.END_OF_SEQUENCE))
         if token_id in self.stop.stop_token_ids:
@@ -173,7 +145,11 @@ class Generation:
                 return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
         if self._num_taken[index] == self.request.max_new_tokens:
             return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
-        self._put(Piece(index, text, (token_id,), logprobs=logprobs))
+        piece = Piece(index, text, (token_id,), logprobs=logprobs)
+        if self.best_of is not None:
+            self.best_of.hold(piece)
+        else:
+            self._put(piece)
         return False
 
     def _put(self, piece: Piece) -> None:
@@ -207,11 +183,26 @@ class Generation:
     def _finish(self, piece: Piece) -> bool:
         assert piece.finish_reason is not None
         self._ended[piece.index] = piece.finish_reason
-        usage = None if self.is_open else self._usage()
-        self._put(replace(piece, usage=usage))
-        if usage is not None:
+        last = [piece]
+        if self.best_of is not None:
+            self.best_of.hold(piece)
+            last = [] if self.is_open else self.best_of.told()
+        if not self.is_open:
+            last[-1] = replace(last[-1], usage=self._usage())
+        for each in last:
+            self._put(each)
+        if not self.is_open:
             self.on_close(self)
         return True
+
+    def summary(self) -> dict[str, object]:
+        """What its end is told with in the log."""
+        told: dict[str, object] = {"request_id": self.request.request_id, "state": self.state.name.lower()}
+        if self.session_id:
+            told["session_id"] = self.session_id
+        if self.refusal is not None:
+            told["reason"] = self.refusal.reason
+        return {**told, **asdict(self._usage()), "seconds": round(time.monotonic() - self.started_at, 6)}
 
     def _usage(self) -> Usage:
         request = self.request

@@ -8,8 +8,8 @@ import contextlib
 import gc
 import time
 
+import grpc
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
@@ -30,23 +30,27 @@ _SWAP_OUT = 1  # TransferKind of the protocol
 _COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
 
 
-_NOTHING = np.empty((0, 1), np.uint8)
+_NOTHING = torch.empty((0, 1), dtype=torch.uint8)
 
 
-def _rows(array: npt.NDArray[np.uint8], block_bytes: int) -> npt.NDArray[np.uint8]:
-    """[num_blocks, block_bytes]"""
-    return array.reshape(-1, block_bytes)
+def arena_tensor(arena: Arena) -> torch.Tensor:
+    """The arena as torch sees it, uint8 [arena_bytes], without a copy."""
+    if arena.is_on_device:
+        lent = arena.device_bytes()
+        return torch.as_tensor(lent, device=torch.device("cuda", lent.device))
+    return torch.from_numpy(arena.array)
 
 
 class KvMemory:
     """See the module. Make it with open_memory."""
 
-    def __init__(self, session: AsyncCacheSession, arena: Arena, runner: Runner) -> None:
+    def __init__(self, session: AsyncCacheSession, arena: Arena, memory: torch.Tensor, runner: Runner) -> None:
+        """memory: arena_tensor of the arena."""
         self.session = session
         self._runner: Runner | None = runner
         self._arena = arena
-        self._blocks = _rows(arena.array, session.pool.block_bytes)
-        self._hosts = _rows(arena.host_array, session.pool.block_bytes)
+        self._blocks = memory.view(-1, session.pool.block_bytes)  # uint8 [num_blocks, block_bytes]
+        self._hosts = torch.from_numpy(arena.host_array).view(-1, session.pool.block_bytes)
         self._done: list[int] = []  # transfer orders that have ended and were not reported yet
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
@@ -93,9 +97,9 @@ class KvMemory:
         for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
             try:
                 if kind == _SWAP_OUT:
-                    self._hosts[destination] = self._blocks[source]
+                    self._hosts[destination].copy_(self._blocks[source], non_blocking=True)
                 else:
-                    self._blocks[destination] = self._hosts[source]
+                    self._blocks[destination].copy_(self._hosts[source], non_blocking=True)
                 self._done_now.append(order_id)
             except IndexError:
                 log.error("transfer_failed", order_id=order_id)
@@ -147,14 +151,26 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
         model.kv_spec(config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name="kvkeeper-engine"
     )
     try:
+        _require_device(session.pool, model.device)
         arena = await session.attach()
         assert session.pool.block_bytes == layout.block_bytes, "both services compute a block's size alike"
-        kv_view = layout.view(torch.from_numpy(arena.array))
-        return KvMemory(session, arena, model.make_runner(kv_view, layout))
+        arena.pin_hosts()
+        memory = arena_tensor(arena)
+        return KvMemory(session, arena, memory, model.make_runner(layout.view(memory), layout))
     except BaseException:
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
+
+
+def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:
+    """Raises KvkeeperError where the pool's memory is not what the model computes on."""
+    is_cuda = pool.arena_kind == pb.ARENA_KIND_CUDA_IPC
+    if is_cuda != (device.type == "cuda"):
+        where, flag = ("CUDA memory", "cuda") if is_cuda else ("the host's memory", "cpu")
+        raise KvkeeperError(
+            grpc.StatusCode.FAILED_PRECONDITION, message=f"its pools are in {where}: start this engine with --device {flag}"
+        )
 
 
 def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:

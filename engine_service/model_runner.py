@@ -5,6 +5,7 @@ its own and knows no sequence: whose blocks they are is in the block tables.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -29,6 +30,8 @@ class Runner(Protocol):
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Shape(Protocol):
@@ -57,6 +60,7 @@ class Model(Protocol):
     """A Decoder, or a TransformersModel; the former explains forward."""
 
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def config(self) -> Shape: ...
@@ -126,4 +130,14 @@ class ModelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""
-        copy_blocks(self._kv_view, pairs)
+        with self._current_device():
+            copy_blocks(self._kv_view, pairs)
+
+    def synchronize(self) -> None:
+        """Until the device has done all that it was asked to."""
+        if self._kv_view.is_cuda:
+            torch.cuda.synchronize(self._kv_view.device)
+
+    def _current_device(self) -> AbstractContextManager[None]:
+        """Kernels are launched on the thread's current device."""
+        return torch.cuda.device(self._kv_view.device) if self._kv_view.device.type == "cuda" else nullcontext()

@@ -57,7 +57,7 @@ class Plan:
     reserve_max: Int32Array
     guesses: Mapping[int, Int32Array]  # by row: tokens that may follow, for which reserve_max has room
     commit_rows: IndexArray
-    forked: tuple[Sequence, ...]
+    forked: tuple[Sequence, ...]  # each computes its last token: the last reservations are theirs
     released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
     swapped_out: tuple[Sequence, ...]
     swapped_in: tuple[Sequence, ...]

@@ -27,7 +27,7 @@ class Planning:
         self.running = make_rows(limits)
         self.waiting = WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
-        self._parents: dict[Sequence, None] = {}  # running ones with continuations to fork, in order
+        self._unforked: dict[Sequence, None] = {}  # those with a token of their own, behind what their parents have committed
         self._num_arrivals = 0
         self.num_preemptions = self.num_swapped_out = 0
         self.costs = Costs()
@@ -45,14 +45,16 @@ class Planning:
         live = running.live
         num_free_rows = running.num_rows - len(live) - len(self.loading)
         live = live[running.num_left[live] > running.num_drawing[live]]
-        num_new, budget = self._share_budget(live)
         forks = self._plan_forks(num_free_rows)
+        fork_lens = _column(len(child.token_ids) - 1 for child in forks)
+        fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
+        num_new, budget = self._share_budget(live, len(forks))
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
         if guesses:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
-        num_growing = self._num_new_blocks(reserve_rows, computed + num_new)
+        num_growing = self._num_new_blocks(reserve_rows, computed + num_new) + len(forks)
         starts, swapped_in = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
@@ -64,9 +66,9 @@ class Planning:
             commit_lens=running.num_computed[commit_rows],
             commit_num_new=num_tokens - first_new,
             commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
-            fork_parents=_ids(child.request.sequences[0] for child in forks),
-            fork_children=np.array([self.waiting.draw_id() for _ in forks], np.int64),
-            fork_lens=_column(len(child.request.prompt) for child in forks),
+            fork_parents=_ids(child.parent for child in forks if child.parent is not None),
+            fork_children=fork_children,
+            fork_lens=fork_lens,
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
             swap_out_ids=running.sequence_ids[swap_rows],
             swap_in_ids=_ids(swapped_in),
@@ -76,9 +78,9 @@ class Planning:
             start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
             # Whoever is computing the same prefix now shares it when it has, which costs less than computing it twice.
             start_may_wait=_column(sequence.request.look_up for sequence in starts),
-            reserve_ids=running.sequence_ids[reserve_rows],
-            reserve_min=computed + 1,
-            reserve_max=computed + num_new,
+            reserve_ids=np.concatenate((running.sequence_ids[reserve_rows], fork_children)),
+            reserve_min=np.concatenate((computed + 1, fork_lens + 1)),
+            reserve_max=np.concatenate((computed + num_new, fork_lens + 1)),
             guesses=guesses,
             commit_rows=commit_rows,
             forked=tuple(forks),
@@ -89,18 +91,19 @@ class Planning:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray) -> tuple[Int32Array, int]:
-        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget."""
+    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int]:
+        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget beside the forks."""
         limits, running = self.limits, self.running
         known = running.num_tokens[live] + running.num_drawing[live]
         remaining = known - running.num_computed[live] - running.num_computing[live]
         num_new = np.minimum(remaining, limits.chunk_size)
-        left = limits.token_budget - int(num_new.sum())
+        token_budget = limits.token_budget - num_forks
+        left = token_budget - int(num_new.sum())
         if left >= 0:
             return num_new, left
         decodes = remaining == 1
         prompts = np.where(decodes, 0, num_new)
-        left = limits.token_budget - int(decodes.sum())
+        left = token_budget - int(decodes.sum())
         before = np.cumsum(prompts) - prompts
         return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
 
@@ -122,12 +125,9 @@ class Planning:
         return fitting, num_guessed
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
-        """Continuations whose first token is known, as far as there are rows and slots for them."""
+        """Those with a token of their own, as far as there are rows and slots for them."""
         room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
-        if room <= 0 or not self._parents:
-            return []
-        children = [child for parent in self._parents for child in parent.request.unforked if child.num_output]
-        return children[:room]
+        return list(self._unforked)[: max(room, 0)] if self._unforked else []
 
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> tuple[dict[Sequence, int], list[Sequence]]:
         """Who of the waiting may start, with most new tokens, and who may be swapped in."""

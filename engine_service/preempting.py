@@ -56,11 +56,18 @@ class Preempting(Planning):
         self.waiting.put(sequence)
 
     def _leave_children(self, parent: Sequence) -> None:
-        """A parent gave its blocks back: continuations that were not forked yet start by themselves."""
-        self._parents.pop(parent, None)
-        for child in parent.request.unforked:
-            if child.num_output:
-                self.waiting.put(child)
+        """A parent gave its blocks back: whoever was not forked yet starts by itself."""
+        for child in [child for child in self._unforked if child.parent is parent]:
+            self._start_alone(child)
+
+    def _start_alone(self, child: Sequence) -> None:
+        """From its own tokens, not as a fork."""
+        self._take_from_parent(child)
+        self.waiting.put(child)
+
+    def _take_from_parent(self, child: Sequence) -> None:
+        del self._unforked[child]
+        child.parent = None
 
     # -- what an answer changes
 

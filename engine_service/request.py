@@ -42,7 +42,7 @@ class RequestState(IntEnum):
 class SequenceState(Enum):
     """Where a sequence is in its life."""
 
-    UNFORKED = "unforked"  # waits for its parent's prompt, known to nobody else
+    UNFORKED = "unforked"  # shares its parent's tokens, once there is one of its own; known to nobody else
     NEW = "new"  # in the waiting queue, the cache service does not know it
     CREATING = "creating"  # in the waiting queue, CreateSequence is under way
     WAITING = "waiting"  # in the waiting queue, may start
@@ -67,6 +67,7 @@ class Sequence:
     num_output: int = 0
     num_computed: int = 0  # when it was preempted, until it computes again
     num_known: int = 0  # while it is swapped: tokens of which the cache service knows the ids
+    parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,9 +95,11 @@ class Request:
     sequences: SequenceOf[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
-        first = SequenceState.NEW
+        first = Sequence(self, 0, self.prompt, SequenceState.NEW)
+        others = range(1, self.n)
         self.sequences = [
-            Sequence(self, index, self.prompt, SequenceState.UNFORKED if index else first) for index in range(self.n)
+            first,
+            *(Sequence(self, index, self.prompt, SequenceState.UNFORKED, parent=first) for index in others),
         ]
 
     @property

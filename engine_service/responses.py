@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Iterable
 
-from engine_service.generation import Generation, Piece
+from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.logprobs import TokenLogprobs
+from engine_service.pieces import Piece
 from engine_service.plan import Task
 from engine_service.submissions import Submission
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -23,6 +24,7 @@ def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
         usage=pb.Usage(**dataclasses.asdict(piece.usage)) if piece.usage is not None else None,
         logprobs=_logprobs_of(piece.logprobs),
         prompt_logprobs=_logprobs_of(piece.prompt_logprobs),
+        cumulative_logprob=piece.cumulative_logprob,
     )
 
 
@@ -33,9 +35,11 @@ def request_info(generation: Generation, now: float) -> pb.RequestInfo:
         state=f"REQUEST_STATE_{generation.state.name}",
         prompt_tokens=len(generation.request.prompt),
         new_tokens=generation.request.num_new_tokens,
-        n=generation.request.n,
+        n=generation.num_told,
         priority=generation.request.priority,
         age_ms=int((now - generation.started_at) * 1000),
+        session_id=generation.session_id,
+        metadata=generation.metadata,
     )
 
 
@@ -51,6 +55,7 @@ def results_of(generation: Generation, submission: Submission, now: float) -> pb
             finish_reason=reason,
             logprobs=_logprobs_of(output.logprobs),
             prompt_logprobs=_logprobs_of(output.prompt_logprobs),
+            cumulative_logprob=output.cumulative_logprob,
         )
     if submission.usage is not None:
         response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(submission.usage)))

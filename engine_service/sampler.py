@@ -7,15 +7,18 @@ whose logits are not finite is reported, and the others are sampled: one request
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from engine_service.errors import SamplingParamsError
 from kernels.philox import uniforms
 from kernels.sampling import SamplingTensors, sample_rows
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,37 @@ class SampledTokens:
     stuck_rows: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Tokens of S rows, still on the device of the logits: the host has not waited for them.
+
+    Attributes:
+        token_ids: int64 [S], meaningless where a row is not sound.
+        is_finite, can_go_on: bool [S]; sound is both. What can not go on may draw nothing.
+    """
+
+    token_ids: torch.Tensor
+    is_finite: torch.Tensor
+    can_go_on: torch.Tensor
+
+
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    """Draw one token per row, and wait for it; see draw."""
+    return taken(draw(logits, rows))[0]
+
+
+def taken(drawn: Drawn, *others: torch.Tensor) -> tuple[SampledTokens, list[npt.NDArray[np.int64]]]:
+    """The tokens on the host, and what else is wanted there, with one copy that waits for the device."""
+    columns = (drawn.token_ids, drawn.is_finite, drawn.can_go_on, *others)
+    flat = torch.cat([column.long() for column in columns]).cpu().numpy()
+    token_ids, is_finite, can_go_on, *rest = np.split(flat, np.cumsum([len(column) for column in columns])[:-1])
+    bad, stuck = np.flatnonzero(is_finite == 0), np.flatnonzero((is_finite == 1) & (can_go_on == 0))
+    return SampledTokens(token_ids, tuple(bad.tolist()), tuple(stuck.tolist())), rest
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
     """Draw one token per row.
 
     Args:
@@ -107,28 +139,39 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         rows: S of them, in the order of the logits.
     """
     assert logits.shape[0] == len(rows), "one row per row of logits"
-    finite = torch.isfinite(logits.amax(dim=1)).numpy()  # NaN and +inf win a maximum; -inf only if all are
+    is_finite = torch.isfinite(logits.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
     logits = _apply_penalties(logits, rows)
-    logits, stuck = _apply_constraints(logits, rows)
-    bad_rows, finite = tuple(np.flatnonzero(~finite).tolist()), finite & ~stuck
+    constrained = _apply_constraints(logits, rows)
+    can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf
+    logits = _with_sound_rows(constrained, is_finite & can_go_on)
     greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
-    token_ids = np.zeros(len(rows), dtype=np.int64)
-    if (picked := np.flatnonzero(greedy & finite)).size:
-        token_ids[picked] = _rows_of(logits, picked).argmax(dim=1).numpy()
-    if (picked := np.flatnonzero(~greedy & finite)).size:
-        chosen = [rows[index] for index in picked.tolist()]
-        drawn = sample_rows(_rows_of(logits, picked), _tensors(chosen), torch.from_numpy(_uniforms(chosen)))
-        token_ids[picked] = drawn.numpy()
-    return SampledTokens(token_ids, bad_rows, tuple(np.flatnonzero(stuck).tolist()))
+    if greedy.all():
+        return Drawn(logits.argmax(dim=1), is_finite, can_go_on)
+    picked = np.flatnonzero(~greedy)
+    chosen = [rows[index] for index in picked.tolist()]
+    where = None if len(picked) == len(rows) else _at(logits, picked)
+    own = logits if where is None else logits[where]
+    drawn = sample_rows(own, _tensors(chosen, logits), _at(logits, _uniforms(chosen)))
+    if where is not None:
+        drawn = logits.argmax(dim=1).index_copy_(0, where, drawn)
+    return Drawn(drawn, is_finite, can_go_on)
 
 
-def _rows_of(logits: torch.Tensor, picked: npt.NDArray[np.intp]) -> torch.Tensor:
-    return logits if len(picked) == logits.shape[0] else logits[torch.from_numpy(picked)]
+def _with_sound_rows(logits: torch.Tensor, is_sound: torch.Tensor) -> torch.Tensor:
+    """Rows from which anything can be drawn, where what is drawn from the others means nothing."""
+    if logits.is_cpu and bool(is_sound.all()):
+        return logits
+    return torch.where(is_sound[:, None], logits, 0.0)
 
 
-def _tensors(rows: Sequence[SamplingRow]) -> SamplingTensors:
+def _at(logits: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
+    """The array on the logits' device."""
+    return torch.from_numpy(array).to(logits.device, non_blocking=True)
+
+
+def _tensors(rows: Sequence[SamplingRow], logits: torch.Tensor) -> SamplingTensors:
     def column(field: str) -> torch.Tensor:
-        return torch.from_numpy(np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
+        return _at(logits, np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
 
     return SamplingTensors(column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p"))
 
@@ -151,42 +194,44 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch
     flat, vocab_size = logits.view(-1), logits.shape[1]
     if repeated:
         cells, owners = _history_cells(rows, repeated, vocab_size, with_prompt=True)
-        penalty = torch.tensor([rows[index].params.repetition_penalty for index in repeated])[owners]
-        seen = flat[cells]
-        flat[cells] = torch.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
+        penalties = np.array([rows[index].params.repetition_penalty for index in repeated], np.float32)
+        penalty, where = _at(logits, penalties[owners]), _at(logits, cells)
+        seen = flat[where]
+        flat[where] = torch.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
     if counted:
         cells, owners = _history_cells(rows, counted, vocab_size, with_prompt=False)
-        cells, counts = cells.unique(return_counts=True)
-        params = {index: rows[index].params for index in counted}
-        owner_rows = (cells // vocab_size).tolist()
-        frequency = torch.tensor([params[index].frequency_penalty for index in owner_rows])
-        presence = torch.tensor([params[index].presence_penalty for index in owner_rows])
-        flat[cells] -= frequency * counts + presence
+        named, counts = np.unique(cells, return_counts=True)
+        params = [rows[index].params for index in (named // vocab_size).tolist()]
+        frequency = np.array([own.frequency_penalty for own in params], np.float32)
+        presence = np.array([own.presence_penalty for own in params], np.float32)
+        flat[_at(logits, named)] -= _at(logits, (frequency * counts + presence).astype(np.float32))
     return logits
 
 
-def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
-    """Logits with -inf for what must not be drawn: a copy if any row is constrained; and which rows may draw nothing."""
-    stuck = np.zeros(len(rows), np.bool_)
+def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits with -inf for what must not be drawn: a copy if any row is constrained."""
     constrained = [index for index, row in enumerate(rows) if row.constraint is not None]
     if not constrained:
-        return logits, stuck
+        return logits
     logits = logits.clone()
     for index in constrained:
         constraint = rows[index].constraint
         assert constraint is not None
-        allowed = torch.from_numpy(constraint.allowed())
-        logits[index].masked_fill_(~allowed, -torch.inf)
-        stuck[index] = not bool((logits[index] > -torch.inf).any())
-    return logits, stuck
+        try:
+            allowed = constraint.allowed()
+        except Exception:  # its request's fault alone: it may draw nothing
+            log.exception("constraint_failed")
+            allowed = np.zeros(logits.shape[1], np.bool_)
+        logits[index].masked_fill_(_at(logits, ~allowed), -torch.inf)
+    return logits
 
 
 def _history_cells(
     rows: Sequence[SamplingRow], picked: Sequence[int], vocab_size: int, *, with_prompt: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Cells of the flat logits that the histories of some rows name, and for each the index into `picked`."""
     histories = [rows[i].token_ids[0 if with_prompt else rows[i].num_prompt_tokens :] for i in picked]
     starts = np.asarray(picked, dtype=np.int64) * vocab_size
     cells = np.concatenate([history + start for history, start in zip(histories, starts, strict=True)])
     owners = np.repeat(np.arange(len(picked)), [len(history) for history in histories])
-    return torch.from_numpy(cells), torch.from_numpy(owners)
+    return cells.astype(np.int64), owners

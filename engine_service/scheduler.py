@@ -31,8 +31,7 @@ class Scheduler(Answering):
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence that the cache service should be told of; see WaitingSequences."""
-        num_forks = sum(len(parent.request.unforked) for parent in self._parents)
-        return self.waiting.next_to_create(self.limits.max_known_sequences - num_forks)
+        return self.waiting.next_to_create(self.limits.max_known_sequences - len(self._unforked))
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
@@ -52,6 +51,7 @@ class Scheduler(Answering):
             self.waiting.releases.append(sequence.sequence_id)
         if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING, SequenceState.SWAPPED):
             self.waiting.remove(sequence)
+        self._unforked.pop(sequence, None)
 
     def reset(self, limits: Limits) -> list[Request]:
         """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
@@ -102,7 +102,7 @@ class Scheduler(Answering):
                 running.num_left[sequence.row] -= len(token_ids)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
-            self._parents[child.request.sequences[0]] = None
+            self._unforked[child] = None
         return taken
 
     def _take_guesses(self, work: Work, drawn: Int32Array) -> list[Int32Array]:

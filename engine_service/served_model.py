@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
+from engine_service.errors import UnsupportedModelError
 from engine_service.model.config import ModelConfig, is_native
 from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
@@ -38,6 +39,9 @@ _KV_DTYPES = {
 }
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A loaded model. layout takes the block size, make_runner puts the model on a view of an arena."""
@@ -54,6 +58,7 @@ class ServedModel:
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
     sliding_window: int = 0
     rope_parameters: str = ""
+    device: torch.device = _CPU
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -84,14 +89,24 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     if config.model == HASH_TOY:
         return _hash_toy()
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    device = _device_of(config)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if (model_type := raw.get("model_type")) is not None and not is_native(model_type):
-        model = load_transformers_model(folder, model_type, dtype, progress=progress)
+        model = load_transformers_model(folder, model_type, dtype, device=device, progress=progress)
         return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
-    decoder, model_config = load_model(folder, dtype=dtype, progress=progress)
+    decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
+
+
+def _device_of(config: EngineConfig) -> torch.device:
+    """Raises UnsupportedModelError where torch does not see it."""
+    device = torch.device(config.device)
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise UnsupportedModelError("device", config.device, f"cpu, and {count} CUDA devices that torch sees")
+    return device
 
 
 def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters: int, rope_parameters: str) -> ServedModel:
@@ -110,6 +125,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
         rope_parameters=rope_parameters,
+        device=model.device,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from prometheus_client import Metric
 
+from engine_service.best_of import BestOf
 from engine_service.config import EngineConfig
 from engine_service.constraint import Constraint, ConstraintCompiler
 from engine_service.convert import (
@@ -23,14 +24,16 @@ from engine_service.convert import (
     wait_of,
 )
 from engine_service.engine import Engine
-from engine_service.generation import Generation, Piece, StopRules, coalesce
+from engine_service.generation import Generation, StopRules
 from engine_service.metrics import engine_metrics
+from engine_service.pieces import Piece, coalesce
 from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
 from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service import VERSION
 
 
 class EngineService:
@@ -86,7 +89,12 @@ class EngineService:
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         page_size, after = page_of(request)
         now = time.monotonic()
-        later = [other for other in self._engine.generations.values() if other.request.arrival > after]
+        wanted = request.session_id
+        later = [
+            other
+            for other in self._engine.generations.values()
+            if other.request.arrival > after and wanted in ("", other.session_id)
+        ]
         rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
@@ -113,6 +121,7 @@ class EngineService:
             num_blocks=memory.session.pool.num_blocks if memory else 0,
             token_budget=self._config.token_budget,
             eos_token_ids=sorted(model.eos_token_ids),
+            version=VERSION,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -137,7 +146,8 @@ class EngineService:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
         prompt = await self._prompt(message)
-        constraints = await self._constraints(message.sampling, options.n)
+        num_computed = options.n if options.best_of is None else options.best_of
+        constraints = await self._constraints(message.sampling, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
@@ -146,7 +156,7 @@ class EngineService:
             request_id=options.request_id,
             prompt=prompt,
             max_new_tokens=max_tokens,
-            n=options.n,
+            n=num_computed,
             priority=options.priority,
             tenant=options.tenant,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
@@ -155,7 +165,7 @@ class EngineService:
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
-        outputs = [self._model.text.output(context, options.stop) for _ in range(options.n)]
+        outputs = [self._model.text.output(context, options.stop) for _ in range(num_computed)]
         generation = Generation(
             request,
             options.params,
@@ -165,6 +175,9 @@ class EngineService:
             send,
             num_logprobs=options.num_logprobs,
             constraints=constraints,
+            best_of=None if options.best_of is None else BestOf(options.n),
+            session_id=options.session_id,
+            metadata=options.metadata,
         )
         self._engine.submit(generation)
         return generation, options.timeout_s

@@ -10,7 +10,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from engine_service.generation import Generation, Piece, TokenLogprobs, Usage
+from engine_service.generation import Generation
+from engine_service.logprobs import TokenLogprobs
+from engine_service.pieces import Piece, Usage
 from engine_service.refusals import DuplicateRequest, Refusal, TimedOut, UnknownRequest
 from engine_service.request import FinishReason
 
@@ -26,6 +28,7 @@ class Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +55,7 @@ class Submission:
         output.token_ids.extend(news.token_ids)
         output.logprobs.extend(news.logprobs)
         output.prompt_logprobs.extend(news.prompt_logprobs)
-        output.finish_reason = news.finish_reason
+        output.finish_reason, output.cumulative_logprob = news.finish_reason, news.cumulative_logprob
         if news.usage is not None:
             self.usage = news.usage
             self._end()

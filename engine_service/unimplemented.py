@@ -6,8 +6,5 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}
 # Field of GenerateRequest -> feature. Their neutral values are accepted.
 UNIMPLEMENTED_FIELDS = {
     "retention": "sink and window retention",
-    "session_id": "conversations",
-    "metadata": "metadata of requests",
-    "best_of": "best-of",
     "beam_search": "beam search",
 }

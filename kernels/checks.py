@@ -15,8 +15,17 @@ def require(condition: bool, op: str, argument: str, problem: str, *values: obje
         raise KernelArgumentError(op, argument, problem.format(*shown))
 
 
+def on_cuda(op: str, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is for the Triton path. Raise UnsupportedDeviceError if it is neither there nor on the CPU."""
+    if tensor.is_cpu:
+        return False
+    if tensor.is_cuda:
+        return True
+    raise UnsupportedDeviceError(op, str(tensor.device))
+
+
 def require_cpu(op: str, tensor: torch.Tensor) -> None:
-    """Raise UnsupportedDeviceError unless `tensor` is on the CPU (the only device with an implementation so far)."""
+    """Raise UnsupportedDeviceError unless `tensor` is on the CPU, for an op that is implemented nowhere else."""
     if not tensor.is_cpu:
         raise UnsupportedDeviceError(op, str(tensor.device))
 

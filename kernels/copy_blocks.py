@@ -1,14 +1,14 @@
 """copy_blocks: run an ordered list of whole-block copies (copy-on-write).
 
-Order matters: with (1, 2), (2, 3) block 3 receives what block 1 held. Pairs that do not touch what earlier ones wrote
-run as one gather and one scatter; a dependency ends such a run.
+Order matters: with (1, 2), (2, 3) block 3 receives what block 1 held. Pairs that do not touch what others touch run
+together, in one gather and one scatter or in one launch; a dependency ends such a run.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP = "copy_blocks"
 
@@ -22,15 +22,21 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
     Raises:
         KernelArgumentError: an id outside the arena, the null block as a destination, or an arena with gaps.
-        UnsupportedDeviceError: not on a CPU.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, arena)
+    cuda = on_cuda(_OP, arena)
     require(arena.is_contiguous(), _OP, "arena", "must be contiguous, so that a block is one row")
     num_blocks = arena.shape[0]
     for source, destination in pairs:
         inside = 0 <= source < num_blocks and 0 < destination < num_blocks
         require(inside, _OP, "pairs", "hold ({}, {}) for {} blocks", source, destination, num_blocks)
-    for run in _independent_runs(pairs):
+    if cuda:
+        from kernels.gpu import copy_blocks as gpu
+
+        for run in independent_runs(pairs, at_once=True):
+            gpu.copy_blocks(arena, run)
+        return
+    for run in independent_runs(pairs):
         if len(run) == 1:  # most copy-on-writes: no index tensors, no temporary
             arena[run[0][1]].copy_(arena[run[0][0]])
             continue
@@ -38,15 +44,21 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         arena.index_copy_(0, index[:, 1], arena.index_select(0, index[:, 0]))
 
 
-def _independent_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Cut `pairs` into longest runs in which no pair reads or writes what an earlier one of the run wrote."""
+def independent_runs(pairs: Sequence[tuple[int, int]], *, at_once: bool = False) -> Iterator[list[tuple[int, int]]]:
+    """Cut `pairs` into longest runs in which no pair reads or writes what an earlier one of the run wrote.
+
+    at_once: nor writes what an earlier one read, because nothing says which of them comes first. What is read before
+    anything is written does not need that.
+    """
     run: list[tuple[int, int]] = []
     written: set[int] = set()
+    read: set[int] = set()
     for source, destination in pairs:
-        if source in written or destination in written:
+        if source in written or destination in written or (at_once and destination in read):
             yield run
-            run, written = [], set()
+            run, written, read = [], set(), set()
         run.append((source, destination))
         written.add(destination)
+        read.add(source)
     if run:
         yield run

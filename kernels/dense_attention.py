@@ -12,14 +12,23 @@ def dense_attention(
     is_causal: bool,
     scale: float,
     soft_cap: float | None,
+    q_sink: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[..., Q, D] of q [..., Q, D], k and v [..., T, D]; mask is added to the scores, broadcast to [..., Q, T].
 
     soft_cap: scores s become soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv 2408.00118); None: torch's fused attention.
+    sinks: bool, broadcast to [..., Q, the first so many keys]: which of them are scored with q_sink [..., Q, D] instead of q
+        (see retention.py); None: none.
     """
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
-    scores = (q @ k.transpose(-2, -1)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores = q @ k.transpose(-2, -1)
+    if sinks is not None:
+        assert q_sink is not None, "sinks come with the query that scores them"
+        part = slice(sinks.shape[-1])
+        scores[..., part] = torch.where(sinks, q_sink @ k[..., part, :].transpose(-2, -1), scores[..., part])
+    scores = scores.mul_(scale) if soft_cap is None else scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if is_causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
     if mask is not None:

@@ -19,6 +19,6 @@ class UnsupportedDeviceError(KernelError, RuntimeError):
     """The op has no implementation for the device that its tensors are on."""
 
     def __init__(self, op: str, device: str) -> None:
-        super().__init__(f"{op}: no implementation for device {device!r}; available: cpu")
+        super().__init__(f"{op}: no implementation for device {device!r}; available: cpu, cuda")
         self.op = op
         self.device = device

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP = "linear"
 
@@ -47,9 +47,9 @@ def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
-        UnsupportedDeviceError: not on a CPU.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, x)
+    on_cuda(_OP, x)
     fits = x.shape[-1] == weight.data.shape[1] and x.dtype == weight.data.dtype
     require(fits, _OP, "x", "{} {} does not fit {}", x.dtype, x.shape, weight.data.shape)
     if weight.packed:

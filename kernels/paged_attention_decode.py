@@ -16,6 +16,7 @@ from kernels.checks import require, require_cpu, require_index, require_kv_layer
 from kernels.dense_attention import dense_attention
 from kernels.layout import NULL_BLOCK_ID
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
+from kernels.retention import Retention, kept_of, require_retention
 from kernels.scratch import Scratch
 
 _OP = "paged_attention_decode"
@@ -34,12 +35,14 @@ class DecodeGroup:
         kv_rows: int64 [2 * n * T], slots of a layer: all keys, then all values. Padding repeats the sequence's last
             slot, so that nothing is read that was never written.
         mask: [n, 1, 1, T], 0 or -inf, the query's dtype; None: no padding.
+        sinks: bool [n, 1, 1, most sinks], which of the first keys are sinks that the window has left; None: none.
     """
 
     first: int
     last: int
     kv_rows: torch.Tensor
     mask: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,13 @@ def plan_decode(
     dtype: torch.dtype,
     window: int | None,
     scratch: Scratch | None = None,
+    retention: Retention | None = None,
 ) -> DecodePlan:
-    """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'."""
+    """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
+
+    With retention, sequences that do not see all their keys have groups of their own, sinks before window; the others pay
+    nothing for them.
+    """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_kv_layer(_OP, kv_layer)
@@ -79,9 +87,18 @@ def plan_decode(
         tables = np.pad(tables, ((0, 0), (0, 1)))
         tables[empty] = NULL_BLOCK_ID
     starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-    spans = np.maximum(lens - starts, 1)
-    order = np.argsort(-spans, kind="stable")
-    bounds = _group_bounds(spans[order], 2 * kv_layer.shape[3] * kv_layer.shape[4])
+    slot_elements, kept = 2 * kv_layer.shape[3] * kv_layer.shape[4], kept_of(_OP, retention, lens)
+    if kept is None:
+        spans = np.maximum(lens - starts, 1)
+        order = np.argsort(-spans, kind="stable")
+        bounds = _group_bounds(spans[order], slot_elements)
+    else:
+        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
+        spans = np.maximum(kept.sinks + lens - starts, 1)
+        order = np.lexsort((-spans, kept.windows > 0))
+        num_whole = int(np.count_nonzero(kept.windows == 0))
+        bounds = _group_bounds(spans[order[:num_whole]], slot_elements) if num_whole else [0]
+        bounds += [num_whole + bound for bound in _group_bounds(spans[order[num_whole:]], slot_elements)[1:]]
     if reordered := len(bounds) > 2:
         inverse = np.argsort(order)
     else:  # one group: no reason to reorder queries and outputs in every layer
@@ -90,10 +107,15 @@ def plan_decode(
     for first, last in itertools.pairwise(bounds):
         members = order[first:last]
         steps, last_steps = np.arange(spans[members].max()), spans[members, None] - 1
-        positions = starts[members, None] + np.minimum(steps, last_steps)
+        places, sinks = np.minimum(steps, last_steps), None
+        positions = starts[members, None] + places
+        if kept is not None and (num_sinks := int(kept.sinks[members].max())):
+            own = kept.sinks[members, None]
+            positions = np.where(places < own, places, positions - own)
+            sinks = torch.from_numpy(steps[:num_sinks] < own)[:, None, None]
         dead = torch.from_numpy(steps > last_steps)
         mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)[:, None, None] if dead.any() else None
-        groups.append(DecodeGroup(first, last, kv_slot_rows(tables[members], positions, kv_layer), mask))
+        groups.append(DecodeGroup(first, last, kv_slot_rows(tables[members], positions, kv_layer), mask, sinks))
     return DecodePlan(
         groups=tuple(groups),
         order=torch.from_numpy(order) if reordered else None,
@@ -112,6 +134,8 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    retention: Retention | None = None,
+    q_sink: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attend one query per sequence, the last of its tokens, to the sequence's cached keys and values.
@@ -119,12 +143,16 @@ def paged_attention_decode(
     Args:
         q: [S, num_heads, head_dim], num_heads a multiple of num_kv_heads, the cache's dtype.
         kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the arena.
-        block_tables: int32 [S, max_blocks]; entries beyond a sequence's length are not read.
+        block_tables: int32 [S, max_blocks]; entries beyond a sequence's length, and between its sinks and its window, are not
+            read.
         seq_lens: int32 [S], the query's token included; 0 gives a row of zeros.
         scale: factor of the scores.
         window: keys visible to the query, itself included; None: all.
         soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
-        plan: plan_decode of the same tables, lengths and window, to share its work over layers.
+        retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything. What its query sees of the
+            others, and with which query, see retention.py. Not together with window. None: all keep everything.
+        q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
+        plan: plan_decode of the same tables, lengths, window and retention, to share its work over layers.
 
     Returns:
         [S, num_heads, head_dim].
@@ -138,21 +166,33 @@ def paged_attention_decode(
     fits = q.dim() == 3 and q.shape[0] == seq_lens.shape[0] and q.shape[1] % num_kv_heads == 0
     require(fits and q.shape[2] == head_dim, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
     require(q.dtype == kv_layer.dtype, _OP, "q", "must be {}, is {}", kv_layer.dtype, q.dtype)
+    require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
-        plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window)
+        plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
+        q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)
     slot_len = num_kv_heads * head_dim
     rows = slot_rows(kv_layer, slot_len)
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [S, num_kv_heads, group, head_dim]
+    grouped_sink = None if q_sink is None else q_sink.unflatten(1, (num_kv_heads, -1))
     outs = []
     for group in plan.groups:
         gathered = plan.scratch.take(group.kv_rows.numel() * slot_len, q.dtype).view(-1, slot_len)
         torch.index_select(rows, 0, group.kv_rows, out=gathered)
         kv = gathered.view(2, group.last - group.first, -1, num_kv_heads, head_dim).transpose(2, 3)
+        part = slice(group.first, group.last)
         outs.append(
             dense_attention(
-                grouped[group.first : group.last], kv[0], kv[1], group.mask, is_causal=False, scale=scale, soft_cap=soft_cap
+                grouped[part],
+                kv[0],
+                kv[1],
+                group.mask,
+                is_causal=False,
+                scale=scale,
+                soft_cap=soft_cap,
+                q_sink=None if grouped_sink is None else grouped_sink[part],
+                sinks=group.sinks,
             )
         )
     out = (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)

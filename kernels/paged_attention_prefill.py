@@ -11,7 +11,8 @@ import torch
 
 from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
 from kernels.dense_attention import dense_attention
-from kernels.paged_rows import kv_slot_rows, require_tables
+from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
+from kernels.retention import Retention, kept_of, require_retention
 from kernels.scratch import Scratch
 
 _OP = "paged_attention_prefill"
@@ -24,12 +25,14 @@ class PrefillChunk:
     Attributes:
         kv_rows: int64 [2 * T], slots of a layer: all keys, then all values.
         mask: [Q, T], 0 or -inf, the query's dtype; None: plainly causal, Q == T.
+        sinks: bool [Q, sinks], which of the first keys are sinks that a query's window has left; None: none.
     """
 
     first: int
     last: int
     kv_rows: torch.Tensor
     mask: torch.Tensor | None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def plan_prefill(
     dtype: torch.dtype,
     window: int | None,
     scratch: Scratch | None = None,
+    retention: Retention | None = None,
 ) -> PrefillPlan:
     """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]."""
     require_index(_OP, "block_tables", block_tables, 2)
@@ -60,11 +64,16 @@ def plan_prefill(
     fits = len(locs) == len(lens) + 1 and locs[0] == 0 and bool((np.diff(locs) >= 0).all())
     require(fits, _OP, "query_start_loc", "must rise from 0, with one entry more than there are sequences")
     require(bool((np.diff(locs) <= lens).all()), _OP, "seq_lens", "must count the queries in")
+    kept = kept_of(_OP, retention, lens)
     chunks = []
     for index, (first, last) in enumerate(zip(locs[:-1].tolist(), locs[1:].tolist(), strict=True)):
         if first == last:
             continue
         seq_len, num_queries = int(lens[index]), last - first
+        if kept is not None and (own := int(kept.windows[index])):
+            table = tables[index : index + 1]
+            chunks.append(_plan_kept(first, last, table, seq_len, int(kept.sinks[index]), own, kv_layer, dtype))
+            continue
         start = 0 if window is None else max(0, seq_len - num_queries - window + 1)
         keys = np.arange(start, seq_len)
         rows = kv_slot_rows(tables[index : index + 1], keys[None], kv_layer)
@@ -77,6 +86,20 @@ def plan_prefill(
     return PrefillPlan(tuple(chunks), scratch or Scratch())
 
 
+def _plan_kept(
+    first: int, last: int, table: Int64Array, seq_len: int, sink: int, window: int, kv_layer: torch.Tensor, dtype: torch.dtype
+) -> PrefillChunk:
+    """A sequence of which not all keys are seen: what lies between its sinks and its first query's window is not gathered."""
+    queries = np.arange(seq_len - (last - first), seq_len)[:, None]
+    start = max(sink, int(queries[0, 0]) - window + 1)
+    keys = np.concatenate((np.arange(sink), np.arange(start, seq_len)))
+    is_left = keys <= queries - window
+    dead = torch.from_numpy((keys > queries) | (is_left & (keys >= sink)))
+    mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)
+    sinks = torch.from_numpy(is_left[:, :sink]) if sink else None
+    return PrefillChunk(first, last, kv_slot_rows(table, keys[None], kv_layer), mask, sinks)
+
+
 def paged_attention_prefill(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -87,6 +110,8 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    retention: Retention | None = None,
+    q_sink: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
@@ -94,12 +119,15 @@ def paged_attention_prefill(
     Args:
         q: [T, num_heads, head_dim], num_heads a multiple of num_kv_heads, the cache's dtype.
         kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], with the queries' own K and V stored already.
-        block_tables: int32 [S, max_blocks]; entries beyond a sequence's length are not read.
+        block_tables: int32 [S, max_blocks]; entries beyond a sequence's length, and between its sinks and its first query's
+            window, are not read.
         seq_lens: int32 [S], context and queries.
         query_start_loc: int32 [S + 1]; sequence s has the queries [query_start_loc[s], query_start_loc[s + 1]).
         scale: factor of the scores.
         window: keys visible to a query, itself included; None: all before it.
         soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
+        retention: int32 [S] sink_lens and [S] window_lens, as in paged_attention_decode; each query has a window of its own.
+        q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
         plan: plan_prefill of the same arguments, to share its work over layers.
 
     Returns:
@@ -114,8 +142,9 @@ def paged_attention_prefill(
     fits = q.dim() == 3 and q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim
     require(fits, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
     require(q.dtype == kv_layer.dtype, _OP, "q", "must be {}, is {}", kv_layer.dtype, q.dtype)
+    require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
-        plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window)
+        plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window, retention=retention)
     covered = plan.chunks[-1].last if plan.chunks else 0
     require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
     slot_len, group = num_kv_heads * head_dim, q.shape[1] // num_kv_heads
@@ -128,8 +157,19 @@ def paged_attention_prefill(
         torch.index_select(rows, 0, chunk.kv_rows, out=gathered)
         kv = gathered.view(2, -1, num_kv_heads, 1, head_dim).permute(0, 2, 3, 1, 4).expand(-1, -1, group, -1, -1)
         heads = q[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+        heads_sink = None
+        if q_sink is not None and chunk.sinks is not None:
+            heads_sink = q_sink[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
         attended = dense_attention(
-            heads, kv[0], kv[1], chunk.mask, is_causal=chunk.mask is None, scale=scale, soft_cap=soft_cap
+            heads,
+            kv[0],
+            kv[1],
+            chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=scale,
+            soft_cap=soft_cap,
+            q_sink=heads_sink,
+            sinks=chunk.sinks,
         )
         out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out

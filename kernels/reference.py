@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.linear import LinearWeight
+from kernels.retention import Retention
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -32,13 +33,17 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    retention: Retention | None = None,
+    q_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_decode.paged_attention_decode."""
     out = torch.zeros_like(q)
+    kept = _kept(retention, len(seq_lens))
+    sunk = q if q_sink is None else q_sink
     for seq, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
             k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
-            out[seq] = _attend(q[seq], k, v, seq_len - 1, scale, window, soft_cap)
+            out[seq] = _attend(q[seq], sunk[seq], k, v, seq_len - 1, scale, window, soft_cap, kept[seq])
     return out
 
 
@@ -52,15 +57,20 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    retention: Retention | None = None,
+    q_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_prefill.paged_attention_prefill."""
     out = torch.zeros_like(q)
     locs = query_start_loc.tolist()
+    kept = _kept(retention, len(seq_lens))
+    sunk = q if q_sink is None else q_sink
     for seq, seq_len in enumerate(seq_lens.tolist()):
         k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
         context_len = seq_len - (locs[seq + 1] - locs[seq])
         for row in range(locs[seq], locs[seq + 1]):
-            out[row] = _attend(q[row], k, v, context_len + row - locs[seq], scale, window, soft_cap)
+            position = context_len + row - locs[seq]
+            out[row] = _attend(q[row], sunk[row], k, v, position, scale, window, soft_cap, kept[seq])
     return out
 
 
@@ -111,16 +121,39 @@ def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) ->
     return k, v
 
 
+def _kept(retention: Retention | None, num_seqs: int) -> list[tuple[int, int]]:
+    """Sink and window of each sequence."""
+    if retention is None:
+        return [(0, 0)] * num_seqs
+    return list(zip(*(column.tolist() for column in retention), strict=True))
+
+
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float, window: int | None, soft_cap: float | None
+    q: torch.Tensor,
+    q_sink: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    kept: tuple[int, int],
 ) -> torch.Tensor:
-    """One query [num_heads, head_dim] at `position` over the keys it may see."""
-    first = 0 if window is None else max(0, position - window + 1)
-    k, v = k[first : position + 1], v[first : position + 1]
+    """One query [num_heads, head_dim] at `position` over the keys it may see, one by one."""
+    sink, own_window = kept
+    seen, is_sink = [], []
+    for j in range(position + 1):
+        has_left = own_window > 0 and j <= position - own_window
+        if (has_left and j >= sink) or (window is not None and j <= position - window):
+            continue
+        seen.append(j)
+        is_sink.append(has_left)
+    k, v = k[seen], v[seen]
     group = q.shape[0] // k.shape[1]
     heads = []
-    for head, query in enumerate(q.double()):
-        scores = k[:, head // group] @ query * scale
+    for head, (query, sink_query) in enumerate(zip(q.double(), q_sink.double(), strict=True)):
+        keys = k[:, head // group]
+        scores = torch.where(torch.tensor(is_sink), keys @ sink_query, keys @ query) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         heads.append(torch.softmax(scores, dim=0) @ v[:, head // group])

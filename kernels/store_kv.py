@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.checks import on_cuda, require, require_index, require_kv_layer, slot_rows
 
 _OP = "store_kv"
 
@@ -54,18 +54,27 @@ def store_kv(
         k, v: [T, num_kv_heads, head_dim], the cache's dtype; the last two dimensions contiguous.
         kv_layer: [num_blocks, 2, block_size, num_kv_heads, head_dim], one layer's view of the arena.
         slot_mapping: int32 or int64 [T]; negative: not written. No slot twice.
-        plan: plan_store of the same slot mapping, to share its work over layers.
+        plan: plan_store of the same slot mapping, to share its work over layers; CUDA has no use for it.
 
     Raises:
-        KernelArgumentError: shapes, strides or dtypes that do not fit, or a slot beyond the arena.
-        UnsupportedDeviceError: not on a CPU.
+        KernelArgumentError: shapes, strides or dtypes that do not fit, or, on a CPU, a slot beyond the arena.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, kv_layer)
+    cuda = on_cuda(_OP, kv_layer)
     heads = (slot_mapping.shape[0], *kv_layer.shape[3:])
     fits = k.shape == heads and v.shape == heads
     require(fits, _OP, "k", "and v must be {}, are {} and {}", heads, k.shape, v.shape)
     fits = k.dtype == v.dtype == kv_layer.dtype
     require(fits, _OP, "k", "and v must be {}, are {} and {}", kv_layer.dtype, k.dtype, v.dtype)
+    if cuda:
+        from kernels.gpu import store_kv as gpu
+
+        require_index(_OP, "slot_mapping", slot_mapping, 1)
+        require_kv_layer(_OP, kv_layer)
+        dense = k.stride()[1:] == v.stride()[1:] == kv_layer.stride()[3:]
+        require(dense, _OP, "k", "and v must be contiguous in their last two dimensions")
+        gpu.store_kv(k, v, kv_layer, slot_mapping)
+        return
     if plan is None:
         plan = plan_store(slot_mapping, kv_layer)
     if plan.token_rows is not None:

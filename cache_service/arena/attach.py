@@ -2,7 +2,8 @@
 
 Owns the listening socket and one connection per attached process. The kernel says who connects (SO_PEERCRED) and when it
 dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token and a newline, and gets one JSON line, with
-the arena's descriptor beside it and, where there is a host tier, that of its arena after it. The client keeps the connection
+the arena's descriptor beside it and, where there is a host tier, that of its arena after it; an arena in CUDA memory has a
+handle in the line instead of a descriptor. The client keeps the connection
 open for as long as it maps them. So the end of the connection is the end of the mapping (forked children inherit both), and
 the pidfd is the end of the process that drives the session; a killed process shows both. Knows tokens and descriptors, not
 what a session is.
@@ -36,13 +37,11 @@ class AttachRefused(Exception):
 class Grant:
     """What a token is good for: descriptors to hand over, and whom to tell. Each callback comes at most once."""
 
-    descriptor: int
-    num_bytes: int
+    fields: dict[str, object]  # the line that describes the arenas
+    descriptors: list[int]
     on_process_end: Callable[[], None]
     on_unmapped: Callable[[], None]
     session_over: asyncio.Event  # set by the desk: the process is of no more interest
-    host_descriptor: int | None = None  # of the host tier's arena
-    num_host_bytes: int = 0
 
 
 class AttachDesk(Protocol):
@@ -132,14 +131,9 @@ async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
 
     loop.add_reader(process, end_process)
     try:
-        shown: dict[str, object] = {"kind": "memfd", "num_bytes": grant.num_bytes}
-        descriptors = [grant.descriptor]
-        if grant.host_descriptor is not None:
-            shown["num_host_bytes"] = grant.num_host_bytes
-            descriptors.append(grant.host_descriptor)
-        answer = json.dumps(shown).encode() + b"\n"
+        answer = json.dumps(grant.fields).encode() + b"\n"
         # One sendmsg on a fresh socket never blocks: its buffer is empty and larger than the line.
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", grant.descriptors))] if grant.descriptors else []
         with contextlib.suppress(ConnectionError):
             connection.sendmsg([answer], ancillary)
             while await loop.sock_recv(connection, 4096):

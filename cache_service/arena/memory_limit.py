@@ -7,11 +7,9 @@ process killed. So the limits are read first; the answer is an estimate, good fo
 import resource
 from pathlib import Path
 
+from cache_service.arena.arena import OutOfMemory
+
 _HEADROOM = 64 << 20  # left to everybody else
-
-
-class OutOfMemory(Exception):
-    """The machine, its control group or the process's limits have no room for this. One sentence with both sizes."""
 
 
 def require(num_bytes: int) -> None:

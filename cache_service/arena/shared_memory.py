@@ -10,13 +10,10 @@ import os
 import weakref
 
 import numpy as np
-import numpy.typing as npt
 
 from cache_service.arena import memory_limit
-from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.arena import Arena, ByteArray, OutOfMemory
 from cache_service.types import Copies, TransferKind
-
-ByteArray = npt.NDArray[np.uint8]
 
 
 class SharedMemoryArena:
@@ -40,27 +37,57 @@ class SharedMemoryArena:
         """[num_blocks, block_bytes], a view of the front of the arena."""
         return self.array[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
 
-    def close(self) -> None:
+    def fields(self) -> dict[str, object]:
+        """See Arena."""
+        return {"kind": "memfd", "num_bytes": self.num_bytes}
+
+    def descriptors(self) -> list[int]:
+        """The memfd."""
+        return [self.descriptor]
+
+    def read(self, first: int, num_bytes: int) -> bytes:
+        """See Arena."""
+        return self.array[first : first + num_bytes].tobytes()
+
+    def write(self, first: int, data: bytes) -> None:
+        """See Arena."""
+        self.array[first : first + len(data)] = np.frombuffer(data, np.uint8)
+
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
+        """See Arena."""
+        blocks = self.blocks(self.num_bytes // block_bytes, block_bytes)
+        for kind, source, destination in transfers_of(copies):
+            assert hosts is not None, "a transfer without a host tier"
+            if kind == TransferKind.SWAP_OUT:
+                hosts[destination] = blocks[source]
+            else:
+                blocks[destination] = hosts[source]
+        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
+            blocks[destination] = blocks[source]
+
+    def close(self, *, is_mapped: bool = False) -> None:
         """Gives up the memory here: unmapped when the last view is gone, kept by the system while others map it."""
         del self.array, self._mapping
         self._close_descriptor()
 
 
-def copy_blocks(blocks: ByteArray, copies: Copies, hosts: ByteArray | None = None) -> None:
-    """Copies rows, first between blocks [num_blocks, block_bytes] and hosts [num_host_blocks, block_bytes], then of blocks.
+def transfers_of(copies: Copies) -> list[tuple[int, int, int]]:
+    """(kind, source, destination) of each, as plain numbers."""
+    columns = (copies.transfer_kinds, copies.transfer_sources, copies.transfer_destinations)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
-    In list order: a later copy reads what an earlier one wrote.
-    """
-    for kind, source, destination in zip(
-        copies.transfer_kinds.tolist(),
-        copies.transfer_sources.tolist(),
-        copies.transfer_destinations.tolist(),
-        strict=True,
-    ):
-        assert hosts is not None, "a transfer without a host tier"
-        if kind == TransferKind.SWAP_OUT:
-            hosts[destination] = blocks[source]
-        else:
-            blocks[destination] = hosts[source]
-    for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
-        blocks[destination] = blocks[source]
+
+class SharedMemory:
+    """The machine's memory, as pools take it."""
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
+        memory_limit.require(num_bytes + num_host_bytes)
+
+    def allocate(self, num_bytes: int) -> Arena:
+        """Raises OutOfMemory."""
+        return SharedMemoryArena(num_bytes)
+
+    def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
+        """Raises OutOfMemory."""
+        return SharedMemoryArena(num_bytes)

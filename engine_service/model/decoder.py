@@ -64,11 +64,11 @@ class Decoder:
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0)))
-        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype)
+        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device)
         local_rope = config.local_rope
-        self._local_rotary = None if local_rope is None else RotaryTable(local_rope, config.head_dim, self.dtype)
+        self._local_rotary = None if local_rope is None else RotaryTable(local_rope, config.head_dim, self.dtype, self.device)
         # transformers rounds the factor to the model's dtype, and so does whoever trained the weights.
-        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype)
+        self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
     def forward(

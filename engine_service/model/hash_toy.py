@@ -86,6 +86,9 @@ class HashToyRunner:
                 logits[torch.arange(first, last), torch.from_numpy(next_tokens.astype(np.int64))] = 30.0
         return logits
 
+    def synchronize(self) -> None:
+        """Nothing is under way when a call has returned."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""
         copy_blocks(self._kv_view, pairs)

@@ -32,9 +32,11 @@ class RotaryTable:
     Growing keeps a model of a million positions from paying for them at start.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, num_positions: int = 1024) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, num_positions: int = 1024
+    ) -> None:
         self._freqs = inverse_frequencies(rope, head_dim)
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._fill(num_positions)
 
     def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,5 +48,5 @@ class RotaryTable:
     def _fill(self, num_positions: int) -> None:
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs
         cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), dim=-1).to(self._dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(self._dtype)
+        self._cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)

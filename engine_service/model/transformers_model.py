@@ -63,6 +63,7 @@ class TransformersModel:
     def __init__(self, network: Any, config: ModelShape) -> None:
         self.config = config
         self.dtype: torch.dtype = network.dtype
+        self.device: torch.device = network.device
         self._network = network
 
     @property
@@ -86,7 +87,9 @@ class TransformersModel:
         return output.logits[0].float()
 
 
-def load_transformers_model(folder: Path, model_type: object, dtype: DtypeChoice, *, progress: bool) -> TransformersModel:
+def load_transformers_model(
+    folder: Path, model_type: object, dtype: DtypeChoice, *, device: torch.device, progress: bool
+) -> TransformersModel:
     """Load the model in `folder` through transformers, from safetensors alone and without code of its own.
 
     Raises:
@@ -109,12 +112,13 @@ def load_transformers_model(folder: Path, model_type: object, dtype: DtypeChoice
     try:
         network = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=compute_dtype(getattr(config, "dtype", None), torch.device("cpu"), dtype),
+            dtype=compute_dtype(getattr(config, "dtype", None), device, dtype),
             attn_implementation=_NAME,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-        ).eval()
+        )
+        network.eval().to(device)
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
             "attention", str(error).splitlines()[0][:200], "the library's attention interface"
@@ -128,8 +132,9 @@ def load_transformers_model(folder: Path, model_type: object, dtype: DtypeChoice
 def _shape_of(network: Any, model_type: object) -> ModelShape:
     """By a dry run of two tokens, in which attention only looks at what it is given."""
     seen: dict[int, _Seen] = {}
+    two = torch.tensor([[0, 1]], device=network.device)
     with _during(seen):
-        network(input_ids=torch.tensor([[0, 1]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
+        network(input_ids=two, position_ids=two, use_cache=False)
     config = network.config.get_text_config()
     layers = [seen[index] for index in sorted(seen)]
     if not layers or sorted(seen) != list(range(config.num_hidden_layers)):

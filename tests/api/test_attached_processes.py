@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, le32, le64
+from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, blocks_of, int32s, le32, le64
 from tests.support.child_processes import Processes
 
 
@@ -35,7 +35,7 @@ async def test_the_memory_is_shared(api: Api, processes: Processes) -> None:
     await child.tell(f"write {3 * BLOCK_BYTES + 5} 200")
     await child.says("written")
     (pool,) = api.server.keeper.registry.pools
-    assert pool.blocks[3, 5] == 200
+    assert blocks_of(pool)[3, 5] == 200
 
 
 async def test_a_killed_process_loses_its_session_and_leaves_a_warm_cache(api: Api, processes: Processes) -> None:

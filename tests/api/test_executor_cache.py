@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from cache_service import registry
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.types import Copies
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support import cache_api
 from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
 
 
@@ -33,7 +35,7 @@ async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
 
 def blocks_of(api: Api) -> np.ndarray:
     (pool,) = api.server.keeper.registry.pools
-    return pool.blocks
+    return cache_api.blocks_of(pool)
 
 
 def reserve_child(session: Session) -> bytes:
@@ -46,14 +48,14 @@ class SlowCopies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on = threading.Event()
         self.num_begun = 0
-        copy_blocks = registry.copy_blocks
+        copy = SharedMemoryArena.copy
 
         def slowly(*args: object) -> None:
             self.num_begun += 1
             assert self.may_go_on.wait(DEADLINE)
-            copy_blocks(*args)  # type: ignore[arg-type]
+            copy(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(registry, "copy_blocks", slowly)
+        monkeypatch.setattr(SharedMemoryArena, "copy", slowly)
         monkeypatch.setattr(registry, "_MAX_INLINE_COPY_BYTES", 0)
 
 

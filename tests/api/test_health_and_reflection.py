@@ -14,7 +14,7 @@ from cache_service.config import CacheConfig
 from cache_service.server import start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
+from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 
 SERVICE = "kvkeeper.cache.v1.CacheService"
 
@@ -43,7 +43,7 @@ async def test_it_listens_before_its_memory_is_reserved(tmp_path: Path) -> None:
         folder = other.server.attach_path.parent
         listen = f"unix:{folder}/early"
         config = CacheConfig(listen=listen, runtime_dir=folder, pool_memory=64 << 10)
-        starting = asyncio.create_task(start_server(config, allocate=allocate))
+        starting = asyncio.create_task(start_server(config, memory=MemoryOf(allocate)))
         async with grpc.aio.insecure_channel(listen) as channel:
             assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
             stub = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -7,10 +7,10 @@ import weakref
 import grpc
 import pytest
 
-from cache_service.arena.memory_limit import OutOfMemory
+from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.shared_memory import SharedMemoryArena
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import DEADLINE, SPEC, Api, refusal, serving
+from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
 
 def spec_of(**changes: object) -> pb.KvSpec:
@@ -46,11 +46,11 @@ async def test_the_least_recently_used_idle_pool_makes_room() -> None:
         made.append(SharedMemoryArena(num_bytes))
         return made[-1]
 
-    async with serving(allocate=allocate) as api:
+    async with serving(memory=MemoryOf(allocate)) as api:
         for revision in ("a", "b", "a"):
             session = await api.open(spec=spec_of(revision=revision))
             (pool,) = [pool for pool in api.server.keeper.registry.pools if pool.info.spec.revision == revision]
-            pool.blocks[:] = 7
+            blocks_of(pool)[:] = 7
             await session.call("CloseSession")
         assert len(made) == 2
         await api.open(spec=spec_of(revision="c"))
@@ -77,7 +77,7 @@ async def test_sessions_wait_for_the_memory_to_be_reserved() -> None:
         assert may_go_on.wait(DEADLINE)
         return SharedMemoryArena(num_bytes)
 
-    async with serving(num_blocks=4, allocate=allocate) as api:
+    async with serving(num_blocks=4, memory=MemoryOf(allocate)) as api:
         opening = asyncio.ensure_future(api.open())
         await api.stats()
         assert not opening.done()
@@ -93,7 +93,7 @@ async def test_a_cancelled_opening_leaves_nothing() -> None:
         assert may_go_on.wait(DEADLINE)
         return SharedMemoryArena(num_bytes)
 
-    async with serving(num_blocks=4, allocate=allocate) as api:
+    async with serving(num_blocks=4, memory=MemoryOf(allocate)) as api:
         opening = asyncio.ensure_future(api.open())
         assert await asyncio.to_thread(begun.wait, DEADLINE)
         opening.cancel()
@@ -109,7 +109,7 @@ async def test_no_memory_for_a_pool_names_the_flag() -> None:
     def allocate(num_bytes: int) -> SharedMemoryArena:
         raise OutOfMemory(f"{num_bytes} bytes are wanted, 0 are available")
 
-    async with serving(num_blocks=4, allocate=allocate) as api:
+    async with serving(num_blocks=4, memory=MemoryOf(allocate)) as api:
         error = await refusal(api.open())
         assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
         assert (await api.stats()).num_opened_sessions == 0

@@ -8,7 +8,20 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient
-from tests.support.cache_api import BLOCK_BYTES, SPEC, Api, Session, int32s, kv_of, le32, le64, read_all, refusal, serving
+from tests.support.cache_api import (
+    BLOCK_BYTES,
+    SPEC,
+    Api,
+    Session,
+    blocks_of,
+    int32s,
+    kv_of,
+    le32,
+    le64,
+    read_all,
+    refusal,
+    serving,
+)
 
 
 @pytest.fixture
@@ -34,7 +47,7 @@ def spoil(api: Api) -> None:
     (pool,) = api.server.keeper.registry.pools
     for block in range(1, pool.info.num_blocks):
         if pool.manager.block_state(block).value == "free":
-            pool.blocks[block] = 255
+            blocks_of(pool)[block] = 255
 
 
 async def test_a_swapped_sequence_comes_back_to_the_byte(tiers: Api) -> None:

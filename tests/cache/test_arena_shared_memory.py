@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cache_service.arena import memory_limit
-from cache_service.arena.memory_limit import OutOfMemory
-from cache_service.arena.shared_memory import SharedMemoryArena, copy_blocks
+from cache_service.arena.arena import OutOfMemory
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.types import Copies
 
 
@@ -59,15 +59,19 @@ def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_run_in_list_order() -> None:
-    blocks = np.arange(4, dtype=np.uint8).repeat(3).reshape(4, 3)
-    copy_blocks(blocks, copies((1, 2), (2, 3), (0, 1)))
-    assert blocks[:, 0].tolist() == [0, 0, 1, 1]
+    arena = SharedMemoryArena(12)
+    arena.blocks(4, 3)[:] = np.arange(4, dtype=np.uint8)[:, None]
+    arena.copy(copies((1, 2), (2, 3), (0, 1)), 3, None)
+    assert arena.blocks(4, 3)[:, 0].tolist() == [0, 0, 1, 1]
+    arena.close()
 
 
 def test_no_copies_change_nothing() -> None:
-    blocks = np.ones((2, 2), np.uint8)
-    copy_blocks(blocks, copies())
-    assert blocks.all()
+    arena = SharedMemoryArena(4)
+    arena.array[:] = 1
+    arena.copy(copies(), 2, None)
+    assert arena.array.all()
+    arena.close()
 
 
 def test_every_control_group_on_the_way_up_limits(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ class Desk:
     def redeem(self, token: str) -> Grant:
         if token != self.token:
             raise AttachRefused("UNKNOWN_TOKEN")
-        return Grant(self.arena.descriptor, self.arena.num_bytes, self.process_ended.set, self.unmapped.set, self.session_over)
+        arena = self.arena
+        return Grant(arena.fields(), arena.descriptors(), self.process_ended.set, self.unmapped.set, self.session_over)
 
 
 @pytest.fixture

@@ -23,6 +23,12 @@ def test_an_error_names_its_source() -> None:
         load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "two"})
     with pytest.raises(ConfigError, match="KVKEEPER_CACHE_PREFIX_CACHING"):
         load_config([], {"KVKEEPER_CACHE_PREFIX_CACHING": "maybe"})
+    with pytest.raises(ConfigError, match=r"^KVKEEPER_CACHE_NUM_POOLS: 1 to 64, not 65$"):
+        load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
+    with pytest.raises(ConfigError, match=r"^KVKEEPER_CACHE_MAX_SEQUENCES times --max-tokens-per-sequence"):
+        load_config(["--max-tokens-per-sequence", "4000000"], {"KVKEEPER_CACHE_MAX_SEQUENCES": "65536"})
+    with pytest.raises(ConfigError, match=r"^--num-pools: 1 to 64, not 66$"):
+        load_config(["--num-pools", "66"], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table
-from kvkeeper.client import AsyncCacheClient, KvkeeperError
+from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError
+from kvkeeper.service import VERSION
 
 NOBODY = "127.0.0.1:1"
 
@@ -110,7 +111,7 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("number", ["99999999999999999999", "-99999999999999999999", "1.5", "x"])
-@pytest.mark.parametrize("flag", ["--n", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
+@pytest.mark.parametrize("flag", ["--n", "--best-of", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
 def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])
@@ -131,6 +132,25 @@ async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
     assert (outcome.exit_code, outcome.err) == (2, "kvkeeper: stdin is not UTF-8 text\n")
     outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin="naïve".encode())
     assert outcome.exit_code == 3  # it was read, and got as far as asking the engine
+
+
+def test_metadata_is_written_as_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    for pair in ("novalue", "=x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["generate", "hello", "--engine", NOBODY, "--metadata", pair])
+        assert f"argument --metadata: KEY=VALUE, not '{pair}'" in capsys.readouterr().err
+
+
+def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def note(_: object, prompt: str, options: GenerateOptions) -> None:
+        asked.append(options)
+        raise KvkeeperError(grpc.StatusCode.INTERNAL)
+
+    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    assert main(["generate", "x", "--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d="]) == 1
+    assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:
@@ -167,7 +187,7 @@ async def test_status_shows_who_is_up_and_who_is_not(cache_server: RunningServer
         assert outcome.exit_code == 3
         report = json.loads(outcome.out)
         assert (report["cache"]["state"], report["engine"]["state"]) == ("up", "down")
-        assert report["cache"]["version"] == (await client.capabilities()).version
+        assert report["cache"]["version"] == (await client.capabilities()).version == VERSION
 
 
 async def test_stats_and_sequences_show_what_the_service_holds(cache_server: RunningServer, spec: pb.KvSpec) -> None:

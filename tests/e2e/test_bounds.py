@@ -25,8 +25,16 @@ BAD = {
     "chat many": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
+    "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),
+    "metadata many": pb.GenerateRequest(token_ids=TOKENS, metadata={f"k{place}": "" for place in range(17)}),
+    "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
+    "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),
+    "metadata long value": pb.GenerateRequest(token_ids=TOKENS, metadata={"k": "x" * 257}),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
     "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
+    "best_of low": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=2),
+    "best_of zero": pb.GenerateRequest(token_ids=TOKENS, best_of=0),
+    "best_of high": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=65),
     "priority low": pb.GenerateRequest(token_ids=TOKENS, priority=-1001),
     "priority high": pb.GenerateRequest(token_ids=TOKENS, priority=1001),
     "timeout_ms low": pb.GenerateRequest(token_ids=TOKENS, timeout_ms=0),
@@ -97,6 +105,8 @@ async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
         num_logprobs=0,
     )
     request.n, request.priority, request.timeout_ms, request.tenant = 64, -1000, 3_600_000, "t" * 64
+    request.session_id = "s" * 64
+    request.metadata.update({f"{place:064}": "é" * 256 for place in range(16)})
     answers = [answer async for answer in pb_grpc.EngineServiceStub(channel).Generate(request, timeout=10)]
     assert len(answers) == 64
     assert answers[-1].usage.new_tokens == 64
@@ -121,6 +131,7 @@ async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> 
         ("ListRequests", pb.ListRequestsRequest(page_size=-1), "INVALID_FIELD"),
         ("ListRequests", pb.ListRequestsRequest(page_size=1001), "INVALID_FIELD"),
         ("ListRequests", pb.ListRequestsRequest(page_token="x"), "INVALID_FIELD"),
+        ("ListRequests", pb.ListRequestsRequest(session_id="s" * 65), "INVALID_FIELD"),
         ("CancelRequest", pb.CancelRequestRequest(), "UNKNOWN_REQUEST"),
     ],
 )

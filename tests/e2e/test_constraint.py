@@ -75,6 +75,7 @@ async def test_max_tokens_comes_first(client: AsyncEngineClient) -> None:
     ("sampling", "field"),
     [
         ({"regex": "(abc"}, "sampling.regex"),
+        ({"regex": "a{3,2}"}, "sampling.regex"),
         ({"regex": ""}, "sampling.regex"),
         ({"regex": "a" * 65537}, "sampling.regex"),
         ({"json_schema": "{"}, "sampling.json_schema"),
@@ -89,6 +90,7 @@ async def test_a_bad_grammar_is_refused(client: AsyncEngineClient, sampling: dic
         await run(client, **sampling)  # type: ignore[arg-type]
     assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert refused.value.metadata["field"] == field
+    assert not refused.value.message.endswith((":", "error", "(")), "a reason, not where a longer text was cut"
     assert (await run(client, n=1, max_tokens=2)).reasons == ["length"], "the engine serves on"
 
 

@@ -5,6 +5,10 @@ import asyncio
 import pytest
 
 from engine_service.kv_memory import KvMemory
+from engine_service.refusals import TimedOut
+from engine_service.request import SequenceState
+from engine_service.responses import iteration_plan
+from kvkeeper.client import KvkeeperError
 from kvkeeper.client.steps import StepResult
 from tests.support.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
 
@@ -25,9 +29,7 @@ async def crowd(world: Services, **options: object) -> list[Output]:
 async def test_what_the_host_tier_keeps_is_not_computed_again(world: Services, way: str) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     outputs = await crowd(world, preemption=way)
-    async with asyncio.timeout(20):
-        client = await world.client(world.engines[0])
-        stats = await client.stats()
+    stats = await (await world.client(world.engines[0])).stats()
     pool = await world.pool()
     assert stats.num_preemptions == sum(output.usage.num_preemptions for output in outputs) > 0
     num_computed = stats.num_prefill_tokens
@@ -35,7 +37,7 @@ async def test_what_the_host_tier_keeps_is_not_computed_again(world: Services, w
         assert (stats.num_swapped_out, pool.num_swap_outs) == (0, 0)
         assert num_computed > sum(map(len, PROMPTS)), "the load is such that swapping makes a difference"
     if way == "swap":
-        assert stats.num_swapped_out == stats.num_preemptions == pool.num_swap_outs == pool.num_swap_ins
+        assert 0 < stats.num_swapped_out == pool.num_swap_outs == pool.num_swap_ins <= stats.num_preemptions
         assert pool.num_transfers >= 2 * stats.num_swapped_out
         assert num_computed == sum(map(len, PROMPTS)), "each prompt once"
     assert pool.num_failed_transfers == 0
@@ -52,26 +54,25 @@ async def test_without_a_host_tier_it_is_computed_again(world: Services) -> None
 
 async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
-    engine = await world.start_engine(preemption="swap")
-    client = await world.client(engine)
-    out, back, plans = [], [], []
-    finish = engine.engine._finish
+    engine = (await world.start_engine(preemption="swap")).engine
+    client = await world.client(world.engines[0])
+    finish, plans = engine._finish, []
 
     async def note(memory: KvMemory) -> None:
-        before = engine.engine.last_iteration
+        before = engine.last_iteration
         await finish(memory)
-        if engine.engine.last_iteration is not before:
-            plan = await client.iteration_plan()
-            out.extend((item.request_id, item.num_context_tokens) for item in plan.swapped_out)
-            back.extend((item.request_id, item.num_context_tokens) for item in plan.swapped_in)
-            plans.append(plan.plan)
+        if engine.last_iteration is not before and engine.last_iteration is not None:
+            plans.append(iteration_plan(engine.last_iteration))
 
-    engine.engine._finish = note
+    engine._finish = note  # type: ignore[method-assign]
     await asyncio.gather(*(generate(client, prompt, NUM_NEW) for prompt in PROMPTS))
+    out = [(item.request_id, item.num_context_tokens) for plan in plans for item in plan.swapped_out]
+    back = [(item.request_id, item.num_context_tokens) for plan in plans for item in plan.swapped_in]
     assert len(out) == (await client.stats()).num_swapped_out > 0
     assert sorted(out) == sorted(back)
     assert all(num_tokens > 0 for _, num_tokens in out)
-    assert any(f"swapped out {out[0][0]}[0] with {out[0][1]} tokens" in plan for plan in plans)
+    assert not any(plan.preempted for plan in plans)
+    assert any(f"swapped out {out[0][0]}[0] with {out[0][1]} tokens" in plan.plan for plan in plans)
 
 
 async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +102,47 @@ async def test_transfers_that_fail_end_in_computing_again(world: Services, monke
     assert (await world.pool()).num_failed_transfers > 0
 
 
-@pytest.mark.parametrize("end", ["cancel", "time out"])
+@pytest.mark.parametrize("end", ["cancelled", "timed out"])
 async def test_who_ends_while_it_is_swapped_out_holds_nothing(world: Services, end: str) -> None:
-    await world.start_cache(num_blocks=13, num_host_blocks=65)
-    engine, gate = await world.start_gated_engine(preemption="swap")
+    await world.start_cache(num_blocks=17, num_host_blocks=129)
+    engine = (await world.start_engine(preemption="swap")).engine
+    client = await world.client(world.engines[0])
+    finish, ended = engine._finish, []
+
+    async def end_one(memory: KvMemory) -> None:
+        await finish(memory)
+        for sequence in engine.scheduler.waiting.sequences:
+            if sequence.state is SequenceState.SWAPPED and not ended:
+                ended.append(sequence.request.prompt.tolist())
+                generation = engine.generations[sequence.request.request_id]
+                generation.cancel() if end == "cancelled" else generation.fail(TimedOut("it took too long"))
+
+    engine._finish = end_one  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(generate(client, prompt, NUM_NEW)) for prompt in PROMPTS]
+    outputs = await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(ended) == 1
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        if prompt not in ended:
+            assert isinstance(output, Output)
+            assert output.token_ids == [toy_output(prompt, NUM_NEW)]
+        elif end == "cancelled":
+            assert isinstance(output, Output)
+            assert output.reasons == ["cancelled"]
+        else:
+            assert isinstance(output, KvkeeperError)
+            assert output.reason == "TIMED_OUT"
+    idle = await world.wait_idle()
+    assert (idle.num_held_host_blocks, idle.num_swapped_sequences, idle.num_referenced_blocks) == (0, 0, 0)
 
 
 async def test_a_cache_service_that_starts_anew_computes_again_what_was_swapped_out(world: Services) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
-    client = await world.client(await world.start_engine(preemption="swap"))
+    engine = (await world.start_engine(preemption="swap")).engine
+    client = await world.client(world.engines[0])
     tasks = [asyncio.create_task(generate(client, prompt, NUM_NEW)) for prompt in PROMPTS]
 
     async def is_swapped() -> bool:
-        return (await world.pool()).num_swapped_sequences > 0
+        return any(item.state is SequenceState.SWAPPED for item in engine.scheduler.waiting.sequences)
 
     await until(is_swapped)
     await world.stop_cache()

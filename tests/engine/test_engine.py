@@ -11,8 +11,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine_service.generation import FinishReason, Piece, Usage, coalesce
 from engine_service.kv_memory import KvMemory
+from engine_service.pieces import Piece, Usage, coalesce
+from engine_service.request import FinishReason
 from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
 from tests.support.odd_models import odd_model
 from tests.support.service_pair import Services, generate, services, toy_output

@@ -78,14 +78,23 @@ def test_continuations_of_a_whole_block_prompt_copy_nothing() -> None:
     assert request.num_copied_blocks == 0
 
 
-def test_a_refused_fork_is_tried_again() -> None:
+def test_whose_fork_is_refused_starts_by_itself() -> None:
     world = World(block_size=4)
-    world.cache.num_refused_forks_to_come = 5
+    world.cache.num_refused_forks_to_come = 1
     request = world.submit(make_request([1, 2, 0, 1, 2], 9, n=3))
     world.run()
     world.check_outputs()
     assert max(world.computed.values()) == 1
-    assert request.num_copied_blocks == 2
+    assert min(key[2] for key in world.computed if key[1] == 1) == 4, "all but the whole blocks of the prompt"
+    assert request.num_copied_blocks == 1
+    assert request.num_preemptions == 0
+
+
+def test_a_fork_computes_its_first_token_in_the_step_that_makes_it() -> None:
+    world = World()
+    request = world.submit(make_request([1, 2, 0, 1, 2], 6, n=3))
+    world.step()
+    assert set(world.step().sequences) == set(request.sequences)
 
 
 def test_continuations_whose_parent_ended_first_start_by_themselves() -> None:

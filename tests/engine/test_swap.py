@@ -1,27 +1,19 @@
 """Preemption by swap, the scheduler against the real core: who goes comes back to the token it was at, whatever goes wrong."""
 
 import dataclasses
-import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cache_service.types import StepReply
 from engine_service.plan import Plan
 from engine_service.preemption_cost import Preemption
 from engine_service.request import Request, RequestState, SequenceState
-from tests.support.core_cache import CoreCache
-from tests.support.scheduler_world import World, make_request
+from tests.support.scheduler_world import World, make_request, tiered
 
 AWAY = (SequenceState.LEAVING, SequenceState.SWAPPED, SequenceState.RETURNING)
 both = pytest.mark.parametrize("overlap", [False, True])
-
-
-def tiered(num_blocks: int = 8, block_size: int = 2, num_host_blocks: int = 40, **options: object) -> World:
-    return World(num_blocks, block_size, make_cache=CoreCache, num_host_blocks=num_host_blocks, **options)  # type: ignore[arg-type]
 
 
 def two(world: World, length: int = 3) -> tuple[Request, Request]:
@@ -240,48 +232,3 @@ def test_a_critical_one_gives_way_only_where_nothing_goes_on_otherwise(overlap: 
     world.run()
     world.check_outputs()
     assert [request.num_preemptions for request in pair] == [0, 1]
-
-
-@settings(max_examples=1500, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(12, 30),
-    block_size=st.integers(1, 4),
-    num_host_blocks=st.sampled_from([2, 5, 12, 60]),
-    overlap=st.booleans(),
-    requests=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3)), min_size=2, max_size=7),
-)
-def test_any_swaps_end_with_the_right_tokens(
-    seed: int,
-    num_blocks: int,
-    block_size: int,
-    num_host_blocks: int,
-    overlap: bool,
-    requests: list[tuple[int, int, int]],
-) -> None:
-    """With forks, stops, cancellations, late arrivals and failing transfers; the core is audited after every step."""
-    dice = random.Random(seed)
-    way = dice.choice(list(Preemption))
-    chunk_size = dice.choice([2, 64])
-    world = tiered(num_blocks, block_size, num_host_blocks, chunk_size=chunk_size, overlap=overlap, preemption=way)
-    world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
-    share = dice.choice([0, 0, 0.1])
-    world.fails = lambda order_id, kind: dice.random() < share
-    if guesses := not overlap and chunk_size == 64:
-        world.guess = lambda tokens, index: [dice.randrange(3) for _ in range(dice.randrange(4))]
-    for length, new, n in requests:
-        for _ in range(dice.choice([0, 0, 1, 3])):
-            world.step()
-        if length + new > world.limits.max_len:
-            continue
-        prompt = [dice.randrange(3) for _ in range(length)]
-        request = make_request(prompt, new, n, dice.choice([0, 0, 1, 1000]), look_up=dice.random() < 0.6)
-        world.submit(request)
-        for sequence in request.sequences:
-            if dice.random() < 0.2 and not guesses:
-                world.stop_after[sequence] = dice.randint(1, new)
-        if dice.random() < 0.25:
-            world.cancel(request, after=dice.randint(1, 20))
-    world.run()
-    world.check_outputs()
-    assert world.cache.manager.stats().num_held_host_blocks == 0

@@ -31,7 +31,7 @@ MODELS = (
 def test_logits_are_those_of_transformers(model: TinyModel, tmp_path: Path) -> None:
     folder, cases = build_model_folder(tmp_path, model), numerics_cases(4)
     reference = reference_logits(folder, cases)
-    loaded = load_transformers_model(folder, model.name, "float32", progress=False)
+    loaded = load_transformers_model(folder, model.name, "float32", device=torch.device("cpu"), progress=False)
     assert loaded.config.windows == ((8, 8) if model.name == "starcoder2" else (None, None))
     for chunk_size in (1, 7):
         assert reference.error(HandTables(loaded, 4).compute(cases, chunk_size)) <= reference.bound
@@ -72,7 +72,7 @@ def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedModelError, match=r"kvkeeper\[transformers\]"):
-        load_transformers_model(tmp_path, "opt", "auto", progress=False)
+        load_transformers_model(tmp_path, "opt", "auto", device=torch.device("cpu"), progress=False)
 
 
 def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:

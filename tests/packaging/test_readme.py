@@ -5,9 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from kvkeeper.service import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,6 +34,10 @@ def test_follow_one_request_names_code_that_exists() -> None:
     assert len(places) >= 10, "the path of a request has more stations than that"
     for file, name in places:
         assert name in definitions(ROOT / file), f"{file} has no {name}"
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
 def test_make_targets_exist() -> None:

@@ -13,7 +13,10 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from cache_service.arena.arena import ByteArray
+from cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
 from cache_service.config import CacheConfig
+from cache_service.registry import Pool
 from cache_service.server import RunningServer, start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
@@ -204,11 +207,24 @@ async def read_all(session: Session, sequence_id: int, **fields: object) -> np.n
     return np.stack(layers)
 
 
+class MemoryOf(SharedMemory):
+    """Memory whose arenas a test makes."""
+
+    def __init__(self, allocate: Callable[[int], SharedMemoryArena]) -> None:
+        self.allocate = allocate  # type: ignore[method-assign]
+
+
+def blocks_of(pool: Pool) -> ByteArray:
+    """[num_blocks, block_bytes], a view of a pool in shared memory."""
+    assert isinstance(pool.arena, SharedMemoryArena)
+    return pool.arena.blocks(pool.info.num_blocks, pool.info.block_bytes)
+
+
 @asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[Api]:
-    """A service on a Unix socket of its own. settings: fields of CacheConfig, and clock, allocate of start_server."""
+    """A service on a Unix socket of its own. settings: fields of CacheConfig, and clock, memory of start_server."""
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
-        extras = {name: settings.pop(name) for name in ("clock", "allocate") if name in settings}
+        extras = {name: settings.pop(name) for name in ("clock", "memory") if name in settings}
         defaults: dict[str, Any] = {"listen": f"unix:{folder}/s", "pool_memory": 64 << 10, "drain_timeout": 0}
         server = await start_server(CacheConfig(runtime_dir=Path(folder) / "run", **defaults | settings), **extras)
         try:

@@ -178,6 +178,9 @@ class NaiveCache:
 
     def _reserve(self, item: int, sequence_id: int, least: int, most: int, starved: bool, answer: FakeAnswer) -> bool:
         """Whether later items may have new blocks."""
+        if sequence_id not in self.sequences:  # a child whose fork was refused
+            answer.reserve_reserved.append(0)
+            return not starved
         sequence = self.sequences[sequence_id]
         assert sequence.table is not None
         assert least <= most <= sequence.max_len

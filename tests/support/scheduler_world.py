@@ -248,3 +248,8 @@ class World:
                 writes[slot] = tokens[: position + 1]
                 self.computed[sequence.request.arrival, sequence.index, position] += 1
         self.memory |= writes
+
+
+def tiered(num_blocks: int = 8, block_size: int = 2, num_host_blocks: int = 40, **options: Any) -> World:
+    """A world on the real core with a host tier."""
+    return World(num_blocks, block_size, make_cache=CoreCache, num_host_blocks=num_host_blocks, **options)

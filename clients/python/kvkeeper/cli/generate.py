@@ -35,6 +35,13 @@ def utf8(text: str) -> str:
     return text
 
 
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = utf8(text).partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"KEY=VALUE, not {text!r}")
+    return key, value
+
+
 _SAMPLING_FLAGS = {
     "max_tokens": (_whole, "most new tokens per continuation (default: 256, or what fits)"),
     "temperature": (float, "0 is greedy (default: 0.7)"),
@@ -55,6 +62,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--n", type=_whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)"
     )
+    parser.add_argument(
+        "--best-of", type=_whole, metavar="X", help="compute so many and show the N likeliest, all at the end (default: N)"
+    )
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -65,6 +75,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that it belongs to")
+    parser.add_argument(
+        "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
+    )
     add_engine_flag(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
@@ -100,6 +114,7 @@ class _Printer:
         self.texts = [""] * num_continuations
         self.token_ids: list[list[int]] = [[] for _ in range(num_continuations)]
         self.reasons: list[str | None] = [None] * num_continuations
+        self.cumulative_logprobs: list[float | None] = [None] * num_continuations
         self._quiet = quiet
         self._shown = 0  # the continuation that is being printed
         self._num_printed: int | None = None  # characters of it; None before its heading
@@ -108,6 +123,7 @@ class _Printer:
         self.texts[piece.index] += piece.text
         self.token_ids[piece.index] += piece.token_ids
         self.reasons[piece.index] = piece.finish_reason or self.reasons[piece.index]
+        self.cumulative_logprobs[piece.index] = piece.cumulative_logprob
         self._print_on()
         while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
             self._shown += 1
@@ -154,24 +170,27 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
     chosen["stop"] = tuple(args.stop)
     return GenerateOptions(
         n=args.n,
+        best_of=args.best_of,
         priority=args.priority,
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,
         skip_look_up=args.skip_look_up,
+        session_id=args.session_id,
+        metadata=dict(args.metadata),
         sampling=Sampling(**chosen),
     )
 
 
 def _report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: _Printer) -> dict[str, object]:
-    continuations = zip(printer.texts, printer.token_ids, printer.reasons, strict=True)
+    continuations = zip(printer.texts, printer.token_ids, printer.reasons, printer.cumulative_logprobs, strict=True)
     return {
         "request_id": request_id,
         **asdict(usage),
         "time_to_first_token_ms": None if first_ms is None else round(first_ms, 3),
         "total_ms": round(total_ms, 3),
         "continuations": [
-            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason}
-            for index, (text, token_ids, reason) in enumerate(continuations)
+            {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason, "cumulative_logprob": logprob}
+            for index, (text, token_ids, reason, logprob) in enumerate(continuations)
         ],
     }
 

@@ -64,7 +64,7 @@ def _cache(address: str) -> tuple[str, str]:
 def _engine(address: str) -> tuple[str, str]:
     with EngineClient(address, OPTIONS) as client:
         model = client.model()
-    return "", model_line(model)
+    return model.version, model_line(model)
 
 
 def pool_line(pool: cache_pb.PoolInfo) -> str:

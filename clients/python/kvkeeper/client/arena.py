@@ -1,67 +1,133 @@
-"""Attaching to a pool's memory: the attach socket hands over a memfd, and one of the host tier where there is one.
+"""Attaching to a pool's memory: the attach socket hands over a memfd or a CUDA IPC handle, and a memfd of the host tier.
 
 The connection stays open for as long as the memory is mapped, because the service takes its end as the end of the
-mapping and may then hand the blocks to somebody else. A token is good for one attach. No error names a path.
+mapping and may then hand the blocks to somebody else. A token is good for one attach. No error names a path or a handle.
 """
 
 import contextlib
+import gc
 import json
 import mmap
 import os
 import socket
+import weakref
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.cuda.handle import KIND as CUDA_KIND
+from kvkeeper.cuda.handle import handle_of
+from kvkeeper.cuda.imported import ImportedArena
+from kvkeeper.cuda.runtime import CudaError, cuda_runtime
 
 _MAX_REPLY_BYTES = 4096
+
+
+class DeviceBytes:
+    """An arena in CUDA memory for whoever takes __cuda_array_interface__, such as torch.as_tensor, which keeps this alive."""
+
+    def __init__(self, imported: ImportedArena) -> None:
+        self.pointer, self.num_bytes, self.device = imported.pointer, imported.num_bytes, imported.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """All bytes [num_bytes], writable."""
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
 
 
 class Arena:
     """Memory of a pool, shared with the cache service and with every engine attached to it."""
 
-    def __init__(self, memory: mmap.mmap, connection: socket.socket, host_memory: mmap.mmap | None = None) -> None:
-        self._memories = [memory] if host_memory is None else [memory, host_memory]
+    def __init__(
+        self,
+        connection: socket.socket,
+        memory: mmap.mmap | None,
+        host_memory: mmap.mmap | None,
+        imported: ImportedArena | None = None,
+    ) -> None:
+        """Of memory and imported there is one."""
         self._connection = connection
-        self._arrays: list[npt.NDArray[np.uint8]] = _views(self._memories)
+        self._memories = {name: part for name, part in (("array", memory), ("host_array", host_memory)) if part is not None}
+        self._arrays = _views(self._memories)
+        self._imported = imported
+        self._pinned: int | None = None
+        self._lent: weakref.WeakSet[DeviceBytes] = weakref.WeakSet()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether device_bytes() is what there is, and not array."""
+        return self._imported is not None
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes [arena_bytes], writable."""
-        return self._part(0)
+        """All bytes [arena_bytes], writable; of a pool in the host's memory."""
+        self._require_open()
+        if self._imported is not None:
+            raise ValueError("the arena is in CUDA memory, see device_bytes")
+        return self._arrays["array"]
+
+    def device_bytes(self) -> DeviceBytes:
+        """All bytes [arena_bytes], writable; of a pool in CUDA memory. The arena cannot be closed while what it gave lives."""
+        self._require_open()
+        if self._imported is None:
+            raise ValueError("the arena is in the host's memory, see array")
+        lent = DeviceBytes(self._imported)
+        self._lent.add(lent)
+        return lent
 
     @property
     def host_array(self) -> npt.NDArray[np.uint8]:
         """All bytes of the host tier [host_arena_bytes], writable; none where there is no host tier."""
-        return self._part(1) if len(self._memories) > 1 else np.empty(0, np.uint8)
+        self._require_open()
+        return self._arrays.get("host_array", np.empty(0, np.uint8))
 
-    def _part(self, which: int) -> npt.NDArray[np.uint8]:
-        if not self._arrays:
+    def pin_hosts(self) -> None:
+        """Pin the host tier in this process, so that copies to and from the device take its pages as they are.
+
+        Where the system refuses, copies are slower and nothing else. Does nothing for a pool in the host's memory.
+        """
+        if self._imported is not None and self._pinned is None and (hosts := self.host_array).size:
+            with contextlib.suppress(CudaError):
+                cuda_runtime().register_host(self._imported.device, hosts.ctypes.data, hosts.nbytes)
+                self._pinned = hosts.ctypes.data
+
+    def _require_open(self) -> None:
+        if self._connection.fileno() == -1:
             raise ValueError("the arena is closed")
-        return self._arrays[which]
 
     def close(self) -> None:
         """Unmap, then let the service know. Idempotent.
 
-        Raises BufferError, and stays attached, while a view of the array lives: its memory could be written still.
+        Raises BufferError, and stays attached, while a view of the memory lives: it could be written still.
         """
         if self._connection.fileno() == -1:
             return
-        self._arrays = []
+        if self._lent:
+            gc.collect()  # a cycle may keep it alive
+        if self._lent:
+            raise BufferError("what device_bytes gave is still in use")
+        if self._pinned is not None and self._imported is not None:
+            with contextlib.suppress(CudaError):
+                cuda_runtime().unregister_host(self._imported.device, self._pinned)
+            self._pinned = None
+        self._arrays = {}
         try:
-            for memory in self._memories[::-1]:
-                memory.close()
-                self._memories.pop()
+            for name in reversed(list(self._memories)):
+                self._memories[name].close()
+                del self._memories[name]
         except BufferError:
             self._arrays = _views(self._memories)
             raise
+        if self._imported is not None:
+            with contextlib.suppress(CudaError):  # a device that is lost has unmapped it
+                self._imported.close()
         self._connection.close()
 
 
-def _views(memories: list[mmap.mmap]) -> list[npt.NDArray[np.uint8]]:
-    return [np.frombuffer(memory, np.uint8) for memory in memories]
+def _views(memories: dict[str, mmap.mmap]) -> dict[str, npt.NDArray[np.uint8]]:
+    return {name: np.frombuffer(memory, np.uint8) for name, memory in memories.items()}
 
 
 def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0) -> Arena:
@@ -71,9 +137,9 @@ def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_ho
         connection.settimeout(timeout_s)
         connection.connect(path)
         connection.sendall(token.encode() + b"\n")
-        memories = _receive_memory(connection, [num_bytes, num_host_bytes] if num_host_bytes else [num_bytes])
+        arena = _receive_arena(connection, num_bytes, num_host_bytes)
         connection.settimeout(None)
-        return Arena(memories[0], connection, *memories[1:])
+        return arena
     except TimeoutError:
         connection.close()
         raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="the attach socket did not answer in time") from None
@@ -87,23 +153,38 @@ def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_ho
         raise
 
 
-def _receive_memory(connection: socket.socket, sizes: list[int]) -> list[mmap.mmap]:
+def _receive_arena(connection: socket.socket, num_bytes: int, num_host_bytes: int) -> Arena:
     line, descriptors = _receive_line(connection)
     try:
         reply = _parse(line)
         if "error" in reply:
             raise KvkeeperError(grpc.StatusCode.PERMISSION_DENIED, message=f"attach refused: {reply['error']}")
-        if reply.get("kind") != "memfd" or len(descriptors) != len(sizes):
-            raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps a memfd arena only")
-        # The size of the file counts, not what the line says: a map past its end is a SIGBUS later.
-        told = [reply.get("num_bytes"), reply.get("num_host_bytes")][: len(sizes)]
+        is_on_device = reply.get("kind") == CUDA_KIND
+        sizes = ([] if is_on_device else [num_bytes]) + ([num_host_bytes] if num_host_bytes else [])
+        if not (is_on_device or reply.get("kind") == "memfd") or len(descriptors) != len(sizes):
+            raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA IPC arenas only")
+        told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
+        # The size of a file counts, not what the line says: a map past its end is a SIGBUS later.
         pairs = list(zip(descriptors, sizes, strict=True))
-        if told != sizes or any(os.fstat(descriptor).st_size < num_bytes for descriptor, num_bytes in pairs):
+        if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
             raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
-        return [mmap.mmap(descriptor, num_bytes) for descriptor, num_bytes in pairs]
+        memories = [mmap.mmap(descriptor, size) for descriptor, size in pairs]
+        memory = None if is_on_device else memories.pop(0)
+        return Arena(connection, memory, memories[0] if memories else None, _import(reply) if is_on_device else None)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _import(reply: dict[str, object]) -> ImportedArena:
+    try:
+        return ImportedArena(cuda_runtime(), handle_of(reply))
+    except ValueError as error:
+        raise KvkeeperError(grpc.StatusCode.INTERNAL, message=f"the attach socket answered a wrong {error}") from None
+    except CudaError as error:
+        raise KvkeeperError(
+            grpc.StatusCode.FAILED_PRECONDITION, message=f"the pool's CUDA memory cannot be mapped: {error}"
+        ) from None
 
 
 def _receive_line(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -19,6 +19,7 @@ from kvkeeper.client.engine_calls import (
     Usage,
     generate_request,
     get_request,
+    list_page,
     piece_of,
     result_of,
     stream_options,
@@ -102,12 +103,12 @@ class EngineClient:
     def stats(self) -> pb.GetStatsResponse:
         return self._call("GetStats", pb.GetStatsRequest())
 
-    def list_requests(self) -> tuple[pb.RequestInfo, ...]:
-        """Requests that wait or run, in order of arrival."""
+    def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
         rows: list[pb.RequestInfo] = []
         page_token = ""
         while True:
-            page = self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            page = self._call("ListRequests", list_page(session_id, page_token))
             rows += page.requests
             page_token = page.next_page_token
             if not page_token:
@@ -231,12 +232,12 @@ class AsyncEngineClient:
     async def stats(self) -> pb.GetStatsResponse:
         return await self._call("GetStats", pb.GetStatsRequest())
 
-    async def list_requests(self) -> tuple[pb.RequestInfo, ...]:
-        """Requests that wait or run, in order of arrival."""
+    async def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
         rows: list[pb.RequestInfo] = []
         page_token = ""
         while True:
-            page = await self._call("ListRequests", pb.ListRequestsRequest(page_size=1000, page_token=page_token))
+            page = await self._call("ListRequests", list_page(session_id, page_token))
             rows += page.requests
             page_token = page.next_page_token
             if not page_token:

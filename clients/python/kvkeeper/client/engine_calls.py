@@ -34,6 +34,7 @@ class Piece:
     """A piece of one continuation. finish_reason is set on its last piece.
 
     logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first piece.
+    cumulative_logprob: sum of its tokens' log probabilities, in the last piece of a continuation of best_of or beam search.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Piece:
     finish_reason: str | None  # a name of FinishReason without its prefix, in lower case
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Result:
     outputs: tuple[Piece, ...]
     usage: Usage | None
     error: tuple[str, str] | None
+    session_id: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_ended(self) -> bool:
@@ -101,15 +105,19 @@ class Result:
 class GenerateOptions:
     """What a request asks for beside its prompt and sampling.
 
+    session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
 
     n: int | None = None
+    best_of: int | None = None
     request_id: str = ""
     priority: int = 0
     timeout_ms: int | None = None
     tenant: str = ""
     skip_look_up: bool = False
+    session_id: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
     resubmit_s: float = 0.0
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -125,10 +133,13 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         request_id=options.request_id,
         sampling=pb.SamplingParams(**sampling),
         n=options.n,
+        best_of=options.best_of,
         priority=options.priority,
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,
         skip_look_up=options.skip_look_up,
+        session_id=options.session_id,
+        metadata=options.metadata,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -155,6 +166,10 @@ def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetR
     return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
 
 
+def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
+    return pb.ListRequestsRequest(page_size=1000, page_token=page_token, session_id=session_id)
+
+
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
     """The deadline of a Generate: that of the request and a little more."""
     timeout_s = (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1000 + _SLACK_S
@@ -170,6 +185,7 @@ def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> Piece:
         None if reason == "unspecified" else reason,
         tuple(map(_logprobs_of, message.logprobs)),
         tuple(map(_logprobs_of, message.prompt_logprobs)),
+        message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 
@@ -185,6 +201,8 @@ def result_of(message: pb.GetRequestResponse) -> Result:
         outputs=tuple(map(piece_of, message.outputs)),
         usage=usage_of(message),
         error=(message.error.reason, message.error.message) if message.HasField("error") else None,
+        session_id=message.request.session_id,
+        metadata=dict(message.request.metadata),
     )
 
 

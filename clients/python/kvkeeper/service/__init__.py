@@ -4,3 +4,5 @@ Flags over environment over defaults into one frozen config; listen addresses wi
 door that turns exceptions into google.rpc.Status; start and drain of a grpc.aio server with health and reflection. Knows no
 service: each brings its own config fields, methods, error classes and codes.
 """
+
+VERSION = "0.1.0"  # of the package; pyproject.toml says the same

@@ -1,8 +1,8 @@
 """Flags over environment over defaults, into one frozen config.
 
 A service brings a dataclass that checks its own values, and a parser and a help text for each field; how they are read and told
-is here. A wrong value is a ConfigError of one line that names the flag. Does not look at the machine: whether memory, a model
-or an address can be had is found out at start.
+is here. A wrong value is a ConfigError of one line that names the flag or the variable. Does not look at the machine: whether
+memory, a model or an address can be had is found out at start.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
 
 
 class ConfigError(ValueError):
-    """The service was asked for something it refuses to start with. One line, names the flag."""
+    """The service was asked for something it refuses to start with. One line, names the flag or the variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,20 @@ class ConfigSource(Generic[C]):
     def load(self, argv: Sequence[str], environ: Mapping[str, str]) -> C:
         """Raises ConfigError; --help and unknown flags end in argparse's SystemExit."""
         values: dict[str, Any] = {}
+        variables: dict[str, str] = {}  # by the flag that each stands for
         for name in self.parsers:
             variable = self.environment_prefix + name.upper()
             if text := environ.get(variable):
                 values[name] = self._parsed(variable, name, text)
+                variables[flag(name)] = variable
         for name, given in vars(self._parser().parse_args(argv)).items():
             if given is not None:
                 values[name] = given if isinstance(given, bool) else self._parsed(flag(name), name, given)
-        return self.config(**values)
+                variables.pop(flag(name), None)
+        try:
+            return self.config(**values)
+        except ConfigError as error:  # it knows fields alone: whoever set a variable is told of the variable
+            raise ConfigError(re.sub(r"--[a-z-]+", lambda at: variables.get(at[0], at[0]), str(error))) from None
 
     def _parsed(self, source: str, name: str, text: str) -> Any:
         parse = self.parsers[name]

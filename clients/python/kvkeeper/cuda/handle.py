@@ -1,0 +1,54 @@
+"""ArenaHandle: how an arena in CUDA memory is named to another process, as the attach socket hands it over."""
+
+import re
+from dataclasses import dataclass
+
+from kvkeeper.cuda.runtime import HANDLE_BYTES
+
+KIND = "cuda_ipc"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ArenaHandle:
+    """A secret: whoever holds it can read and write the arena. So it has no repr, and goes nowhere but that socket.
+
+    Attributes:
+        device_uuid: 32 hexadecimal digits; devices have other indices in other processes.
+        ipc_handle: [HANDLE_BYTES]
+        offset: of the arena in the allocation that the handle opens.
+        num_bytes: of the arena.
+        generation: of the arena in its service: an allocation at the same address as one that was freed is another one.
+    """
+
+    device_uuid: str
+    ipc_handle: bytes
+    offset: int
+    num_bytes: int
+    generation: int
+
+    def as_fields(self) -> dict[str, object]:
+        """The attach socket's line, as values of JSON."""
+        return {
+            "kind": KIND,
+            "device_uuid": self.device_uuid,
+            "ipc_handle": self.ipc_handle.hex(),
+            "offset": self.offset,
+            "num_bytes": self.num_bytes,
+            "generation": self.generation,
+        }
+
+
+def handle_of(fields: dict[str, object]) -> ArenaHandle:
+    """Raises ValueError for fields that as_fields does not make."""
+    uuid, handle = fields.get("device_uuid"), fields.get("ipc_handle")
+    if not isinstance(uuid, str) or re.fullmatch(r"[0-9a-f]{32}", uuid) is None:
+        raise ValueError("device_uuid")
+    if not isinstance(handle, str) or re.fullmatch(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}", handle) is None:
+        raise ValueError("ipc_handle")
+    counts = []
+    for name in ("offset", "num_bytes", "generation"):
+        count = fields.get(name)
+        if type(count) is not int or not 0 <= count < 1 << 62:
+            raise ValueError(name)
+        counts.append(count)
+    return ArenaHandle(uuid, bytes.fromhex(handle), *counts)

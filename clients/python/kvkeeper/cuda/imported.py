@@ -1,0 +1,57 @@
+"""imported: the arenas of other processes that this one has opened, each once.
+
+The driver maps an allocation once per process, however often its handle is opened, and one close may end it for all who
+opened it (seen and recorded by LMCache). So opens are counted here, and the last one to close unmaps. What is mapped keeps the
+device memory alive, also when the process that allocated it has died.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from kvkeeper.cuda.handle import ArenaHandle
+from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+
+
+@dataclass(slots=True)
+class _Mapping:
+    device: int
+    base: int
+    num_users: int = 0
+
+
+_mappings: dict[tuple[str, bytes, int], _Mapping] = {}  # by device, handle and generation
+_lock = threading.Lock()
+
+
+class ImportedArena:
+    """An arena of another process. pointer is where it begins here, device the index of the device that it is on."""
+
+    def __init__(self, runtime: CudaRuntime, handle: ArenaHandle) -> None:
+        """Raises CudaError, for a device that this process does not see too."""
+        uuids = runtime.device_uuids()
+        if handle.device_uuid not in uuids:
+            raise CudaError("device_uuids", "the pool's device is not visible to this process")
+        self.device, self.num_bytes = uuids.index(handle.device_uuid), handle.num_bytes
+        self._runtime, self._key = runtime, (handle.device_uuid, handle.ipc_handle, handle.generation)
+        self._is_open = True
+        with _lock:
+            mapping = _mappings.get(self._key)
+            if mapping is None:
+                mapping = _Mapping(self.device, runtime.open(self.device, handle.ipc_handle))
+                _mappings[self._key] = mapping
+            mapping.num_users += 1
+        self.pointer = mapping.base + handle.offset
+
+    def close(self) -> None:
+        """Wait for this process's work on the device, then unmap if nobody else here uses it. Idempotent. Raises CudaError."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with _lock:
+            mapping = _mappings[self._key]
+            mapping.num_users -= 1
+            if mapping.num_users:
+                return
+            del _mappings[self._key]
+            self._runtime.synchronize(mapping.device)
+            self._runtime.close(mapping.device, mapping.base)

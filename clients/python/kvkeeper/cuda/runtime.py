@@ -1,0 +1,161 @@
+"""CudaRuntime: the few calls of the CUDA runtime that kvkeeper makes, each raising CudaError.
+
+One door to cuda-bindings, NVIDIA's own package, which is imported with the first call: nothing here is needed on a machine
+without a GPU. Pointers are plain integers. The runtime keeps a current device per thread, so that every call names its device
+and makes it current first; the first one creates the process's context on it, which itself takes some hundred megabytes of
+device memory. Tests put another implementation in its place.
+"""
+
+import threading
+from types import ModuleType
+from typing import Any, Protocol
+
+HANDLE_BYTES = 64
+_EXTRA = "pip install 'kvkeeper[cuda]'"
+
+
+class CudaError(Exception):
+    """A call of the CUDA runtime failed. call is its name, name the error's; neither text tells addresses or handles."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.call, self.name = call, name
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.name == "cudaErrorMemoryAllocation"
+
+
+class CudaRuntime(Protocol):
+    """All raise CudaError. Sizes are bytes, a device is an index of this process's visible ones."""
+
+    def device_uuids(self) -> list[str]:
+        """The visible devices, 32 hexadecimal digits each."""
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        """An allocation of its own, so that what a handle of it shows is nothing else."""
+
+    def free(self, device: int, pointer: int) -> None: ...
+
+    def clear(self, device: int, pointer: int, num_bytes: int) -> None:
+        """Zeros; done when it returns."""
+
+    def export(self, device: int, pointer: int) -> tuple[bytes, int]:
+        """An allocation's handle [HANDLE_BYTES] for other processes, and where in what they open the pointer lies."""
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Where another process's allocation begins in this one. Once per process and handle; see imported."""
+
+    def close(self, device: int, base: int) -> None:
+        """Undo open."""
+
+    def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
+        """Between any two of device, imported and host memory, within them too where they do not overlap; done on return."""
+
+    def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
+        """Pin host memory that is mapped here, for every device: copies to and from it then run at the bus's speed."""
+
+    def unregister_host(self, device: int, pointer: int) -> None: ...
+
+    def free_bytes(self, device: int) -> int:
+        """Device memory that can be had now."""
+
+    def synchronize(self, device: int) -> None:
+        """Until all work of this process on the device is done."""
+
+
+class BoundRuntime:
+    """CudaRuntime on cuda-bindings."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._driver: ModuleType | None = None
+        self._runtime: ModuleType | None = None
+
+    def device_uuids(self) -> list[str]:
+        runtime = self._load()
+        count = self._call("cudaGetDeviceCount")
+        properties = [self._call("cudaGetDeviceProperties", device) for device in range(count)]
+        assert runtime is not None
+        return [bytes(shown.uuid.bytes).hex() for shown in properties]
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        return int(self._on(device, "cudaMalloc", num_bytes))
+
+    def free(self, device: int, pointer: int) -> None:
+        self._on(device, "cudaFree", pointer)
+
+    def clear(self, device: int, pointer: int, num_bytes: int) -> None:
+        self._on(device, "cudaMemset", pointer, 0, num_bytes)
+        self.synchronize(device)  # a memset of device memory returns before it is done
+
+    def export(self, device: int, pointer: int) -> tuple[bytes, int]:
+        handle = self._on(device, "cudaIpcGetMemHandle", pointer)
+        assert self._driver is not None
+        result, base, _ = self._driver.cuMemGetAddressRange(pointer)
+        if int(result):
+            raise CudaError("cuMemGetAddressRange", result.name)
+        return bytes(handle.reserved), pointer - int(base)
+
+    def open(self, device: int, handle: bytes) -> int:
+        runtime = self._load()
+        opaque = runtime.cudaIpcMemHandle_t()
+        opaque.reserved = handle
+        return int(self._on(device, "cudaIpcOpenMemHandle", opaque, runtime.cudaIpcMemLazyEnablePeerAccess))
+
+    def close(self, device: int, base: int) -> None:
+        self._on(device, "cudaIpcCloseMemHandle", base)
+
+    def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
+        kind = self._load().cudaMemcpyKind.cudaMemcpyDefault  # pointers say themselves what they point to
+        self._on(device, "cudaMemcpy", destination, source, num_bytes, kind)
+        self.synchronize(device)  # a copy within the device returns before it is done
+
+    def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
+        self._on(device, "cudaHostRegister", pointer, num_bytes, self._load().cudaHostRegisterPortable)
+
+    def unregister_host(self, device: int, pointer: int) -> None:
+        self._on(device, "cudaHostUnregister", pointer)
+
+    def free_bytes(self, device: int) -> int:
+        free, _ = self._on(device, "cudaMemGetInfo")
+        return int(free)
+
+    def synchronize(self, device: int) -> None:
+        self._on(device, "cudaDeviceSynchronize")
+
+    def _on(self, device: int, call: str, *arguments: Any) -> Any:
+        self._load()
+        self._call("cudaSetDevice", device)
+        return self._call(call, *arguments)
+
+    def _call(self, call: str, *arguments: Any) -> Any:
+        """What the call answers behind its error code: nothing, one value, or a tuple."""
+        error, *values = getattr(self._runtime, call)(*arguments)
+        if int(error):
+            raise CudaError(call, error.name)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _load(self) -> ModuleType:
+        with self._lock:
+            if self._runtime is None:
+                try:
+                    from cuda.bindings import driver, runtime
+                except ImportError:
+                    raise CudaError("import", f"cuda-bindings is not installed; {_EXTRA}") from None
+                self._driver, self._runtime = driver, runtime
+            return self._runtime
+
+
+_bound: CudaRuntime = BoundRuntime()
+
+
+def cuda_runtime() -> CudaRuntime:
+    """The process's runtime."""
+    return _bound
+
+
+def use_runtime(runtime: CudaRuntime) -> None:
+    """Put another one in its place, before the first use; for tests."""
+    global _bound
+    _bound = runtime

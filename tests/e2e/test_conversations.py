@@ -1,0 +1,59 @@
+"""Conversations and metadata: told back with the request, listed by, and logged as far as they may be."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvkeeper.client import GenerateOptions, KvkeeperError
+from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.service_pair import GREEDY, Services, generate, until
+
+TAGS = {"user": "ada", "trace": "é" * 256}
+
+
+async def test_requests_are_listed_by_conversation(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine()
+    client = await world.client(engine)
+    crowd = [
+        asyncio.create_task(generate(client, [GATE_TOKEN], request_id=f"r{place}", session_id=talk, metadata=TAGS))
+        for place, talk in enumerate(["one", "two", "one", ""])
+    ]
+
+    async def all_there() -> bool:
+        return len(await client.list_requests()) == 4
+
+    await until(all_there)
+    found = await client.list_requests("one")
+    assert {row.request_id for row in found} == {"r0", "r2"}
+    assert all((row.session_id, dict(row.metadata)) == ("one", TAGS) for row in found)
+    assert [row.request_id for row in await client.list_requests("two")] == ["r1"]
+    assert await client.list_requests("none") == ()
+    gate.set()
+    await asyncio.gather(*crowd)
+
+
+async def test_a_submitted_request_tells_them_back(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    await client.submit([1, 2, 3], GenerateOptions(request_id="mine", session_id="talk", metadata=TAGS, sampling=GREEDY))
+    found = await client.result("mine", wait_s=20)
+    assert (found.state, found.session_id, found.metadata) == ("completed", "talk", TAGS)
+
+
+async def test_the_log_tells_each_end_once_and_never_metadata(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine(odd_model()))
+    with capture_logs() as lines:
+        good = await generate(client, [1, 2, 3], request_id="good", session_id="talk", metadata=TAGS)
+        with pytest.raises(KvkeeperError):
+            await generate(client, [NAN_TOKEN], request_id="bad", metadata=TAGS)
+    ends = {line["request_id"]: line for line in lines if line["event"] == "request_ended"}
+    assert len([line for line in lines if line["event"] == "request_ended"]) == len(ends) == 2
+    assert (ends["good"]["session_id"], ends["good"]["state"], ends["good"]["new_tokens"]) == ("talk", "completed", 8)
+    assert ends["good"]["seconds"] > 0
+    assert ("session_id" in ends["bad"], ends["bad"]["reason"]) == (False, "REQUEST_FAILED")
+    assert good.usage.new_tokens == 8
+    assert "ada" not in str(lines)
+    assert "token_ids" not in str(lines)

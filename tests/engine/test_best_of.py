@@ -1,0 +1,103 @@
+"""Best of several continuations: who is told, in what order, and that nothing is told before the end."""
+
+import numpy as np
+import pytest
+
+from engine_service.best_of import BestOf, rank
+from engine_service.generation import Generation, StopRules
+from engine_service.logprobs import TokenLogprobs
+from engine_service.pieces import Piece, coalesce
+from engine_service.request import FinishReason, Request, RequestState
+from engine_service.sampler import GREEDY
+
+EOS = 9
+
+
+class Letters:
+    """Text of a token is its number; what is odd comes one token late."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        text, self.held = (self.held, str(token_id)) if token_id % 2 else (self.held + str(token_id), "")
+        return text, False
+
+    def flush(self) -> str:
+        return self.held
+
+
+def make(n: int, best_of: int, max_tokens: int, num_logprobs: int | None = None) -> tuple[Generation, list[Piece]]:
+    told: list[Piece] = []
+    request = Request("r", np.arange(3, dtype=np.int32), max_tokens, n=best_of)
+    outputs = [Letters() for _ in range(best_of)]
+    stop = StopRules(frozenset({EOS}))
+    generation = Generation(
+        request, GREEDY, 0, stop, outputs, told.append, num_logprobs=num_logprobs, best_of=BestOf(n)  # type: ignore[arg-type]
+    )  # fmt: skip
+    return generation, told
+
+
+def of(token_id: int, logprob: float) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, 1, (), ())
+
+
+def take(generation: Generation, index: int, *tokens: tuple[int, float]) -> None:
+    for token_id, logprob in tokens:
+        generation.take(index, token_id, of(token_id, logprob))
+    generation.deliver()
+
+
+def test_ranked_by_the_mean_and_not_by_the_sum() -> None:
+    assert rank({0: [-1.0], 1: [-0.6, -0.6], 2: [-0.1, -3.0]}, 3) == [1, 0, 2]
+    assert rank({0: [-1.0], 1: [-1.0], 2: [-0.5]}, 2) == [2, 0], "of equals the first"
+    assert rank({0: [], 1: [-50.0]}, 2) == [1, 0], "without a token is last"
+
+
+def test_told_at_the_end_by_rank_and_all_are_counted() -> None:
+    generation, told = make(n=2, best_of=3, max_tokens=3)
+    take(generation, 0, (2, -1.0), (3, -1.0), (4, -1.0))
+    take(generation, 2, (5, -0.1), (EOS, -0.2))
+    assert told == []
+    assert generation.is_open
+    take(generation, 1, (6, -0.5), (7, -0.5), (8, -0.8))
+    assert [(piece.index, piece.token_ids, piece.text) for piece in told] == [(0, (5,), "5"), (1, (6, 7, 8), "678")]
+    assert [piece.finish_reason for piece in told] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
+    assert [piece.cumulative_logprob for piece in told] == pytest.approx([-0.3, -1.8]), "what ended it was drawn as well"
+    assert told[0].usage is None
+    assert told[1].usage is not None
+    assert told[1].usage.new_tokens == 7
+    assert generation.state is RequestState.COMPLETED
+    assert not any(piece.logprobs for piece in told), "not asked for"
+
+
+def test_log_probabilities_are_told_where_they_are_asked_for() -> None:
+    generation, told = make(n=1, best_of=2, max_tokens=2, num_logprobs=0)
+    take(generation, 0, (2, -1.0), (3, -1.0))
+    take(generation, 1, (4, -0.25), (6, -0.5))
+    assert [(one.token_id, one.logprob) for one in told[0].logprobs] == [(4, -0.25), (6, -0.5)]
+
+
+@pytest.mark.parametrize(("asked", "drawn"), [(None, 0), (3, 3)])
+def test_the_sampler_is_asked_for_what_ranking_needs(asked: int | None, drawn: int) -> None:
+    generation, _ = make(n=1, best_of=2, max_tokens=2, num_logprobs=asked)
+    assert generation.sampling_row(0, np.arange(3, dtype=np.int32)).num_logprobs == drawn
+    generation.best_of = None
+    assert generation.sampling_row(0, np.arange(3, dtype=np.int32)).num_logprobs == asked
+
+
+def test_cancelled_it_tells_as_many_as_promised_as_far_as_they_came() -> None:
+    generation, told = make(n=2, best_of=3, max_tokens=5)
+    take(generation, 1, (2, -1.0))
+    generation.cancel()
+    assert [(piece.index, piece.token_ids, piece.finish_reason) for piece in told] == [
+        (0, (2,), FinishReason.CANCELLED),
+        (1, (), FinishReason.CANCELLED),
+    ]
+    assert told[-1].usage is not None
+    assert generation.state is RequestState.CANCELLED
+
+
+def test_joined_pieces_keep_everything() -> None:
+    pieces = [Piece(0, "a", (1,)), Piece(0, "b", (2,)), Piece(1, "c", (3,)), Piece(0, "d", (4,), cumulative_logprob=-1.0)]
+    assert coalesce(pieces) == [Piece(0, "ab", (1, 2)), Piece(1, "c", (3,)), pieces[3]]

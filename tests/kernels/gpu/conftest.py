@@ -1,0 +1,33 @@
+"""Run the Triton kernels in Triton's interpreter.
+
+Triton reads the switch where a function is decorated, its own library's included. So Triton and the kernels are imported
+here, with the switch on, before any test runs; for everything else in this process and its children it is off.
+"""
+
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels.gpu
+
+_SWITCH = "TRITON_INTERPRET"
+
+assert "triton" not in sys.modules, "a test module imports triton before its interpreter is switched on"
+_before = os.environ.get(_SWITCH)
+os.environ[_SWITCH] = "1"
+try:
+    for module in pkgutil.iter_modules([str(Path(kernels.gpu.__file__).parent)]):
+        importlib.import_module(f"kernels.gpu.{module.name}")
+finally:
+    del os.environ[_SWITCH]
+    if _before is not None:
+        os.environ[_SWITCH] = _before
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    monkeypatch.setenv(_SWITCH, "1")

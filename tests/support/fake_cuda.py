@@ -1,0 +1,110 @@
+"""FakeCuda: the CUDA runtime as several processes see it, on files: what one allocates, another opens by its handle.
+
+One object is one process. It keeps the rules that a device has and that are easily broken: an allocation cannot be opened where
+it was made, is mapped once per process however often it is opened, one close ends that, and what was freed cannot be opened
+any more, while whoever has it mapped still has its bytes.
+"""
+
+import ctypes
+import itertools
+import mmap
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvkeeper.cuda.runtime import HANDLE_BYTES, CudaError
+
+DEVICE = "ab" * 16
+_OFFSET = 512  # of an allocation in what its handle opens
+
+
+@dataclass(slots=True)
+class FakeCuda:
+    """Device 0 is called DEVICE. folder: the device's memory; capacity: bytes of it that this process may take."""
+
+    folder: Path
+    name: str
+    capacity: int = 1 << 40
+    uuids: tuple[str, ...] = (DEVICE,)
+    can_pin: bool = True
+    pinned: set[int] = field(default_factory=set)
+    made: dict[int, tuple[Path, mmap.mmap, int]] = field(default_factory=dict)  # by pointer
+    opened: dict[int, mmap.mmap] = field(default_factory=dict)  # by base
+    num_freed: int = 0
+    num_opens: int = 0
+    _numbers: itertools.count = field(default_factory=itertools.count)  # type: ignore[type-arg]
+
+    def device_uuids(self) -> list[str]:
+        return list(self.uuids)
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        if num_bytes > self.free_bytes(device):
+            raise CudaError("cudaMalloc", "cudaErrorMemoryAllocation")
+        path = self.folder / f"{self.name}-{next(self._numbers)}"
+        path.write_bytes(b"\xa5" * (_OFFSET + num_bytes))
+        mapping = _map(path)
+        pointer = _address(mapping) + _OFFSET
+        self.made[pointer] = path, mapping, num_bytes
+        return pointer
+
+    def free(self, device: int, pointer: int) -> None:
+        path, _, _ = self.made.pop(pointer)
+        path.unlink()
+        self.num_freed += 1
+
+    def clear(self, device: int, pointer: int, num_bytes: int) -> None:
+        ctypes.memset(pointer, 0, num_bytes)
+
+    def export(self, device: int, pointer: int) -> tuple[bytes, int]:
+        path, _, _ = self.made[pointer]
+        return path.name.encode().ljust(HANDLE_BYTES, b"\0"), _OFFSET
+
+    def open(self, device: int, handle: bytes) -> int:
+        path = self.folder / handle.rstrip(b"\0").decode()
+        if any(path == made for made, _, _ in self.made.values()):
+            raise CudaError("cudaIpcOpenMemHandle", "cudaErrorDeviceUninitialized")
+        if not path.exists():
+            raise CudaError("cudaIpcOpenMemHandle", "cudaErrorInvalidResourceHandle")
+        self.num_opens += 1
+        mapping = _map(path)
+        self.opened[_address(mapping)] = mapping
+        return _address(mapping)
+
+    def close(self, device: int, base: int) -> None:
+        self.opened.pop(base)
+
+    def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(destination, source, num_bytes)
+
+    def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
+        if not self.can_pin or pointer in self.pinned:
+            raise CudaError("cudaHostRegister", "cudaErrorHostMemoryAlreadyRegistered")
+        self.pinned.add(pointer)
+
+    def unregister_host(self, device: int, pointer: int) -> None:
+        self.pinned.remove(pointer)
+
+    def free_bytes(self, device: int) -> int:
+        return self.capacity - sum(num_bytes for _, _, num_bytes in self.made.values())
+
+    def synchronize(self, device: int) -> None:
+        pass
+
+
+def bytes_at(pointer: int, num_bytes: int) -> np.ndarray:
+    """The bytes that a pointer of device memory shows, as a kernel would see them."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pointer))
+
+
+def _map(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return np.frombuffer(mapping, np.uint8).ctypes.data
