@@ -24,6 +24,7 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    check_trace_endpoint,
     flag,
     parse_switch,
 )
@@ -69,6 +70,7 @@ class CacheConfig:
     host_memory: int = 0  # bytes of the host tier of each pool, reserved with it; 0: there is none
     num_host_blocks: int = 0  # blocks of it instead, null block included
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
+    trace_endpoint: str = ""  # URL that spans are sent to; empty: none are
     reflection: bool = True
     drain_timeout: float = 3.0  # seconds that live sessions have to close once the service is asked to stop
     log_level: str = "info"
@@ -76,6 +78,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_address("listen", self.listen)
         check_metrics_address(self.metrics_listen)
+        check_trace_endpoint(self.trace_endpoint)
         if len(os.fsencode(self.runtime_dir)) > _MAX_RUNTIME_DIR_BYTES:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
@@ -171,6 +174,7 @@ _PARSERS: dict[str, Any] = {
     "host_memory": parse_size,
     "num_host_blocks": int,
     "metrics_listen": str,
+    "trace_endpoint": str,
     "reflection": parse_switch,
     "drain_timeout": float,
     "log_level": str,
@@ -200,6 +204,7 @@ _HELP = {
     "host_memory": "memory of each pool's host tier, for what the pool has no room for, for example 1GiB (default: none)",
     "num_host_blocks": "blocks of each pool's host tier instead of --host-memory",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
+    "trace_endpoint": "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces (default: none)",
     "reflection": "answer gRPC server reflection",
     "drain_timeout": "seconds that live sessions have to close once the service is asked to stop",
     "log_level": ", ".join(LOG_LEVELS),

@@ -8,6 +8,7 @@ items.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from google.protobuf.message import DecodeError
 
@@ -18,10 +19,12 @@ from cache_service.keeper import Keeper, LiveSession
 from cache_service.session import SessionMode
 from cache_service.step_reply import copies_of
 from cache_service.types import Executor
+from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import MAX_MESSAGE_BYTES
 
 _parse = pb.StepRequest.FromString
+_STEP = "kvkeeper.cache.v1.CacheService/Step"
 
 
 class StepStream:
@@ -43,6 +46,7 @@ class StepHandler:
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
+        self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
         """The unary call. Raises CacheError."""
@@ -90,6 +94,14 @@ class StepHandler:
             request = _parse(raw)
         except DecodeError:
             raise InvalidField("the bytes are not a StepRequest", field="request") from None
+        if request.traceparent:
+            with self._span_of(request):
+                return self._apply(request, raw, bound)
+        return self._apply(request, raw, bound)
+
+    def _apply(
+        self, request: pb.StepRequest, raw: bytes, bound: LiveSession | None
+    ) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
         live = self._keeper.require(request.session_id, request.epoch, published=False)
         if live is not bound and bound is not None:
             raise InvalidField("a stream carries the steps of one session", field="session_id")
@@ -116,6 +128,21 @@ class StepHandler:
             if copying is not None:
                 return live, _after(copying, answer)
         return live, answer
+
+    def _span_of(self, request: pb.StepRequest) -> AbstractContextManager[object]:
+        """Of a step that its engine traces, where this service is traced too. Raises InvalidField."""
+        if len(request.traceparent) > tracing.MAX_TRACEPARENT_CHARS:
+            text = f"traceparent: at most {tracing.MAX_TRACEPARENT_CHARS} characters"
+            raise InvalidField(text, field="traceparent", limit=tracing.MAX_TRACEPARENT_CHARS)
+        if self._tracer is None:
+            return nullcontext()
+        counts = {
+            "kvkeeper.step_id": request.step_id,
+            "kvkeeper.num_commits": len(request.commit_sequence_ids) // 8,
+            "kvkeeper.num_starts": len(request.start_sequence_ids) // 8,
+            "kvkeeper.num_reservations": len(request.reserve_sequence_ids) // 8,
+        }
+        return tracing.serving_step(self._tracer, _STEP, request.traceparent, counts)
 
     async def _apply_later(self, copying: Awaitable[None], raw: bytes, live: LiveSession) -> bytes:
         await asyncio.shield(copying)

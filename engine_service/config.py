@@ -20,6 +20,7 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    check_trace_endpoint,
     parse_switch,
 )
 
@@ -55,6 +56,7 @@ class EngineConfig:
     reconnect_timeout: float = 20.0
     drain_timeout: float = 5.0
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
+    trace_endpoint: str = ""  # URL that spans are sent to; empty: none are
     reflection: bool = True
     progress: bool = True
     log_level: str = "info"
@@ -65,6 +67,7 @@ class EngineConfig:
         check_address("cache", self.cache)
         check_address("listen", self.listen)
         check_metrics_address(self.metrics_listen)
+        check_trace_endpoint(self.trace_endpoint)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
         check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
@@ -113,6 +116,7 @@ _PARSERS: dict[str, Any] = {
     "reconnect_timeout": float,
     "drain_timeout": float,
     "metrics_listen": str,
+    "trace_endpoint": str,
     "reflection": parse_switch,
     "progress": parse_switch,
     "log_level": str,
@@ -140,6 +144,7 @@ _HELP = {
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
     "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
+    "trace_endpoint": "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces (default: none)",
     "reflection": "answer gRPC server reflection",
     "progress": "show a progress bar on a terminal while weights are loaded",
     "log_level": ", ".join(LOG_LEVELS),

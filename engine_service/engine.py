@@ -39,6 +39,7 @@ from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
+from engine_service.tracing import EngineTracing
 from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
@@ -51,8 +52,9 @@ _RENEW_SHARE = 1 / 3  # of the lease
 class Engine:
     """Requests in, pieces of text out. run_session serves on one session until it is lost or the engine is stopped."""
 
-    def __init__(self, max_waiting: int, proposer: Proposer | None = None) -> None:
+    def __init__(self, max_waiting: int, proposer: Proposer | None = None, tracing: EngineTracing | None = None) -> None:
         """proposer: guesses next tokens; None: every token takes a step."""
+        self._tracing = tracing
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
@@ -93,6 +95,8 @@ class Engine:
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self.scheduler.add(request)
+        if self._tracing is not None:
+            self._tracing.begin(generation)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
@@ -172,28 +176,36 @@ class Engine:
             await self._creator.close()
             self._creator = None
             await self._device.drop()
+            if self._tracing is not None:
+                self._tracing.drop_steps()
             self._end_closed()
 
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
         device, session = self._device, memory.session
-        if self.speculator is not None:
-            await self._finish(memory)  # its guesses start from the tokens that are computed now
+        if is_guessing := self._is_guessing():
+            await self._finish(memory)  # guesses start from the tokens that are computed now
         await device.wait_until_due(session.ttl_ms / 1000 * _RENEW_SHARE)
         self._take_in()
-        plan = self.scheduler.schedule(await self._guess(session) if self.speculator else NO_GUESSES)
+        plan = self.scheduler.schedule(await self._guess(session) if is_guessing else NO_GUESSES)
         wants_step = not plan.is_empty or (bool(self.scheduler.loading) and device.in_flight is None)
         if not wants_step and device.in_flight is None:
             return await self._idle(memory)
         answer = None
         if wants_step:
-            answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id)))
+            traceparent = ""
+            if self._tracing is not None:
+                traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
+            answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id), traceparent))
             self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
         await self._finish(memory)
         if answer is not None:
             work = self.scheduler.apply(plan, answer)
+            if self._tracing is not None:
+                self._tracing.note_computing(work.sequences)
             run_orders = partial(memory.run_orders, answer)
-            device.start(session.step_id, work, memory.runner, self._sampling_rows(work), run_orders)
+            rows = self._sampling_rows(work)
+            device.start(session.step_id, work, memory.runner, rows, run_orders, is_guessing=is_guessing)
             if work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids):
                 await self._pause(_PACE_S)
         self._deliver()
@@ -209,10 +221,12 @@ class Engine:
             self.scheduler.give_up_loads()
         work = flight.work
         self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), flight.seconds, memory.take_moved())
+        if self._tracing is not None:
+            self._tracing.end_step(flight)
         taken = self._emit(work, computed)
         self._end_closed()
         if self.speculator is not None and taken:
-            self.speculator.note(work, taken, flight.seconds)
+            self.speculator.note(work, taken, flight.seconds + flight.idle_seconds, was_guessing=flight.is_guessing)
         if work.batch is not None or work.news.is_move:
             seconds, waited = flight.seconds + flight.cache_wait_seconds, flight.cache_wait_seconds
             self.last_iteration = Iteration(flight.step_id, work, self.scheduler.num_waiting, seconds, waited)
@@ -231,6 +245,17 @@ class Engine:
             self._by_request[sequence.request].sampling_row(sequence.index, tokens)
             for sequence, tokens in zip(drawing, self.scheduler.histories(work), strict=True)
         ]
+
+    def _is_guessing(self) -> bool:
+        """Whether the next step may get guesses, or the one that is computed has some: how many tokens it gives is open then.
+
+        Only then does the next step wait for it; plain steps overlap as they do without a speculator.
+        """
+        if self.speculator is None:
+            return False
+        flight = self._device.in_flight
+        has_guesses = flight is not None and any(len(guesses) for guesses in flight.work.guesses)
+        return has_guesses or self.speculator.wants_to_guess(self.scheduler.running)
 
     async def _guess(self, session: AsyncCacheSession) -> Mapping[int, Int32Array]:
         """Guesses for the sequences that decode. The loop alone appends tokens, so theirs stay as they are meanwhile."""
@@ -306,6 +331,8 @@ class Engine:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self.stats.count_end(generation)
+        if self._tracing is not None:
+            self._tracing.end(generation)
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
@@ -316,6 +343,7 @@ class Engine:
         """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
         session = memory.session
         self._deliver()
+        self._device.rest()
         if self._num_reported != session.step_id or memory.has_ended_orders:
             self._num_reported = session.step_id
             await memory.renew(session.step_id)

@@ -73,6 +73,7 @@ class Generation:
     session_id: str = ""  # conversation that it belongs to, as its client calls it
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
@@ -85,6 +86,11 @@ class Generation:
     @property
     def is_open(self) -> bool:
         return self.refusal is None and len(self._ended) < self.request.n
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the continuations that have ended, by index."""
+        return [reason for _, reason in sorted(self._ended.items())]
 
     @property
     def num_told(self) -> int:
@@ -169,8 +175,16 @@ class Generation:
         """End what is still under way. Nothing happens to a request that has ended."""
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
-                self._finish(Piece(index, self.outputs[index].flush(), (), FinishReason.CANCELLED))
+                self._finish(Piece(index, self._rest(index), (), FinishReason.CANCELLED))
         self.deliver()
+
+    def _rest(self, index: int) -> str:
+        """Text that was held back; none where that fails, because what is cancelled is to end in any case."""
+        try:
+            return self.outputs[index].flush()
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            return ""
 
     def fail(self, refusal: Refusal) -> None:
         """End it with an error. Nothing happens to a request that has ended."""
@@ -188,7 +202,7 @@ class Generation:
             self.best_of.hold(piece)
             last = [] if self.is_open else self.best_of.told()
         if not self.is_open:
-            last[-1] = replace(last[-1], usage=self._usage())
+            last[-1] = replace(last[-1], usage=self.usage)
         for each in last:
             self._put(each)
         if not self.is_open:
@@ -202,9 +216,11 @@ class Generation:
             told["session_id"] = self.session_id
         if self.refusal is not None:
             told["reason"] = self.refusal.reason
-        return {**told, **asdict(self._usage()), "seconds": round(time.monotonic() - self.started_at, 6)}
+        return {**told, **asdict(self.usage), "seconds": round(time.monotonic() - self.started_at, 6)}
 
-    def _usage(self) -> Usage:
+    @property
+    def usage(self) -> Usage:
+        """So far."""
         request = self.request
         return Usage(
             prompt_tokens=len(request.prompt),

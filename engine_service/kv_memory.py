@@ -63,14 +63,14 @@ class KvMemory:
         assert self._runner is not None, "the memory is unmapped"
         return self._runner
 
-    async def step(self, plan: Plan, completed_step_id: int | None = None) -> StepResult:
-        """Send the plan. Raises KvkeeperError."""
+    async def step(self, plan: Plan, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
+        """Send the plan, as part of a span where there is one. Raises KvkeeperError."""
         columns = {name: getattr(plan, name) for name in _COLUMNS}
         done, failed = self._take_ended()
         if done or failed:
             columns["completed_transfers"] = np.array(done, np.int64)
             columns["failed_transfers"] = np.array(failed, np.int64)
-        return await self.session.step(StepItems(**columns), completed_step_id)
+        return await self.session.step(StepItems(**columns), completed_step_id, traceparent)
 
     async def renew(self, completed_step_id: int = 0) -> None:
         """Renew the lease, and report what has ended. Raises KvkeeperError."""

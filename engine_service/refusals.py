@@ -68,6 +68,12 @@ class RequestFailed(Refusal):
     reason = "REQUEST_FAILED"
 
 
+class NotRead(Refusal):
+    """The client does not read what comes for it. Metadata: limit."""
+
+    reason = "NOT_READ"
+
+
 class Draining(Refusal):
     """The service is stopping."""
 

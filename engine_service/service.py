@@ -1,6 +1,6 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-A Generate's task reads its own queue and waits on nobody but its client; the loop never waits on it. Its end, however it
+A Generate's task reads its own outbox and waits on nobody but its client; the loop never waits on it. Its end, however it
 comes, ends the request. Text and token limits are convert.py's, statuses the door's.
 """
 
@@ -26,7 +26,8 @@ from engine_service.convert import (
 from engine_service.engine import Engine
 from engine_service.generation import Generation, StopRules
 from engine_service.metrics import engine_metrics
-from engine_service.pieces import Piece, coalesce
+from engine_service.outbox import Outbox
+from engine_service.pieces import Piece
 from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
@@ -51,19 +52,18 @@ class EngineService:
         return engine_metrics(self._engine, self._submissions.num_kept)
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        pieces: asyncio.Queue[Piece | Refusal] = asyncio.Queue()
-        generation, timeout_s = await self._admit(request, pieces.put_nowait)
+        outbox = Outbox()
+        generation, timeout_s = await self._admit(request, outbox.put)
+        outbox.on_full = generation.fail
         timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
         try:
             while True:
-                waiting = [await pieces.get()]
-                while not pieces.empty():
-                    waiting.append(pieces.get_nowait())
-                for piece in coalesce([item for item in waiting if isinstance(item, Piece)]):
+                pieces, refusal = await outbox.take()
+                for piece in pieces:
                     yield response_of(generation.request.request_id, piece)
-                if isinstance(waiting[-1], Refusal):
-                    raise waiting[-1]
-                if waiting[-1].usage is not None:
+                if refusal is not None:
+                    raise refusal
+                if pieces[-1].usage is not None:
                     return
         finally:
             timer.cancel()

@@ -14,7 +14,7 @@ import structlog
 from engine_service.config import EngineConfig
 from engine_service.engine import Engine
 from engine_service.kv_memory import KvMemory, limits_of, open_memory
-from engine_service.refusals import CacheServiceDown, RequestFailed
+from engine_service.refusals import BrokenInvariant, CacheServiceDown, RequestFailed
 from engine_service.served_model import ServedModel
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
@@ -52,6 +52,12 @@ async def keep_serving(
             if not is_away and error.reason not in _SESSION_GONE:
                 # Our steps are refused: going on with the same requests would be refused again.
                 engine.fail_all(RequestFailed("the cache service refused a step"))
+        except Exception:
+            # A bug in the loop: nothing will move these requests any more, and whoever runs the service is to end it.
+            log.exception("broken_invariant")
+            engine.stop()
+            engine.fail_all(BrokenInvariant("the service found itself inconsistent; its log says more"))
+            raise
         finally:
             await tell(False)
             await memory.close(is_away=is_away)

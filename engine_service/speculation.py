@@ -22,6 +22,7 @@ _REST_TOKENS = 32  # that it then generates plainly
 _SMOOTHING = 0.2  # so that one trial is enough to change the mind
 _TRIAL_STEPS = 8  # of each kind before they are compared, and again each time the losing kind gets another chance
 _CHECK_EVERY = 256  # steps
+_LEAST_GAIN = 0.95  # so that noise does not count as one
 
 
 def look_up(history: Int32Array, most: int) -> Int32Array:
@@ -69,21 +70,30 @@ class LookAhead:
 
 @dataclass(slots=True)
 class _Pace:
-    seconds_per_token: float = 0.0
+    """Seconds and tokens of the usual step, each smoothed by itself: a mean of their quotients would belittle long runs."""
+
+    seconds: float = 0.0
+    num_tokens: float = 0.0
     num_steps: int = 0
 
-    def take(self, seconds_per_token: float) -> None:
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+    def take(self, seconds: float, num_tokens: int) -> None:
         self.num_steps += 1
         share = max(_SMOOTHING, 1 / self.num_steps)
-        self.seconds_per_token += share * (seconds_per_token - self.seconds_per_token)
+        self.seconds += share * (seconds - self.seconds)
+        self.num_tokens += share * (num_tokens - self.num_tokens)
 
 
 @dataclass(slots=True)
 class Switch:
-    """Whether guessing pays: the measured time per token of steps with guesses against that of steps without.
+    """Whether guessing pays: the measured time per token of steps that wait for guesses against that of steps that do not.
 
-    Both are tried for a few steps, the better one is kept, and the other gets another chance every few hundred steps, because
-    the answer depends on how many sequences run and on what they say.
+    A step that waited and got no guess counts among the former: its wait is the price of looking. Both are tried for
+    a few steps, the better one is kept, and the other gets another chance every few hundred steps, because the answer depends
+    on how many sequences run and on what they say.
     """
 
     num_guessed: int = 0
@@ -99,7 +109,7 @@ class Switch:
             return True
         if self._without.num_steps < _TRIAL_STEPS:
             return False
-        pays = self._with.seconds_per_token <= self._without.seconds_per_token
+        pays = self._with.seconds_per_token < _LEAST_GAIN * self._without.seconds_per_token
         return pays != (self._num_steps % _CHECK_EVERY < _TRIAL_STEPS)
 
     @property
@@ -107,10 +117,10 @@ class Switch:
         """Kept guesses over guesses made; 0 before the first."""
         return self.num_kept / self.num_guessed if self.num_guessed else 0.0
 
-    def note(self, num_guessed: int, num_kept: int, num_tokens: int, seconds: float) -> None:
-        """A step that only decoded: what it guessed, kept, gave in all, and took."""
+    def note(self, num_guessed: int, num_kept: int, num_tokens: int, seconds: float, *, was_guessing: bool) -> None:
+        """A step that only decoded: what it guessed, kept, gave in all, and took, and whether it waited for guesses."""
         self._num_steps += 1
         self.num_guessed += num_guessed
         self.num_kept += num_kept
         if num_tokens:
-            (self._with if num_guessed else self._without).take(seconds / num_tokens)
+            (self._with if was_guessing else self._without).take(seconds, num_tokens)

@@ -51,26 +51,38 @@ class Speculator:
     def is_slow(self) -> bool:
         return self._proposer.is_slow
 
+    def wants_to_guess(self, running: RunningSequences) -> bool:
+        """Whether ask may have a call, as far as that can be said before the step that is computed has ended."""
+        return bool(self._most(running))
+
     def ask(self, running: RunningSequences) -> Callable[[], dict[int, Int32Array]] | None:
         """A call that answers guesses by row, for the running sequences that compute one token now; None: none is wanted.
 
         The call reads the sequences' tokens, which must not grow meanwhile.
         """
+        most = self._most(running)
+        histories = {row: running.tokens[row, : running.num_tokens[row]] for row in most}
+        return partial(self._proposer.propose, histories, most) if most else None
+
+    def _most(self, running: RunningSequences) -> dict[int, int]:
+        """By row, how many tokens to guess; rows for which none are wanted now are left out."""
+        most: dict[int, int] = {}
         if not self.switch.is_on:
-            return None
+            return most
         live = running.live
         decoding = live[running.num_tokens[live] - running.num_computed[live] == 1]
-        most: dict[int, int] = {}
         for row, sequence in zip(decoding.tolist(), running.at(decoding), strict=True):
             if sequence.num_output and self._may_guess(sequence):
                 ahead = self._ahead.setdefault(sequence, LookAhead())
                 if count := ahead.most(sequence.num_output):
                     most[row] = count
-        histories = {row: running.tokens[row, : running.num_tokens[row]] for row in most}
-        return partial(self._proposer.propose, histories, most) if most else None
+        return most
 
-    def note(self, work: Work, taken: SequenceOf[Int32Array], seconds: float) -> None:
-        """A step is done; taken are the tokens that each of work.sampled got."""
+    def note(self, work: Work, taken: SequenceOf[Int32Array], seconds: float, *, was_guessing: bool) -> None:
+        """A step is done; taken are the tokens that each of work.sampled got.
+
+        seconds: it took, with what nothing was computed before it. was_guessing: it waited for the step before, for guesses.
+        """
         num_guessed = num_kept = 0
         for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
             if len(guesses):
@@ -79,4 +91,5 @@ class Speculator:
                 if (ahead := self._ahead.get(sequence)) is not None:
                     ahead.note(len(guesses), len(token_ids) - 1, sequence.num_output)
         if not work.num_prompt_tokens:  # what prompts cost would drown the difference
-            self.switch.note(num_guessed, num_kept, int(np.sum([len(some) for some in taken], dtype=np.int64)), seconds)
+            num_tokens = int(np.sum([len(some) for some in taken], dtype=np.int64))
+            self.switch.note(num_guessed, num_kept, num_tokens, seconds, was_guessing=was_guessing)

@@ -48,6 +48,7 @@ class EngineStats:
             self._between.append(now - times[index])
         elif not times:
             self._first.append(now - generation.started_at)
+            generation.first_token_at = now
         times[index] = now
 
     def note_times(self) -> None:

@@ -19,6 +19,7 @@ _CODES = {
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
+    "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 _RETRY_DELAYS = {

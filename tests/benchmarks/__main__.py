@@ -5,7 +5,21 @@ import importlib
 import json
 import sys
 
-NAMES = ("step_core", "evict", "step", "admission", "flat", "crowd", "delay", "generate", "trace")
+NAMES = (
+    "step_core",
+    "evict",
+    "step",
+    "admission",
+    "flat",
+    "crowd",
+    "delay",
+    "generate",
+    "serve",
+    "reuse",
+    "chunking",
+    "speculation",
+    "trace",
+)
 
 
 def main() -> None:

@@ -58,7 +58,8 @@ def run(switch: Switch, num_steps: int, with_guesses: float, without: float) -> 
     for _ in range(num_steps):
         is_on = switch.is_on
         guessed += is_on
-        switch.note(4 if is_on else 0, 2 if is_on else 0, 10, (with_guesses if is_on else without) * 10)
+        seconds = (with_guesses if is_on else without) * 10
+        switch.note(4 if is_on else 0, 2 if is_on else 0, 10, seconds, was_guessing=is_on)
     return guessed
 
 
@@ -68,3 +69,24 @@ def test_it_turns_itself_off_where_it_is_slower_and_on_again_when_that_changes()
     assert run(switch, 2000, with_guesses=0.5, without=1.0) > 1500
     assert run(switch, 2000, with_guesses=2.0, without=1.0) < 500
     assert switch.acceptance_rate == 0.5
+
+
+def test_looking_in_vain_has_its_price() -> None:
+    """Steps that wait for guesses and get none take longer than those that do not wait: guessing is turned off."""
+    switch, num_waited = Switch(), 0
+    for _ in range(300):
+        is_on = switch.is_on
+        num_waited += is_on
+        switch.note(0, 0, 1, 1.2 if is_on else 1.0, was_guessing=is_on)
+    assert 8 <= num_waited < 40
+
+
+def test_a_long_run_of_kept_guesses_makes_up_for_several_steps_without_one() -> None:
+    """Waiting steps take 1.2 and give now 1 token, now 5: 0.4 a token, though the mean of their quotients is above 0.7."""
+    switch, num_waited = Switch(), 0
+    for step in range(600):
+        is_on = switch.is_on
+        num_waited += is_on
+        num_tokens = (1 if step % 2 else 5) if is_on else 1
+        switch.note(4 if is_on else 0, num_tokens - 1, num_tokens, 1.2 if is_on else 0.7, was_guessing=is_on)
+    assert num_waited > 500

@@ -234,6 +234,7 @@ BOUNDS: dict[str, Bound] = {
     "StepRequest.completed_step_id": Number(2, 2),
     "StepRequest.completed_transfer_ids": Column(8, Number(1, 0)),
     "StepRequest.failed_transfer_ids": Column(8, Number(1, 0)),
+    "StepRequest.traceparent": Text(64),
     "StepRequest.commit_sequence_ids": IDS,
     "StepRequest.commit_num_tokens": Column(4, Number(NUM_COMMITTED, NUM_RESERVED)),
     "StepRequest.commit_num_new_tokens": Column(4, Number(1, 1)),

@@ -11,6 +11,8 @@ from typing import Any
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
 from kvkeeper.client import EngineClient, GenerateOptions, Piece, Sampling, Usage
+from kvkeeper.service import VERSION
+from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
 
 def _whole(text: str, bits: int = 32) -> int:
@@ -79,6 +81,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
     )
+    parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of it")
     add_engine_flag(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
@@ -88,6 +91,24 @@ def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args)
     if prompt is None:
         return EXIT_USAGE
+    if not args.trace_endpoint:
+        return _generate(prompt, args)
+    try:
+        stop_export = export_spans(args.trace_endpoint, "kvkeeper-client", VERSION, _warn)
+    except TracingUnavailable as error:
+        print(f"kvkeeper: --trace-endpoint: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    try:
+        return _generate(prompt, args)
+    finally:
+        stop_export()
+
+
+def _warn(text: str) -> None:
+    print(f"kvkeeper: trace: {text}", file=sys.stderr)
+
+
+def _generate(prompt: str, args: argparse.Namespace) -> int:
     printer = _Printer(args.n or 1, quiet=args.json)
     started = time.monotonic()
     first_token = None

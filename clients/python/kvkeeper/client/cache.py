@@ -105,7 +105,7 @@ class AsyncCacheSession:
             attaching.add_done_callback(_close_unwanted)  # the thread goes on; nobody else would unmap
             raise
 
-    async def step(self, items: StepItems, completed_step_id: int | None = None) -> StepResult:
+    async def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
         """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
 
         Repeats the same bytes over a broken stream, which the service answers exactly once. After a failure the step id
@@ -113,7 +113,7 @@ class AsyncCacheSession:
         """
         step_id = self.step_id + 1
         completed = self.step_id if completed_step_id is None else completed_step_id
-        request = encode(items, self.session_id, self.epoch, step_id, completed)
+        request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
         if self._steps is None:
             self._steps = StepStream(self._door.channel, self._door.options)
         answer = decode(await self._steps.exchange(request))

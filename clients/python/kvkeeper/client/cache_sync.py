@@ -90,7 +90,7 @@ class CacheSession:
         timeout_s = self._door.options.timeout_s
         return attach_arena(opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes)
 
-    def step(self, items: StepItems, completed_step_id: int | None = None) -> StepResult:
+    def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
         """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
 
         Repeats the same bytes, which the service answers exactly once. After a failure the step id is not used up;
@@ -98,7 +98,7 @@ class CacheSession:
         """
         step_id = self.step_id + 1
         completed = self.step_id if completed_step_id is None else completed_step_id
-        request = encode(items, self.session_id, self.epoch, step_id, completed)
+        request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
         answer = decode(self._door.call(self._step, request))
         self.step_id = step_id
         return answer

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvkeeper import tracing
 from kvkeeper.client.errors import error_of
 from kvkeeper.client.retry import CallOptions, Patience
 
@@ -39,14 +40,16 @@ class Door:
 
     def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
-        return self._repeat(options, lambda left: method(_requests(request), timeout=left))
+        return self._repeat(options, lambda left: method(_requests(request), timeout=left, metadata=tracing.outgoing()))
 
     def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""
-        return self._repeat(options, lambda left: list(method(request, timeout=left)))
+        return self._repeat(options, lambda left: list(method(request, timeout=left, metadata=tracing.outgoing())))
 
-    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "Stream":
-        return Stream(method, request, options or self.options)
+    def stream(
+        self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
+    ) -> "Stream":
+        return Stream(method, request, options or self.options, metadata)
 
     def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -64,9 +67,9 @@ class Door:
 class Stream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+    def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
         self._patience = Patience(options, time.monotonic())
-        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._call = self._start()
         self._received = False
 
@@ -116,7 +119,7 @@ class AsyncDoor:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
 
         async def attempt(left: float) -> Any:
-            call = method(_requests(request), timeout=left)
+            call = method(_requests(request), timeout=left, metadata=tracing.outgoing())
             try:
                 return await call
             finally:
@@ -128,7 +131,7 @@ class AsyncDoor:
         """All answers of a server stream; a repeat starts it over."""
 
         async def attempt(left: float) -> list[Any]:
-            call = method(request, timeout=left)
+            call = method(request, timeout=left, metadata=tracing.outgoing())
             try:
                 return [message async for message in call]
             finally:
@@ -136,8 +139,10 @@ class AsyncDoor:
 
         return await self._repeat(options, attempt)
 
-    def stream(self, method: Any, request: Any, options: CallOptions | None = None) -> "AsyncStream":
-        return AsyncStream(method, request, options or self.options)
+    def stream(
+        self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
+    ) -> "AsyncStream":
+        return AsyncStream(method, request, options or self.options, metadata)
 
     async def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -155,9 +160,9 @@ class AsyncDoor:
 class AsyncStream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions) -> None:
+    def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
         self._patience = Patience(options, time.monotonic())
-        self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()))
+        self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._received = False
         self._start()
 

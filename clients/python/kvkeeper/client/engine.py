@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
@@ -29,6 +30,7 @@ from kvkeeper.client.engine_calls import (
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.spans import GenerateSpan, begin_generate
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
@@ -52,7 +54,10 @@ class EngineClient:
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return Generation(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
+        span = begin_generate(options)
+        metadata = None if span is None else span.metadata
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, metadata)
+        return Generation(call, options.resubmit_s, span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -124,8 +129,9 @@ class EngineClient:
 class Generation:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], Stream], resubmit_s: float) -> None:
+    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan | None = None) -> None:
         self._start = start
+        self._span = span
         self._stream = start()
         self._received = Received(resubmit_s)
         self.request_id = ""
@@ -146,12 +152,18 @@ class Generation:
                 message = next(self._stream)
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
+                    if self._span is not None:
+                        self._span.fail(error)
                     raise
+                if self._span is not None:
+                    self._span.repeat()
                 time.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
+            if self._span is not None:
+                self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -159,6 +171,8 @@ class Generation:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
+        if self._span is not None:
+            self._span.end()
 
 
 class AsyncEngineClient:
@@ -179,7 +193,10 @@ class AsyncEngineClient:
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
-        return AsyncGeneration(lambda: self._door.stream(self._door.stub.Generate, request, patience), options.resubmit_s)
+        span = begin_generate(options)
+        metadata = None if span is None else span.metadata
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, metadata)
+        return AsyncGeneration(call, options.resubmit_s, span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
@@ -253,8 +270,9 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float) -> None:
+    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan | None = None) -> None:
         self._start = start
+        self._span = span
         self._stream = start()
         self._received = Received(resubmit_s)
         self.request_id = ""
@@ -275,12 +293,18 @@ class AsyncGeneration:
                 message = await self._stream.__anext__()
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
+                    if self._span is not None:
+                        self._span.fail(error)
                     raise
+                if self._span is not None:
+                    self._span.repeat()
                 await asyncio.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
+            if self._span is not None:
+                self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -288,6 +312,8 @@ class AsyncGeneration:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
+        if self._span is not None:
+            self._span.end()
 
 
 def _call_back(

@@ -125,7 +125,7 @@ _REQUEST_COLUMNS = (
 )
 
 
-def encode(items: StepItems, session_id: str, epoch: int, step_id: int, completed_step_id: int) -> bytes:
+def encode(items: StepItems, session_id: str, epoch: int, step_id: int, completed_step_id: int, traceparent: str = "") -> bytes:
     """The serialised StepRequest. Raises TypeError for a column that is not one-dimensional of its exact dtype."""
     request = pb.StepRequest(session_id=session_id, epoch=epoch, step_id=step_id, completed_step_id=completed_step_id)
     for name, wire_name, dtype in _REQUEST_COLUMNS:
@@ -137,6 +137,8 @@ def encode(items: StepItems, session_id: str, epoch: int, step_id: int, complete
             raise TypeError(f"{name} must be a one-dimensional array of {dtype}, got {column.ndim}-d {column.dtype}")
         if column.size:
             setattr(request, wire_name, column.tobytes())
+    if traceparent:
+        request.traceparent = traceparent
     return request.SerializeToString()
 
 

@@ -138,6 +138,12 @@ def check_metrics_address(address: str) -> None:
         check_address("metrics_listen", address)
 
 
+def check_trace_endpoint(url: str) -> None:
+    """Empty, or where a collector takes spans by HTTP. Raises ConfigError."""
+    if url and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url):
+        raise ConfigError(f"--trace-endpoint: a URL such as http://127.0.0.1:4318/v1/traces, not {url!r}")
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -16,6 +16,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from kvkeeper import tracing
 from kvkeeper.service.status import Refusals
 
 log = structlog.get_logger()
@@ -48,16 +49,19 @@ class Contract:
 
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
         """The call's result; what it raises ends the RPC with its Status."""
-        try:
-            return await call
-        except self.refusals.base as refusal:
-            await self.refusals.abort(context, refusal)
-        except (grpc.RpcError, grpc.aio.UsageError):
-            raise
-        except Exception:
-            log.exception("broken_invariant", method=method)
-            hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
-            await self.refusals.abort(context, hidden)
+        with tracing.serving(f"{self.service.full_name}/{method}", context.invocation_metadata()) as span:
+            try:
+                return await call
+            except self.refusals.base as refusal:
+                tracing.fail(span, refusal.reason)
+                await self.refusals.abort(context, refusal)
+            except (grpc.RpcError, grpc.aio.UsageError):
+                raise
+            except Exception:
+                log.exception("broken_invariant", method=method)
+                hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
+                tracing.fail(span, "BROKEN_INVARIANT")
+                await self.refusals.abort(context, hidden)
 
 
 class Door(grpc.GenericRpcHandler):

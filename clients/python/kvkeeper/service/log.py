@@ -21,3 +21,8 @@ def configure(level: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def warn_of_tracing(message: str) -> None:
+    """What an exporter has to say."""
+    structlog.get_logger().warning("tracing", message=message)

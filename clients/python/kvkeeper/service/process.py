@@ -11,8 +11,9 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvkeeper.service import log
+from kvkeeper.service import VERSION, log
 from kvkeeper.service.config import ConfigError
+from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
 
 class StartError(Exception):
@@ -24,6 +25,8 @@ class Config(Protocol):
 
     @property
     def log_level(self) -> str: ...
+    @property
+    def trace_endpoint(self) -> str: ...
 
 
 C = TypeVar("C", bound=Config)
@@ -42,12 +45,24 @@ def run(
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     log.configure(config.log_level)
+    stop_export: Callable[[], None] = _nothing
     try:
+        if config.trace_endpoint:
+            stop_export = export_spans(config.trace_endpoint, program.replace(" ", "-"), VERSION, log.warn_of_tracing)
         asyncio.run(serve(config))
+    except TracingUnavailable as error:
+        print(f"{program}: --trace-endpoint: {error}", file=sys.stderr)
+        return 1
     except StartError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
+    finally:
+        stop_export()
     return 0
+
+
+def _nothing() -> None:
+    pass
 
 
 def stop_signals() -> asyncio.Event:

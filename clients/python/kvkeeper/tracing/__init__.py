@@ -1,0 +1,121 @@
+"""Tracing by OpenTelemetry: who calls whom, in which process, and how long each part took.
+
+Only OpenTelemetry's API is used, where it is installed and the process has a provider; else there is no tracer, and whoever
+could trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in
+the long stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens,
+metadata, tenants, paths or handles. exporting.py sends spans to a collector.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+try:
+    from opentelemetry import propagate, trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError:  # the extra is not installed
+    HAS_API = False
+else:
+    HAS_API = True
+    _W3C = TraceContextTextMapPropagator()
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, SpanKind, Tracer
+
+Metadata = tuple[tuple[str, str], ...]
+
+MAX_TRACEPARENT_CHARS = 64  # version 00 has 55
+
+
+class Clock:
+    """The wall's time as it was when this was made, going on as time.monotonic does: no span ends before it began."""
+
+    def __init__(self) -> None:
+        self.began_ns = time.time_ns()
+        self._began_at = time.monotonic()
+
+    def ns(self, at: float | None = None) -> int:
+        """Of a time of time.monotonic; None: of now."""
+        return self.began_ns + max(0, int(((time.monotonic() if at is None else at) - self._began_at) * 1e9))
+
+
+def tracer() -> "Tracer | None":
+    """Of the process's provider; None where there is none."""
+    if not HAS_API:
+        return None
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+        return None
+    return provider.get_tracer("kvkeeper")
+
+
+def outgoing(span: "Span | None" = None) -> Metadata | None:
+    """gRPC metadata that makes a call part of the span's trace, or of the current one's; None where there is none."""
+    if not HAS_API:
+        return None
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, None if span is None else trace.set_span_in_context(span))
+    return tuple(carrier.items()) or None
+
+
+def traceparent_of(span: "Span") -> str:
+    """The span as a field of a message."""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get("traceparent", "")
+
+
+def serving(name: str, metadata: Any) -> "AbstractContextManager[Span | None]":
+    """A call that comes in, as the current span; none where its caller is not traced. metadata: the call's, as gRPC has it."""
+    ours = tracer()
+    if ours is None:
+        return nullcontext()
+    carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
+    return _continued(ours, name, carrier)
+
+
+def serving_step(ours: "Tracer", name: str, traceparent: str, attributes: Mapping[str, int]) -> Any:
+    """The same for a message that names its caller's span."""
+    return _continued(ours, name, {"traceparent": traceparent}, attributes)
+
+
+def _continued(
+    ours: "Tracer", name: str, carrier: Mapping[str, str], attributes: Mapping[str, int] | None = None
+) -> "AbstractContextManager[Span | None]":
+    context = propagate.extract(carrier) if attributes is None else _W3C.extract(carrier)
+    if not trace.get_current_span(context).get_span_context().is_valid:
+        return nullcontext()
+    service, _, method = name.rpartition("/")
+    told: dict[str, str | int] = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method, **(attributes or {})}
+    return _current(ours.start_span(name, context, trace.SpanKind.SERVER, told))
+
+
+@contextmanager
+def _current(span: "Span") -> "Iterator[Span]":
+    """What is raised is not told: its text is for whoever called."""
+    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        yield span
+
+
+def fail(span: "Span | None", reason: str) -> None:
+    """It ended with an error of this reason."""
+    if span is not None:
+        span.set_attribute("error.type", reason)
+        span.set_status(trace.StatusCode.ERROR)
+
+
+def client() -> "SpanKind":
+    """Of a span that stands for a call to another process."""
+    return trace.SpanKind.CLIENT
+
+
+def link_to(span: "Span") -> "Link":
+    """To a span of another trace."""
+    return trace.Link(span.get_span_context())
+
+
+def context_with(span: "Span") -> "Context":
+    """For the children of a span that is not the current one."""
+    return trace.set_span_in_context(span)

@@ -1,0 +1,57 @@
+"""Sending this process's spans to a collector, by OTLP over HTTP. For a program's main; needs kvkeeper[tracing].
+
+OpenTelemetry's own variables are heeded: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES and so on.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+
+_TIMEOUT_S = 2.0  # of one export; a process that ends waits no longer for a collector that does not answer
+_MAX_WARNING_CHARS = 200
+_NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class TracingUnavailable(Exception):
+    """The packages that send spans are not installed. One line."""
+
+
+def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[[str], None]) -> Callable[[], None]:
+    """From now on spans go to endpoint, a URL such as http://127.0.0.1:4318/v1/traces; answers what flushes and stops.
+
+    warn hears what goes wrong with that, which stops nothing else. Raises TracingUnavailable.
+    """
+    if not _is_installed():
+        raise TracingUnavailable("the packages that send traces are not installed; pip install 'kvkeeper[tracing]'")
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    of_exporter = logging.getLogger("opentelemetry")
+    of_exporter.addHandler(_Forwarding(warn))
+    of_exporter.propagate = False
+    resource = Resource.create({"service.name": service_name, "service.version": version})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+def _is_installed() -> bool:
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in _NEEDED)
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
+class _Forwarding(logging.Handler):
+    """What the exporter has to say, to whoever tells it in this program."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage()[:_MAX_WARNING_CHARS])

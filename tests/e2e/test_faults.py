@@ -1,0 +1,162 @@
+"""A fault in one request ends that request with a typed error, and no other; a bug in the loop ends all of them at once."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_service import outbox
+from engine_service.config import EngineConfig
+from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.scheduler import Scheduler
+from engine_service.served_model import load_served_model
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling, door
+from tests.support.odd_models import odd_model
+from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
+from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+
+PROMPT = "def main():\n    "
+FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
+
+
+async def has_tokens(client: AsyncEngineClient) -> bool:
+    return (await client.stats()).num_new_tokens > 0
+
+
+async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
+    world: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than fits the connection is generated for it, while another client gets all that it asked for."""
+    monkeypatch.setattr(outbox, "MAX_UNREAD", 4000)
+    monkeypatch.setattr(door, "_CHANNEL_OPTIONS", (*door._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0)))  # no large windows
+    await world.start_cache(num_blocks=1024)
+    client = await world.client(await world.start_engine())
+    much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)
+    stuck = client.generate([7, 8, 9], GenerateOptions(n=4, sampling=much))
+    await anext(stuck)
+    good = await generate(client, [1, 2], 40)
+
+    async def has_ended() -> bool:
+        stats = await client.stats()
+        return stats.num_failed_requests + stats.num_completed_requests == 2
+
+    await until(has_ended)
+    assert (await world.wait_idle()).num_referenced_blocks == 0, "while it still does not read"
+    assert good.token_ids == [toy_output([1, 2], 40)]
+    read = []
+    with pytest.raises(KvkeeperError) as ended:  # noqa: PT012
+        async for piece in stuck:
+            read += piece.token_ids
+    assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NOT_READ")
+    assert ended.value.metadata == {"limit": "4000"}
+    assert 0 < len(read) < 4 * 300
+
+
+async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
+    world: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine_service.constraint import Constraint
+
+    allowed = Constraint.allowed
+    num_calls = 0
+
+    def break_later(constraint: Constraint) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise RuntimeError("no such state: 'secret'")
+        return allowed(constraint)
+
+    monkeypatch.setattr(Constraint, "allowed", break_later)
+    await world.start_cache()
+    model = load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
+    client = await world.client(await world.start_engine(model, block_size=16))
+    expected = await generate(client, PROMPT, 60, FREE)
+    before = (await client.stats()).num_new_tokens
+    good = asyncio.create_task(generate(client, PROMPT, 60, FREE))
+
+    async def runs() -> bool:
+        return (await client.stats()).num_new_tokens > before
+
+    await until(runs)
+    with pytest.raises(KvkeeperError) as failed:
+        await generate(client, PROMPT, 60, Sampling(regex="[a-z]{50}", seed=1))
+    assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
+    assert "secret" not in failed.value.message
+    assert num_calls == 3
+    assert (await good).token_ids == expected.token_ids
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(world: Services) -> None:
+    class Broken:
+        def push(self, token_id: int) -> tuple[str, bool]:
+            return "", False
+
+        def flush(self) -> str:
+            raise ValueError("half a character")
+
+    class Text:
+        tokenizer = None
+
+        def output(self, prompt: list[int], stops: tuple[str, ...]) -> Broken:
+            return Broken()
+
+    await world.start_cache()
+    model = dataclasses.replace(odd_model(), text=Text())  # type: ignore[arg-type]
+    client = await world.client(await world.start_engine(model))
+    long = GenerateOptions(request_id="mine", n=2, sampling=dataclasses.replace(GREEDY, max_tokens=150))
+    generation = client.generate([1, 2, 3], long)
+    await anext(generation)
+    await client.cancel("mine")
+    reasons = [piece.finish_reason async for piece in generation if piece.finish_reason]
+    assert reasons == ["cancelled", "cancelled"]
+    left = client.generate([1, 2, 3], long)
+    await anext(left)
+    left.close()
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+    assert (await client.stats()).num_cancelled_requests == 2
+
+
+async def test_log_probabilities_of_a_long_prompt_hold_nobody_up(world: Services, tmp_path: Path) -> None:
+    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
+    model = load_served_model(
+        EngineConfig(model=str(build_model_folder(tmp_path, kind)), progress=False, block_size=BLOCK_SIZE)
+    )
+    await world.start_cache(num_blocks=200)
+    client = await world.client(await world.start_engine(model, chunk_size=32))
+    prompt = [int(token) for token in random_tokens(min(model.max_len - 4, 600), seed=3)]
+    alone = await generate(client, prompt[:5], 40, FREE)
+    short = asyncio.create_task(generate(client, prompt[:5], 40, FREE))
+    scored = client.generate(prompt, GenerateOptions(sampling=dataclasses.replace(FREE, max_tokens=2, num_prompt_logprobs=20)))
+    pieces = [piece async for piece in scored]
+    found = [one for piece in pieces for one in piece.prompt_logprobs]
+    assert [one.token_id for one in found] == prompt[1:]
+    assert all(len(one.top) == 20 for one in found)
+    assert (await short).token_ids == alone.token_ids
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def test_a_bug_in_the_loop_ends_every_request_at_once(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.start_cache()
+    engine = await world.start_engine()
+    client = await world.client(engine)
+    crowd = [asyncio.create_task(generate(client, [place, 7], 200)) for place in range(1, 4)]
+    await until(lambda: has_tokens(client))
+
+    def broken(*_: object) -> None:
+        raise IndexError("a bug of ours")
+
+    monkeypatch.setattr(Scheduler, "apply", broken)
+    for ended in await asyncio.gather(*crowd, return_exceptions=True):
+        assert isinstance(ended, KvkeeperError)
+        assert (ended.code, ended.reason) == (grpc.StatusCode.INTERNAL, "BROKEN_INVARIANT")
+        assert "bug of ours" not in ended.message
+    with pytest.raises(IndexError):
+        await engine.wait_end()
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [1])
+    assert refused.value.reason == "DRAINING"

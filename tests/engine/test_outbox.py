@@ -1,0 +1,85 @@
+"""What a stream's client has not read: handed over whole, and bounded where it does not read at all."""
+
+import asyncio
+
+import pytest
+
+from engine_service import outbox
+from engine_service.logprobs import TokenLogprobs
+from engine_service.outbox import Outbox
+from engine_service.pieces import Piece, Usage
+from engine_service.refusals import NotRead, Refusal, RequestFailed
+from engine_service.request import FinishReason
+
+LIMIT = 10
+USAGE = Usage(1, 0, LIMIT, 0, 0)
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Outbox:
+    monkeypatch.setattr(outbox, "MAX_UNREAD", LIMIT)
+    return Outbox()
+
+
+def token(place: int) -> Piece:
+    return Piece(0, str(place), (place,))
+
+
+async def turns(count: int = 3) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: Outbox) -> None:
+    failure = RequestFailed("no more")
+    for news in (token(1), token(2), failure):
+        box.put(news)
+    assert await box.take() == ([Piece(0, "12", (1, 2))], failure)
+
+
+async def test_too_much_that_is_not_read_ends_the_request_once(box: Outbox) -> None:
+    told: list[Refusal] = []
+    box.on_full = told.append
+    for place in range(LIMIT):
+        box.put(token(place))
+    await turns()
+    assert told == []
+    for place in range(3):
+        box.put(token(place))
+        await turns()
+    (refusal,) = told
+    assert isinstance(refusal, NotRead)
+    assert refusal.metadata == {"limit": str(LIMIT)}
+    assert await box.take() == ([], refusal), "what was not read is dropped"
+
+
+async def test_much_at_once_is_no_fault_where_somebody_reads(box: Outbox) -> None:
+    told: list[Refusal] = []
+    box.on_full = told.append
+    reading = asyncio.create_task(box.take())
+    await turns()
+    for place in range(5 * LIMIT):
+        box.put(token(place))
+    box.put(Piece(0, "", (), FinishReason.LENGTH, USAGE))
+    ((piece,), refusal) = await reading
+    await turns()
+    assert (len(piece.token_ids), piece.usage, refusal, told) == (5 * LIMIT, USAGE, None, [])
+
+
+async def test_log_probabilities_count(box: Outbox) -> None:
+    told: list[Refusal] = []
+    box.on_full = told.append
+    likely = TokenLogprobs(1, -1.0, 1, tuple(range(LIMIT)), (0.0,) * LIMIT)
+    box.put(Piece(0, "", (1,), logprobs=(likely,)))
+    await turns()
+    assert len(told) == 1
+
+
+async def test_an_end_that_nobody_reads_is_not_waited_for(box: Outbox) -> None:
+    """The request has ended by itself, so that nobody else tells why its pieces are gone."""
+    for place in range(LIMIT + 1):
+        box.put(token(place))
+    box.put(Piece(0, "", (), FinishReason.LENGTH, USAGE))
+    await turns()
+    pieces, refusal = await box.take()
+    assert (pieces, isinstance(refusal, NotRead)) == ([], True)
