@@ -65,7 +65,7 @@ test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tes
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
-soak: $(VENV)/.dev $(GENERATED)  ## what the cache promises, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
+soak: $(VENV)/.dev $(GENERATED)  ## what both services promise, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
 	$(BIN)/python -m tests.soak --rows "$(ROWS)" --minutes $(or $(MINUTES),10) --state $(or $(STATE),.soak.json) \
 	    $(if $(SEED),--seed $(SEED))
 

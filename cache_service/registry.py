@@ -69,6 +69,7 @@ class Pool:
             arena_bytes=config.num_blocks * bytes_per_block,
             max_sequences=config.max_sequences,
             max_tokens_per_sequence=config.limit_tokens,
+            max_tokens_with_retention=config.max_tokens_per_sequence,
             spec=spec,
             eviction_policy=config.eviction_policy,
             prefix_caching=config.prefix_caching,

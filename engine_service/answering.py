@@ -109,6 +109,9 @@ class Answering(Preempting):
                 self._start_alone(child)
         for sequence in plan.released:
             self._leave_children(sequence)
+        if self.running.num_retaining:
+            for child in [child for child in self._unforked if not self._may_fork(child, self.running.num_committed)]:
+                self._start_alone(child)
         return rows
 
     def _shared_table(self, child: Sequence) -> Int32Array:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine_service.batch import Batch
+from engine_service.batch import Batch, BatchRetention
 from engine_service.plan import News, PromptScore, StepAnswer, Work
 from engine_service.request import NO_TOKENS, Int32Array
 from engine_service.running import IndexArray, RunningSequences, ranks
@@ -104,4 +104,12 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         block_tables=running.tables[rows, :max_blocks],
         logit_rows=(np.repeat(query_start_loc[1:] - num_logits, num_logits) + ranks(num_logits)).astype(np.int64),
         logit_start_loc=logit_start_loc,
+        retention=_retention(running, rows, seq_lens) if running.num_retaining else None,
     )
+
+
+def _retention(running: RunningSequences, rows: IndexArray, seq_lens: Int32Array) -> BatchRetention | None:
+    """Of the rows that are longer than what they keep."""
+    sinks, windows = running.num_sink[rows], running.num_window[rows]
+    is_cut = (windows > 0) & (seq_lens > sinks + windows)
+    return BatchRetention(np.where(is_cut, sinks, 0), np.where(is_cut, windows, 0)) if is_cut.any() else None

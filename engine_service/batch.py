@@ -13,6 +13,14 @@ IntArray = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BatchRetention:
+    """Sink and window of each row, int32 [S]; window 0: it keeps everything, or sees all of its keys as yet."""
+
+    sink_lens: npt.NDArray[np.int32]
+    window_lens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """S rows, T tokens, R of them with logits. Ranges are half-open.
 
@@ -23,6 +31,7 @@ class Batch:
         block_tables: int32 [S, max_blocks], padded with the null block.
         logit_rows: int64 [R], tokens whose logits are wanted, ascending.
         logit_start_loc: int32 [S + 1]; row s has the logits [logit_start_loc[s], logit_start_loc[s + 1]).
+        retention: of a batch with rows that do not see all of their keys (kernels/retention.py); mostly None.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -33,3 +42,4 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]
     logit_start_loc: npt.NDArray[np.int32]
+    retention: BatchRetention | None = None

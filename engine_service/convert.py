@@ -16,6 +16,7 @@ import numpy as np
 from engine_service.errors import SamplingParamsError
 from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
 from engine_service.request import Int32Array
+from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
 from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -53,6 +54,7 @@ class RequestOptions:
     num_prompt_logprobs: int | None
     session_id: str
     metadata: Mapping[str, str]
+    retention: Retention | None
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
@@ -98,7 +100,17 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
         session_id=request.session_id,
         metadata=dict(request.metadata),
+        retention=_retention_of(request),
     )
+
+
+def _retention_of(request: pb.GenerateRequest) -> Retention | None:
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    _check_range("retention.num_sink_tokens", sink, 0, 2**31 - 1)
+    _check_range("retention.num_window_tokens", window, 1, 2**31 - 1)
+    return Retention(sink, window)
 
 
 def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:

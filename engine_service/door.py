@@ -7,7 +7,7 @@ from kvkeeper.service.door import Contract
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["EngineService"],
-    with_prompt=frozenset({"Generate", "Tokenize", "Detokenize"}),
+    with_prompt=frozenset({"Generate", "SubmitRequest", "Tokenize", "Detokenize"}),
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )

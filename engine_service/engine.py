@@ -84,7 +84,8 @@ class Engine:
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
         self.check_open()
-        request, max_len = generation.request, self.scheduler.limits.max_len
+        request = generation.request
+        max_len = self.scheduler.limits.max_len_of(request.retention)
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
@@ -162,9 +163,9 @@ class Engine:
         self.memory, self._num_reported = memory, 0
         self._end_closed()
         for request in self.scheduler.reset(limits):
-            self._by_request[request].fail(
-                NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limits.max_len)
-            )
+            limit = limits.max_len_of(request.retention)
+            refusal = NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limit)
+            self._by_request[request].fail(refusal)
         self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
         try:
             await tell_ready()

@@ -175,12 +175,10 @@ def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:
 
 def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
     """What the scheduler may do on this pool."""
-    bounds = [model.max_len, pool.max_tokens_per_sequence, (pool.num_blocks - 1) * pool.block_size]
-    if config.max_tokens_per_sequence is not None:
-        bounds.append(config.max_tokens_per_sequence)
+    most = config.max_tokens_per_sequence or pool.max_tokens_with_retention
     return Limits(
         block_size=pool.block_size,
-        max_len=min(bounds),
+        max_len=min(most, model.max_len, pool.max_tokens_per_sequence, (pool.num_blocks - 1) * pool.block_size),
         max_known_sequences=pool.max_sequences,
         max_running=min(config.max_sequences, pool.max_sequences),
         token_budget=config.token_budget,
@@ -189,4 +187,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,
         prefix_caching=pool.prefix_caching,
+        num_usable_blocks=pool.num_blocks - 1,
+        max_distance=model.max_len,
+        max_retained_len=0 if model.refuses_retention else min(most, pool.max_tokens_with_retention),
     )

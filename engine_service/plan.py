@@ -13,6 +13,7 @@ import numpy.typing as npt
 from engine_service.batch import Batch
 from engine_service.preemption_cost import Preemption
 from engine_service.request import Int32Array, Sequence
+from engine_service.retention import Retention
 from engine_service.running import IndexArray
 
 Int64Array = npt.NDArray[np.int64]
@@ -32,6 +33,16 @@ class Limits:
     num_host_blocks: int = 0  # null block included; 0: there is no host tier
     block_bytes: int = 0
     prefix_caching: bool = True
+    num_usable_blocks: int = 0  # of the pool
+    max_distance: int = 0  # most tokens that the model can tell the places of
+    max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
+
+    def max_len_of(self, retention: Retention | None) -> int:
+        """Most tokens of a sequence. With retention only what it keeps has to fit the pool and the model's positions."""
+        if retention is None or retention.num_tokens > self.max_distance:
+            return self.max_len
+        fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return max(self.max_len, self.max_retained_len) if fits else self.max_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Planning:
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
         num_new, budget = self._share_budget(live, len(forks))
+        if running.num_retaining:
+            self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
         if guesses:
@@ -127,7 +129,26 @@ class Planning:
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
         """Those with a token of their own, as far as there are rows and slots for them."""
         room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
-        return list(self._unforked)[: max(room, 0)] if self._unforked else []
+        may_fork = [child for child in self._unforked if self._may_fork(child, self.running.num_computed)]
+        return may_fork[: max(room, 0)]
+
+    def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
+        """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
+        retention = child.request.retention
+        if retention is None or child.parent is None:
+            return True
+        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self.limits.block_size)
+
+    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
+        """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
+
+        What they give back for that is known with the next step; then there is room, because what they keep fits the pool.
+        """
+        running, size = self.running, self.limits.block_size
+        computed, windows = running.num_computed[live], running.num_window[live]
+        num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
+        num_slots = (self.limits.num_usable_blocks + num_holes) * size
+        num_new[(windows > 0) & (computed + running.num_computing[live] >= num_slots)] = 0
 
     def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> tuple[dict[Sequence, int], list[Sequence]]:
         """Who of the waiting may start, with most new tokens, and who may be swapped in."""
@@ -154,7 +175,7 @@ class Planning:
 
 def make_rows(limits: Limits) -> RunningSequences:
     num_rows = min(limits.max_running, limits.token_budget)  # whoever runs computes a token a step
-    return RunningSequences(num_rows, limits.max_len, limits.block_size)
+    return RunningSequences(num_rows, max(limits.max_len, limits.max_retained_len), limits.block_size)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

@@ -46,8 +46,12 @@ class Preempting(Planning):
 
     def _num_shareable(self, sequence: Sequence) -> int:
         """Of the tokens that it had computed, those that it may find in the prefix cache."""
-        may_hit = sequence.request.look_up and self.limits.prefix_caching
-        return sequence.num_computed // self.limits.block_size * self.limits.block_size if may_hit else 0
+        request, most = sequence.request, sequence.num_computed
+        if not (request.look_up and self.limits.prefix_caching):
+            return 0
+        if request.retention is not None:
+            most = min(most, request.retention.num_tokens)  # what is behind them is private
+        return most // self.limits.block_size * self.limits.block_size
 
     def _recompute(self, sequence: Sequence) -> None:
         """Release what the cache service holds of it, and queue it anew."""

@@ -12,6 +12,8 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from engine_service.retention import Retention
+
 Int32Array = npt.NDArray[np.int32]
 
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
@@ -87,6 +89,7 @@ class Request:
     tenant: str = ""
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
+    retention: Retention | None = None  # None: everything is kept
     arrival: int = 0  # rank, given by Scheduler.add
     start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start

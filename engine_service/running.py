@@ -34,6 +34,9 @@ class RunningSequences:
         # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
+        self.num_sink = np.zeros(num_rows, np.int32)
+        self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
+        self.num_retaining = 0  # rows with a window
         self.ended = np.zeros(num_rows, bool)  # or preempted: it computes no more, and leaves with the next step
         self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
@@ -82,6 +85,10 @@ class RunningSequences:
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
         self.ended[row] = self.swapping[row] = self.discarded[row] = False
+        self.num_sink[row] = self.num_window[row] = 0
+        if (retention := sequence.request.retention) is not None:
+            self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
+            self.num_retaining += 1
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row
@@ -94,6 +101,7 @@ class RunningSequences:
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
+        self.num_retaining -= int(self.num_window[row] > 0)
         self.tables[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
         self._order = None

@@ -25,7 +25,7 @@ class Scheduler(Answering):
 
     def add(self, request: Request) -> None:
         """Queue a request. Its first sequence must be created in the cache service before it can start."""
-        assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len
+        assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len_of(request.retention)
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         self.waiting.put(request.sequences[0])
 
@@ -69,7 +69,7 @@ class Scheduler(Answering):
         requests = {sequence.request: None for sequence in self.waiting.sequences}
         for request in requests:
             request.start_number = 0  # of another cache service, perhaps
-        return [request for request in requests if request.max_len > limits.max_len]
+        return [request for request in requests if request.max_len > limits.max_len_of(request.retention)]
 
     @property
     def num_waiting(self) -> int:

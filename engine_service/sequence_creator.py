@@ -7,12 +7,14 @@ tried again; any other refusal ends that request alone; a lost session ends the 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import asdict
 
 import grpc
 
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import Request, Sequence
 from engine_service.scheduler import Scheduler
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 
@@ -75,7 +77,8 @@ class SequenceCreator:
                 request.max_len,
                 request.tenant,
                 request.priority,
-                start_number=request.start_number,
+                None if request.retention is None else pb.Retention(**asdict(request.retention)),
+                request.start_number,
             )
         except KvkeeperError as error:
             is_bad = error.code is grpc.StatusCode.INVALID_ARGUMENT

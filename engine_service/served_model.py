@@ -19,6 +19,7 @@ from safetensors import safe_open
 from engine_service.config import HASH_TOY, EngineConfig
 from engine_service.errors import UnsupportedModelError
 from engine_service.model.config import ModelConfig, is_native
+from engine_service.model.decoder import Decoder
 from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from engine_service.model.json_fields import CONFIG_FILE
@@ -58,6 +59,7 @@ class ServedModel:
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
     sliding_window: int = 0
     rope_parameters: str = ""
+    refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
     device: torch.device = _CPU
 
     @property
@@ -125,8 +127,16 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
         rope_parameters=rope_parameters,
+        refuses_retention=_refuses_retention(model),
         device=model.device,
     )
+
+
+def _refuses_retention(model: Model) -> str:
+    """It takes a query that is rotated a second time, and a model that lets a query see all that there is."""
+    if not isinstance(model, Decoder):
+        return "a model that the transformers library runs"
+    return "a model with windows of its own" if any(model.config.windows) else ""
 
 
 def _hash_toy() -> ServedModel:

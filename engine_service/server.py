@@ -41,6 +41,7 @@ class RunningServer:
 
     engine: Engine
     config: EngineConfig
+    service: EngineService
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -51,6 +52,11 @@ class RunningServer:
     @property
     def address(self) -> str:
         return self._endpoint.address
+
+    @property
+    def has_ended_requests(self) -> bool:
+        """Asked to stop, it has nothing more to compute."""
+        return self._serving.done()
 
     async def wait_ready(self) -> None:
         """Until there is a session. Raises StartError when the cache service refuses the model."""
@@ -68,11 +74,14 @@ class RunningServer:
             raise StartError(f"--cache {self.config.cache}: {error}") from None
 
     async def drain(self) -> None:
-        """Take no more requests, and let the live ones end, but no longer than configured."""
+        """Take no more requests, let the live ones end and their clients hear of it, but no longer than configured."""
         await self._endpoint.drain()
         self.engine.stop()
-        done, _ = await asyncio.wait((self._serving,), timeout=self.config.drain_timeout)
-        if not done:
+        try:
+            async with asyncio.timeout(self.config.drain_timeout):
+                await asyncio.wait((self._serving,))
+                await self.service.wait_heard()
+        except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.generations))
 
     async def stop(self) -> None:
@@ -130,7 +139,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
-    return RunningServer(engine, config, serving, ready, endpoint, client, metrics)
+    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics)
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:

@@ -46,16 +46,26 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl)
         self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+        self.num_streams = 0  # Generate calls that have not been answered to their end
+        self._no_stream = asyncio.Event()
+        self._no_stream.set()
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
         return engine_metrics(self._engine, self._submissions.num_kept)
+
+    async def wait_heard(self) -> None:
+        """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
+        await self._no_stream.wait()
+        await self._submissions.wait_fetched()
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         outbox = Outbox()
         generation, timeout_s = await self._admit(request, outbox.put)
         outbox.on_full = generation.fail
         timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
+        self.num_streams += 1
+        self._no_stream.clear()
         try:
             while True:
                 pieces, refusal = await outbox.take()
@@ -68,6 +78,9 @@ class EngineService:
         finally:
             timer.cancel()
             generation.cancel()
+            self.num_streams -= 1
+            if not self.num_streams:
+                self._no_stream.set()
 
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)
@@ -145,13 +158,17 @@ class EngineService:
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
         options = options_of(message)
+        if options.retention is not None and (reason := self._model.refuses_retention):
+            raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)
         num_computed = options.n if options.best_of is None else options.best_of
         constraints = await self._constraints(message.sampling, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self._max_len - len(prompt)))
+            limit = self._engine.scheduler.limits.max_len_of(options.retention)
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
+        keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
         request = Request(
             request_id=options.request_id,
             prompt=prompt,
@@ -161,6 +178,7 @@ class EngineService:
             tenant=options.tenant,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
+            retention=None if keeps_all else options.retention,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))

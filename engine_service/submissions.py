@@ -42,6 +42,7 @@ class Submission:
     usage: Usage | None = None
     refusal: Refusal | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
     ended_at: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -91,6 +92,7 @@ class Submissions:
             submission.generation, timeout_s = await admit(submission.take)
         except BaseException as error:
             del self._by_id[request_id]
+            submission.fetched.set()
             submission.admitted.set_exception(error if isinstance(error, Refusal) else UnknownRequest("it was not admitted"))
             submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
             raise
@@ -113,7 +115,14 @@ class Submissions:
             pass
         if submission.generation is None:
             raise UnknownRequest("the request is being admitted")
+        if submission.ended.is_set():
+            submission.fetched.set()
         return submission.generation, submission
+
+    async def wait_fetched(self) -> None:
+        """Until everything that was taken so far has ended and been asked for, or is forgotten."""
+        for submission in list(self._by_id.values()):
+            await submission.fetched.wait()
 
     @property
     def num_kept(self) -> int:
@@ -128,3 +137,4 @@ class Submissions:
         for place, (request_id, submission) in enumerate(by_age):
             if place < surplus or now - submission.ended_at >= self._keep_s:
                 del self._by_id[request_id]
+                submission.fetched.set()

@@ -5,6 +5,5 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}
 
 # Field of GenerateRequest -> feature. Their neutral values are accepted.
 UNIMPLEMENTED_FIELDS = {
-    "retention": "sink and window retention",
     "beam_search": "beam search",
 }

@@ -64,9 +64,11 @@ class Decoder:
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0)))
-        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device)
-        local_rope = config.local_rope
-        self._local_rotary = None if local_rope is None else RotaryTable(local_rope, config.head_dim, self.dtype, self.device)
+        most = config.max_position
+        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device, most)
+        self._local_rotary: RotaryTable | None = None
+        if config.local_rope is not None:
+            self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
         # transformers rounds the factor to the model's dtype, and so does whoever trained the weights.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
@@ -95,6 +97,9 @@ class Decoder:
         rotation = local_rotation = self._rotary.rows(positions, max_position)
         if self._local_rotary is not None:
             local_rotation = self._local_rotary.rows(positions, max_position)
+        at_sinks = None
+        if metadata.sink_positions is not None:
+            at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
@@ -103,7 +108,7 @@ class Decoder:
             x, residual = rms_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
-            x = self._attention(x, layer, turned, kv_view[:, index], metadata, window)
+            x = self._attention(x, layer, turned, at_sinks, kv_view[:, index], metadata, window)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = linear(x, layer.o)
@@ -125,6 +130,7 @@ class Decoder:
         x: torch.Tensor,
         layer: LayerWeights,
         rotation: tuple[torch.Tensor, torch.Tensor],
+        at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata,
         window: int | None,
@@ -136,9 +142,10 @@ class Decoder:
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if layer.qk_norm is not None:
             qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
+        q_sink = None if at_sinks is None else rotary(qk[:, : config.num_heads], *at_sinks)
         qk = rotary(qk, *rotation)
         q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
+        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 
 def _pack_layer(layer: LayerWeights) -> LayerWeights:

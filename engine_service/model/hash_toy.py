@@ -1,8 +1,9 @@
 """HashToyRunner: a model whose output proves its cache, with the interface of ModelRunner.
 
 K of token i is a hash of K of token i - 1, read through the block table, and of the token: a hash of the whole
-prefix. V is another hash of K. The next token is a hash of every K and V of the sequence, read through the table. So
-any wrong, stale, torn, shifted or unwritten slot changes the output. Integers only: exact on every machine.
+prefix. V is another hash of K. The next token is a hash of every K and V of the sequence, read through the table; with
+retention of every one that its sinks and its window keep. So any wrong, stale, torn, shifted or unwritten slot changes the
+output. Integers only: exact on every machine.
 
 expected_next_token says from the tokens alone what the toy must answer.
 """
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine_service.batch import Batch
+from engine_service.retention import Retention
 from kernels.copy_blocks import copy_blocks
 from kernels.errors import KernelArgumentError
 from kernels.layout import KvLayout
@@ -80,9 +82,13 @@ class HashToyRunner:
         for seq in range(len(batch.seq_lens)):
             first, last = batch.logit_start_loc[seq : seq + 2].tolist()
             if first < last:
-                digests = self._read(batch.block_tables[seq], int(batch.seq_lens[seq]))
                 positions = batch.positions[batch.logit_rows[first:last]]
-                next_tokens = digests[positions] % np.uint64(self.vocab_size)
+                if batch.retention is not None and (window := int(batch.retention.window_lens[seq])):
+                    kept = Retention(int(batch.retention.sink_lens[seq]), window)
+                    digests = np.array([self._read(batch.block_tables[seq], _seen(at, kept))[-1] for at in positions.tolist()])
+                else:
+                    digests = self._read(batch.block_tables[seq], np.arange(int(batch.seq_lens[seq])))[positions]
+                next_tokens = digests % np.uint64(self.vocab_size)
                 logits[torch.arange(first, last), torch.from_numpy(next_tokens.astype(np.int64))] = 30.0
         return logits
 
@@ -107,21 +113,30 @@ class HashToyRunner:
             self._hashes[blocks, layer, 0, offsets] = keys
             self._hashes[blocks, layer, 1, offsets] = _mix_all(keys ^ np.uint64(_VALUE_SALT))
 
-    def _read(self, table: npt.NDArray[np.int32], seq_len: int) -> npt.NDArray[np.uint64]:
-        """For every position the digest [seq_len] of all K and V up to it."""
-        positions = np.arange(seq_len)
+    def _read(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """For each of these positions [T] the digest of the K and V of those up to it."""
         blocks, offsets = table[positions // self._layout.block_size], positions % self._layout.block_size
-        return _digests([(h[blocks, 0, offsets], h[blocks, 1, offsets]) for h in self._hashes.swapaxes(0, 1)])
+        return _digests([(h[blocks, 0, offsets], h[blocks, 1, offsets]) for h in self._hashes.swapaxes(0, 1)], positions)
 
 
-def expected_next_token(token_ids: Sequence[int], config: HashToyConfig | None = None) -> int:
+def expected_next_token(
+    token_ids: Sequence[int], config: HashToyConfig | None = None, retention: Retention | None = None
+) -> int:
     """What the toy must answer after `token_ids` (at least one), worked out without a cache."""
     config = config or HashToyConfig()
+    last = len(token_ids) - 1
+    seen = np.arange(last + 1) if retention is None else _seen(last, retention)
     layers = []
     for layer in range(config.num_layers):
         keys = _chain(_SEED, list(token_ids), layer)
-        layers.append((keys, _mix_all(keys ^ np.uint64(_VALUE_SALT))))
-    return int(_digests(layers)[-1] % np.uint64(config.vocab_size))
+        layers.append((keys[seen], _mix_all(keys[seen] ^ np.uint64(_VALUE_SALT))))
+    return int(_digests(layers, seen)[-1] % np.uint64(config.vocab_size))
+
+
+def _seen(position: int, kept: Retention) -> npt.NDArray[np.int64]:
+    """Positions that the query at `position` sees."""
+    first = max(position - kept.num_window_tokens + 1, 0)
+    return np.concatenate((np.arange(min(kept.num_sink_tokens, first)), np.arange(first, position + 1)))
 
 
 def _chain(before: int, tokens: list[int], layer: int) -> npt.NDArray[np.uint64]:
@@ -134,13 +149,15 @@ def _chain(before: int, tokens: list[int], layer: int) -> npt.NDArray[np.uint64]
     return keys
 
 
-def _digests(layers: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]) -> npt.NDArray[np.uint64]:
+def _digests(
+    layers: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
     """Running sums of hashes of (position, K, V): a sum, so that all positions' digests cost one pass."""
-    total = np.zeros(len(layers[0][0]), dtype=np.uint64)
-    positions = _mix_all(np.arange(len(total), dtype=np.uint64))
+    total = np.zeros(len(positions), dtype=np.uint64)
+    places = _mix_all(positions.astype(np.uint64))
     for index, (keys, values) in enumerate(layers):
         salt = np.uint64(_LAYER_SALT * (index + 1) & _MASK)
-        total += np.cumsum(_mix_all(_mix_all(keys ^ positions ^ salt) + values), dtype=np.uint64)
+        total += np.cumsum(_mix_all(_mix_all(keys ^ places ^ salt) + values), dtype=np.uint64)
     return _mix_all(total)
 
 

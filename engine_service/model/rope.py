@@ -6,6 +6,8 @@ import torch
 
 from engine_service.model.rope_config import RopeConfig
 
+_LEAST_TABLE = 4096  # positions
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Angle per position [head_dim / 2], float32, in the order of operations of transformers.
@@ -27,26 +29,46 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class RotaryTable:
-    """Rows (cos, cos) and (-sin, sin) of the positions seen so far; grows by doubling.
+    """Rows (cos, cos) and (-sin, sin) of the positions seen so far; grows by doubling, up to the model's last position.
 
-    Growing keeps a model of a million positions from paying for them at start.
+    Growing keeps a model of a million positions from paying for them at start. Farther ones, to which a sequence with sink and
+    window comes, are worked out when they are asked for, and in float64: only differences of angles count there, and in float32
+    an angle of 100,000 is off by 0.004.
     """
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device, num_positions: int = 1024
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_position: int,
+        num_positions: int = 1024,
     ) -> None:
         self._freqs = inverse_frequencies(rope, head_dim)
         self._dtype, self._device = dtype, device
+        self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
 
     def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [T, head_dim], for int64 positions [T], the highest of which is `max_position`."""
-        if max_position >= self._cos.shape[0]:
-            self._fill(1 << max_position.bit_length())
+        if max_position >= self._cos.shape[0] and self._cos.shape[0] < self._most:
+            self._fill(min(1 << max_position.bit_length(), self._most))
+        if max_position >= self._most:
+            return self._far_rows(positions)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
+    def _far_rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where some positions are beyond the table."""
+        inside, is_near = positions.clamp(max=self._most - 1), (positions < self._most)[:, None]
+        cos, sin = self._columns(positions.double()[:, None] * self._freqs.to(positions.device, torch.float64))
+        near_cos, near_sin = self._cos.index_select(0, inside), self._sin.index_select(0, inside)
+        return torch.where(is_near, near_cos, cos), torch.where(is_near, near_sin, sin)
+
     def _fill(self, num_positions: int) -> None:
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs
+        self._cos, self._sin = self._columns(torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs)
+
+    def _columns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)
+        cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
+        return cos, torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)

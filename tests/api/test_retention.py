@@ -59,6 +59,8 @@ async def test_every_range_is_read_or_refused_to_the_token(api: Api) -> None:
 async def test_a_sequence_longer_than_its_pool() -> None:
     async with serving(num_blocks=6, max_tokens_per_sequence=64) as api:
         session = await api.open(engine=False)
+        pool = session.opened.pool
+        assert (pool.max_tokens_per_sequence, pool.max_tokens_with_retention) == (20, 64)
         await session.create(1, 50, retention=retention(4, 8))
         await grow(session, 64, chunk=4)
         np.testing.assert_array_equal(await read_all(session, 1, num_tokens=4), written(0, 4))

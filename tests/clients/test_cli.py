@@ -16,7 +16,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table
-from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError
+from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.service import VERSION
 
 NOBODY = "127.0.0.1:1"
@@ -151,6 +151,22 @@ def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
     assert main(["generate", "x", "--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d="]) == 1
     assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
+
+
+def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def note(_: object, prompt: str, options: GenerateOptions) -> None:
+        asked.append(options.retention)
+        raise KvkeeperError(grpc.StatusCode.INTERNAL)
+
+    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    for flags in ([], ["--window", "100"], ["--window", "100", "--sink", "0"]):
+        assert main(["generate", "x", *flags]) == 1
+    assert asked == [None, Retention(4, 100), Retention(0, 100)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "x", "--sink", "4"])
+    assert "--sink goes with --window" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:

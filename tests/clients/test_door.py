@@ -64,6 +64,26 @@ async def test_a_busy_service_that_stays_busy_says_when_to_come_back(fake: FakeC
     assert not caught.value.service_down
 
 
+async def test_a_call_that_met_a_server_as_it_stopped_is_repeated(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
+    fake.script["GetStats"] = [Refusal(grpc.StatusCode.CANCELLED), pb.GetStatsResponse(epoch=9)]
+    assert (await call_stats(QUICK)).epoch == 9
+
+
+@pytest.mark.parametrize("ends", ["stream", "door"])
+async def test_what_is_cancelled_here_is_cancelled(fake: FakeCache, ends: str) -> None:
+    fake.script["ReadKv"] = [pb.ReadKvResponse(), Fault.SILENCE]
+    door = Door(fake.target, QUICK, pb_grpc.CacheServiceStub)
+    stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+    await asyncio.to_thread(next, stream)
+    reading = asyncio.create_task(asyncio.to_thread(next, stream))
+    await asyncio.wait_for(fake.waits.wait(), 5)
+    stream.cancel() if ends == "stream" else door.close()
+    with pytest.raises(KvkeeperError) as caught:
+        await reading
+    assert caught.value.code is grpc.StatusCode.CANCELLED
+    door.close()
+
+
 async def test_nobody_at_the_address_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
     options = CallOptions(timeout_s=2, retry_s=0)
     async with AsyncCacheClient(f"127.0.0.1:{unused_tcp_port}", options) as client:

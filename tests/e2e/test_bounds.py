@@ -17,6 +17,10 @@ def sampling(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
+def retention(sink: int, window: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
+
+
 BAD = {
     "prompt": pb.GenerateRequest(),
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
@@ -30,6 +34,8 @@ BAD = {
     "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
     "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),
     "metadata long value": pb.GenerateRequest(token_ids=TOKENS, metadata={"k": "x" * 257}),
+    "retention.num_sink_tokens": retention(-1, 4),
+    "retention.num_window_tokens": retention(4, 0),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
     "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
     "best_of low": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=2),
@@ -120,6 +126,14 @@ async def test_malformed_bytes_and_large_messages(channel: grpc.aio.Channel) -> 
         error = error_of(failed.value)
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert (await pb_grpc.EngineServiceStub(channel).GetModel(pb.GetModelRequest(), timeout=10)).model_id == "hash-toy"
+
+
+async def test_prompts_may_be_as_long_in_a_submission_as_in_a_stream(channel: grpc.aio.Channel) -> None:
+    request = pb.GenerateRequest(request_id="long", token_ids=pb.TokenIds(ids=[1 << 8] * (300 << 10)))
+    submit = pb_grpc.EngineServiceStub(channel).SubmitRequest
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await submit(pb.SubmitRequestRequest(request=request), timeout=10)
+    assert error_of(failed.value).reason == (await refusal(channel, request)).reason == "NEVER_FITS"
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,8 @@ async def test_exactly_these_are_not_implemented(world: Services) -> None:
                     found[method.name] = UNIMPLEMENTED_METHODS.get(method.name)
     assert found == UNIMPLEMENTED_METHODS
     assert found == {}
-    assert set(UNIMPLEMENTED_FIELDS) == {"retention", "beam_search"}
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), retention=pb.Retention(num_sink_tokens=4))
+    assert set(UNIMPLEMENTED_FIELDS) == {"beam_search"}
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), beam_search=pb.BeamSearch(num_beams=4))
     with pytest.raises(KvkeeperError) as refused:
         await anext(client._door.stream(client._door.stub.Generate, request))
     assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")

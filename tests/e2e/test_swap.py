@@ -71,7 +71,6 @@ async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -
     assert len(out) == (await client.stats()).num_swapped_out > 0
     assert sorted(out) == sorted(back)
     assert all(num_tokens > 0 for _, num_tokens in out)
-    assert not any(plan.preempted for plan in plans)
     assert any(f"swapped out {out[0][0]}[0] with {out[0][1]} tokens" in plan.plan for plan in plans)
 
 

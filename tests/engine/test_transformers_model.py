@@ -45,6 +45,7 @@ def test_an_engine_serves_one(tmp_path: Path) -> None:
     assert served.num_parameters == sum(parameter.numel() for parameter in network.parameters())
     spec = served.kv_spec(4)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 4, 16)
+    assert served.refuses_retention, "the library rotates the queries, once"
 
 
 @pytest.mark.parametrize(

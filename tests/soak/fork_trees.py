@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.arena.shared_memory import copy_blocks
+from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId
 from tests.soak.row import Counts
 from tests.support.core_pool import int32
@@ -44,7 +44,9 @@ class ForkTree:
         )
         self.driver = CoreDriver(config)
         self.session: SessionId = self.driver.open_session(Executor.CACHE)
-        self.memory = np.zeros((config.num_blocks, self.block_size * _SLOT_BYTES), np.uint8)
+        self._block_bytes = self.block_size * _SLOT_BYTES
+        self._arena = SharedMemoryArena(config.num_blocks * self._block_bytes)
+        self.memory = self._arena.blocks(config.num_blocks, self._block_bytes)
         self.branches: list[_Branch] = []
         self.num_forks = 0
         self._next_id = 1
@@ -58,7 +60,7 @@ class ForkTree:
         q = branch.sequence_id
         copies = self.driver.extend(self.session, q, length, look_up=True)
         assert copies is not None
-        copy_blocks(self.memory, copies)
+        self._arena.copy(copies, self._block_bytes, None)
         first = len(branch.slots)
         known = len(branch.tokens)
         branch.tokens += [self.rng.randrange(2**31) for _ in range(length - known)]

@@ -20,6 +20,7 @@ class Progress:
     done: int = 0
     faults: int = 0
     seconds: float = 0.0
+    worst: float = 0.0
     failing_seeds: list[int] = field(default_factory=list)
     revisions: list[str] = field(default_factory=list)
 
@@ -28,12 +29,17 @@ class Progress:
         if seed in self.failing_seeds:
             self.failing_seeds.remove(seed)
         self.faults += counts.faults
+        self.worst = max(self.worst, counts.worst)
         if counts.faults:
             self.done += counts.done
 
     def fail(self, seed: int) -> None:
         if seed not in self.failing_seeds:
             self.failing_seeds.append(seed)
+
+    def hours_left(self, row: Row) -> float | None:
+        """Of one process, at the pace so far; None where nothing has been done yet."""
+        return max(0, row.target - self.done) / self.done * self.seconds / 3600 if self.done else None
 
     def status(self, row: Row) -> str:
         if self.failing_seeds:
@@ -60,13 +66,16 @@ class SoakState:
 
 
 def table(rows: list[Row], state: SoakState) -> str:
-    """row | done | target | faults fired | violations | status, one line each."""
-    lines = [("row", "done", "target", "unit", "faults fired", "violations", "status")]
+    """One line for each row. The pace and the hours left are those of one process."""
+    lines = [("row", "done", "target", "unit", "a second", "faults fired", "worst", "violations", "hours left", "status")]
     for row in rows:
         progress = state.of(row)
         violations = str(len(progress.failing_seeds))
         done, target, faults = f"{progress.done:,}", f"{row.target:,}", f"{progress.faults:,} {row.fault}"
-        lines.append((row.key, done, target, row.unit, faults, violations, progress.status(row)))
+        worst, left = f"{progress.worst:.2f} {row.worst}" if row.worst else "", progress.hours_left(row)
+        hours = "?" if left is None else f"{left:,.1f}"
+        rate = f"{progress.done / progress.seconds:,.3g}" if progress.seconds else "?"
+        lines.append((row.key, done, target, row.unit, rate, faults, worst, violations, hours, progress.status(row)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
@@ -75,5 +84,6 @@ def report(rows: list[Row], state: SoakState) -> list[dict[str, object]]:
     """The same as values, with what each row promises."""
     return [
         {"row": row.number, "name": row.name, "promise": row.promise, "unit": row.unit, "target": row.target,
-         "fault": row.fault, "status": state.of(row).status(row), **asdict(state.of(row))} for row in rows
+         "fault": row.fault, "status": state.of(row).status(row), "hours_left": state.of(row).hours_left(row),
+         **asdict(state.of(row))} for row in rows
     ]  # fmt: skip

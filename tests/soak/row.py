@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one unit did, in the row's own unit, and how often its fault fired."""
+    """What one unit did, in the row's own unit, and how often its fault fired. worst: of what the row measures, if it does."""
 
     done: int
     faults: int
+    worst: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Row:
     num_ci_seeds: int  # units that the tests run
     is_timed: bool = False  # it measures time, so nothing else runs beside it
     most_seconds: float = 120.0  # longer, and the unit hangs
+    worst: str = ""  # what Counts.worst is, with its unit
 
     @property
     def key(self) -> str:

@@ -1,9 +1,13 @@
-"""All rows of the soak, by number: the promises that the cache makes, with the figures that a long run is to reach."""
+"""All rows of the soak, by number: the promises of both services, with the figures that a long run is to reach."""
 
 from tests.soak import (
     accounting,
     big_reclaim,
+    cache_kills,
+    cancels,
     collisions,
+    drains,
+    engine_kills,
     exactly_once,
     fork_trees,
     hostile_releases,
@@ -16,6 +20,7 @@ from tests.soak import (
     transfers,
     two_requests,
     uncommitted,
+    virtual_days,
 )
 from tests.soak.row import Row
 
@@ -48,6 +53,12 @@ ROWS = [
         1_000_000, transfers.run, num_ci_seeds=20),
     Row(10, "tier walks", "swap is bit-exact", "blocks brought back", "blocks moved out",
         100_000, tier_walks.run, num_ci_seeds=16),
+    Row(11, "briefly", "what can run ends, what cannot is refused at once", "virtual minutes",
+        "preemptions, blocks asked back, refused starts, lost sessions", 60_000, virtual_days.briefly, num_ci_seeds=4,
+        worst="virtual s without a token"),
+    Row(11, "days", "what can run ends, what cannot is refused at once", "virtual hours",
+        "preemptions, blocks asked back, refused starts, lost sessions", 24_000, virtual_days.day, num_ci_seeds=0,
+        most_seconds=7200, worst="virtual s without a token"),
     Row(12, "exactly once", "a step takes effect exactly once", "steps", "losses and repeats",
         1_000_000, exactly_once.run, num_ci_seeds=5),
     Row(13, "stale calls", "a stale epoch changes nothing", "cycles", "refused old calls",
@@ -60,6 +71,21 @@ ROWS = [
         9_000, reclaim.idle, num_ci_seeds=1),
     Row(16, "big reclaim", "reclaiming 1e6 blocks delays others by 50 ms at most", "reclaims", "steps meanwhile",
         99, big_reclaim.run, num_ci_seeds=1, is_timed=True),
+    Row(17, "two engines", "a killed cache service serves in 3 s, and its engines lose nothing", "kills",
+        "requests that went on over a kill", 100, cache_kills.two_engines, num_ci_seeds=1, worst="s until it served"),
+    Row(17, "four engines", "a killed cache service serves in 3 s, and its engines lose nothing", "kills",
+        "requests that went on over a kill", 1_000, cache_kills.four_engines, num_ci_seeds=0, most_seconds=600,
+        worst="s until it served"),
+    Row(18, "one of two", "a killed engine harms only itself", "kills", "streams cut, streams resumed",
+        100, engine_kills.one_of_two, num_ci_seeds=1, worst="s until its clients were told"),
+    Row(18, "one of four", "a killed engine harms only itself", "kills", "streams cut, streams resumed",
+        1_000, engine_kills.one_of_four, num_ci_seeds=0, most_seconds=600, worst="s until its clients were told"),
+    Row(25, "two engines", "a service that is asked to stop loses nothing acknowledged", "drains",
+        "requests that ended well over a drain", 50, drains.two_engines, num_ci_seeds=1, most_seconds=300),
+    Row(25, "four engines", "a service that is asked to stop loses nothing acknowledged", "drains",
+        "requests that ended well over a drain", 200, drains.four_engines, num_ci_seeds=0, most_seconds=900),
+    Row(26, "cancels", "a call may be cancelled at every await", "cancels", "calls cancelled under way",
+        100_000, cancels.run, num_ci_seeds=1),
     Row(32, "tenant residue", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",
         80_000, tenant_residue.run, num_ci_seeds=4),
     Row(32, "both tiers", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",

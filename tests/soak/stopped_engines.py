@@ -17,7 +17,7 @@ import numpy as np
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
 from tests.soak.state_hash import state_hash
-from tests.support.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, Api, Session, int32s, serving
+from tests.support.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, Api, Session, blocks_of, int32s, serving
 from tests.support.services import environment
 
 TTL_MS = 500
@@ -114,16 +114,17 @@ async def _cycle(api: Api, children: list[_Child], rng: random.Random, result: _
     taken = await _take_all(other)
     assert not set(taken) & {child.block for child in children}, "a block was granted that a stopped engine may still write"
     mine = np.frombuffer(rng.randbytes(len(taken) * BLOCK_BYTES), np.uint8).reshape(-1, BLOCK_BYTES)
-    pool.blocks[taken] = mine
-    before, written = state_hash(pool.manager), [bytes(pool.blocks[child.block]) for child in children]
+    blocks = blocks_of(pool)
+    blocks[taken] = mine
+    before, written = state_hash(pool.manager), [bytes(blocks[child.block]) for child in children]
     for child in children:
         child.process.send_signal(signal.SIGCONT)
     refused = await asyncio.gather(*(child.answer() for child in children))
     assert all(answer["refused"] in _REFUSALS for answer in refused), refused
     await _replay(children, result)
     assert state_hash(pool.manager) == before, "a call of an ended session changed the pool"
-    result.num_late_writes += sum(bytes(pool.blocks[child.block]) != old for child, old in zip(children, written, strict=True))
-    np.testing.assert_array_equal(pool.blocks[taken], mine, "foreign bytes")
+    result.num_late_writes += sum(bytes(blocks[child.block]) != old for child, old in zip(children, written, strict=True))
+    np.testing.assert_array_equal(blocks[taken], mine, "foreign bytes")
     await asyncio.gather(*(child.ask("drain") for child in children))
     assert (await api.stats()).pools[0].num_quarantined_blocks == 0
     await other.call("CloseSession")

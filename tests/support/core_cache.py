@@ -6,15 +6,16 @@ import numpy as np
 
 from cache_service.errors import OutOfSequences
 from cache_service.manager import Manager
-from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
+from cache_service.types import Executor, PoolConfig, Retention, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
 from engine_service.plan import Plan
+from engine_service.retention import Retention as EngineRetention
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
 
 class CoreCache:
-    """One session of a pool, its own by default. Audits the core after every step."""
+    """One session of a pool, its own by default. Audits the core after every step, or after one of so many."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class CoreCache:
         watermark: float = 0.0,
         manager: Manager | None = None,
         session: SessionId = SessionId("s"),  # noqa: B008  # a string
+        audit_every: int = 1,
         **config: Any,
     ) -> None:
         self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
@@ -33,6 +35,7 @@ class CoreCache:
         self.has_step_in_flight = False  # the last one's device work has not ended
         self.ended_orders: tuple[list[int], list[int]] = ([], [])  # completed and failed ones, to be reported
         self._step_id = 0
+        self._audit_every = audit_every
 
     @property
     def sequences(self) -> list[int]:
@@ -48,9 +51,18 @@ class CoreCache:
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
-    def create(self, sequence_id: int, tokens: list[int], max_len: int, priority: int = 0, start_number: int = 0) -> int:
+    def create(
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        max_len: int,
+        priority: int = 0,
+        start_number: int = 0,
+        retention: EngineRetention | None = None,
+    ) -> int:
         token_ids = np.array(tokens, np.int32)
-        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, priority=priority, start_number=start_number)
+        kept = None if retention is None else Retention(retention.num_sink_tokens, retention.num_window_tokens)
+        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, "", priority, kept, start_number)
         try:
             self.manager.create_sequence(self.session, args)
         except OutOfSequences:
@@ -69,7 +81,19 @@ class CoreCache:
         self.ended_orders = ([], [])
         batch = StepBatch(self._step_id, completed, **columns, completed_transfers=done, failed_transfers=failed)
         reply = self.manager.step(self.session, batch)
-        assert self.manager.check_invariants() == []
+        self._audit()
         self.manager.publish_pending()
-        assert self.manager.check_invariants() == []
+        self._audit()
         return reply
+
+    def report(self) -> None:
+        """The last step's device work has ended, and no other step follows for now."""
+        self.manager.complete(self.session, self._step_id)
+
+    def close(self) -> None:
+        """The session ends, with nothing that still writes."""
+        self.manager.close_session(self.session, may_still_write=False)
+
+    def _audit(self) -> None:
+        if self._step_id % self._audit_every == 0:
+            assert self.manager.check_invariants() == []

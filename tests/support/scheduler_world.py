@@ -13,12 +13,14 @@ import numpy as np
 from engine_service.plan import Limits, Work
 from engine_service.preemption_cost import Preemption
 from engine_service.request import Request, Sequence, SequenceState
+from engine_service.retention import Retention
 from engine_service.scheduler import Scheduler
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
 _SWAP_OUT = 1  # TransferKind of the protocol
+MAX_RETAINED_LEN = 1000
 
 
 def next_token(tokens: tuple[int, ...], index: int) -> int:
@@ -32,8 +34,21 @@ def expected_output(request: Request, index: int) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def make_request(prompt: list[int], max_new_tokens: int, n: int = 1, priority: int = 0, look_up: bool = True) -> Request:
-    return Request("r", np.array(prompt, np.int32), max_new_tokens, n=n, priority=priority, look_up=look_up)
+def make_request(
+    prompt: list[int],
+    max_new_tokens: int,
+    n: int = 1,
+    priority: int = 0,
+    look_up: bool = True,
+    retention: Retention | None = None,
+) -> Request:
+    tokens = np.array(prompt, np.int32)
+    return Request("r", tokens, max_new_tokens, n=n, priority=priority, look_up=look_up, retention=retention)
+
+
+def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[object, ...]:
+    """What K and V of the last token are a function of: all before it, and what its queries were let see of that."""
+    return tokens if retention is None or len(tokens) <= retention.num_tokens else (*tokens, retention)
 
 
 Slots = dict[int, tuple[int, ...]]
@@ -70,12 +85,19 @@ class World:
         host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limit = (num_blocks - 1) * block_size
-        tiers = (preemption, num_host_blocks, 1)
-        limits = Limits(block_size, limit, max_sequences, max_running, token_budget, chunk_size, *tiers)
+        limits = Limits(
+            *(block_size, limit, max_sequences, max_running, token_budget, chunk_size),
+            num_usable_blocks=num_blocks - 1,
+            max_distance=MAX_RETAINED_LEN,
+            max_retained_len=MAX_RETAINED_LEN,
+            preemption=preemption,
+            num_host_blocks=num_host_blocks,
+            block_bytes=1,
+        )
         self.limits = limits
         self.num_usable_blocks = num_blocks - 1
         self.scheduler = Scheduler(limits)
-        self.memory: dict[int, tuple[int, ...]] = {}
+        self.memory: dict[int, tuple[object, ...]] = {}
         self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
         self.outputs: dict[Sequence, list[int]] = {}
         self.requests: list[Request] = []
@@ -111,8 +133,11 @@ class World:
             assert sequence.sequence_id is not None
             try:
                 request = sequence.request
+                options = {} if request.retention is None else {"retention": request.retention}
                 request.start_number = self.cache.create(
-                    sequence.sequence_id, sequence.token_ids.tolist(), request.max_len, request.priority, request.start_number
+                    *(sequence.sequence_id, sequence.token_ids.tolist(), request.max_len),
+                    *(request.priority, request.start_number),
+                    **options,
                 )
             except OutOfSequencesError:
                 self.scheduler.waiting.create_refused(sequence, try_again=True)
@@ -184,7 +209,9 @@ class World:
                 continue  # it was cancelled while this was computed
             self.outputs[sequence] += token_ids.tolist()
             assert sequence.num_output == len(self.outputs[sequence]) <= sequence.request.max_new_tokens
-            if len(self.outputs[sequence]) == min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9)):
+            limit = min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9))
+            if len(self.outputs[sequence]) >= limit:
+                del self.outputs[sequence][limit:]  # guesses may have gone further
                 self.scheduler.end(sequence)
 
     def _guesses(self) -> dict[int, np.ndarray]:
@@ -215,6 +242,31 @@ class World:
                     expected[: len(self.outputs[sequence])] if request in self.cancelled else expected
                 )
 
+    @property
+    def has_step_in_flight(self) -> bool:
+        return self._in_flight is not None and self._in_flight.batch is not None
+
+    def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
+        """As an engine does whose session has ended: on a new one all that lives starts again, from the tokens it holds."""
+        self._in_flight = None
+        self.cache.close()
+        self.cache = make_cache(self.num_usable_blocks + 1, self.limits.block_size, self.limits.max_known_sequences)
+        assert self.scheduler.reset(self.limits) == []
+
+    def forget(self) -> None:
+        """Everything about requests, all of which have ended."""
+        assert not self.busy
+        for record in (
+            self.computed,
+            self.outputs,
+            self.requests,
+            self.started,
+            self.cancelled,
+            self._cancels,
+            self.stop_after,
+        ):
+            record.clear()
+
     def _tokens(self, sequence: Sequence) -> tuple[int, ...]:
         if sequence.row is None:
             return tuple(sequence.token_ids.tolist())
@@ -227,16 +279,20 @@ class World:
             return
         assert len(batch.token_ids) <= self.limits.token_budget
         assert len(work.rows) <= self.limits.max_running
-        writes: dict[int, tuple[int, ...]] = {}
+        writes: dict[int, tuple[object, ...]] = {}
         guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
         for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
             first, last = batch.query_start_loc[item : item + 2].tolist()
-            assert 0 < last - first <= self.limits.chunk_size
+            assert 0 < last - first <= self.limits.chunk_size + len(guesses.get(sequence, ()))
             tokens, table = self._tokens(sequence) + guesses.get(sequence, ()), batch.block_tables[item].tolist()
             start = int(batch.positions[first])
+            kept = sequence.request.retention
+            unread = range(0) if kept is None else range(kept.num_sink_tokens, start - kept.num_window_tokens + 1)
+            assert kept is None or (batch.retention is not None) >= (start + last - first > kept.num_tokens)
             for position in range(start):
-                slot = table[position // size] * size + position % size
-                assert self.memory[slot] == tokens[: position + 1], "read through the table"
+                if position not in unread:
+                    slot = table[position // size] * size + position % size
+                    assert self.memory[slot] == content(tokens[: position + 1], kept), "read through the table"
             assert batch.token_ids[first:last].tolist() == list(tokens[start : start + last - first])
             assert batch.seq_lens[item] == start + last - first
             for row, position in enumerate(range(start, start + last - first), first):
@@ -245,7 +301,7 @@ class World:
                 assert batch.positions[row] == position
                 assert size <= slot, "the null block"
                 assert slot not in writes, "two writers of a slot"
-                writes[slot] = tokens[: position + 1]
+                writes[slot] = content(tokens[: position + 1], kept)
                 self.computed[sequence.request.arrival, sequence.index, position] += 1
         self.memory |= writes
 

@@ -14,11 +14,12 @@ from cache_service.server import RunningServer as RunningCache
 from cache_service.server import start_server as start_cache
 from engine_service.config import HASH_TOY, EngineConfig
 from engine_service.model.hash_toy import expected_next_token
+from engine_service.retention import Retention as ToyRetention
 from engine_service.served_model import ServedModel
 from engine_service.server import RunningServer as RunningEngine
 from engine_service.server import start_server as start_engine
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Sampling, Usage
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Retention, Sampling, Usage
 from tests.support.odd_models import odd_model
 
 T = TypeVar("T")
@@ -147,9 +148,10 @@ async def generate(
     return Output(token_ids, texts, reasons, generation.usage)
 
 
-def toy_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def toy_output(prompt: Sequence[int], num_tokens: int, retention: Retention | None = None) -> list[int]:
     """What the hash toy says greedily, worked out without a cache."""
+    kept = None if retention is None else ToyRetention(retention.num_sink_tokens, retention.num_window_tokens)
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(expected_next_token(tokens))
+        tokens.append(expected_next_token(tokens, retention=kept))
     return tokens[len(prompt) :]

@@ -21,10 +21,11 @@ export class EngineClient {
    * Continues a prompt. Yields pieces {request_id, index, text, token_ids, finish_reason}; the last one has `usage`.
    * Leaving the loop cancels the request.
    * @param {string} text
-   * @param {{n?: number, timeoutMs?: number, sampling?: object}} [options] sampling: fields of SamplingParams
+   * @param {{n?: number, timeoutMs?: number, sampling?: object, retention?: object}} [options] sampling: fields of
+   *   SamplingParams; retention: {num_sink_tokens, num_window_tokens}
    */
-  generate(text, { n, timeoutMs, sampling = {} } = {}) {
-    const request = { text, n, timeout_ms: timeoutMs, sampling };
+  generate(text, { n, timeoutMs, sampling = {}, retention } = {}) {
+    const request = { text, n, timeout_ms: timeoutMs, sampling, retention };
     return this.#door.stream('Generate', request, (timeoutMs ?? DEFAULT_TIMEOUT_MS) + SLACK_MS);
   }
 

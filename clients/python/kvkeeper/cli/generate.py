@@ -10,9 +10,11 @@ from typing import Any
 
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
-from kvkeeper.client import EngineClient, GenerateOptions, Piece, Sampling, Usage
+from kvkeeper.client import EngineClient, GenerateOptions, Piece, Retention, Sampling, Usage
 from kvkeeper.service import VERSION
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
+
+_DEFAULT_SINK = 4  # tokens; what the models need that were not trained with a sink of their own (arXiv 2309.17453)
 
 
 def _whole(text: str, bits: int = 32) -> int:
@@ -77,6 +79,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    parser.add_argument(
+        "--sink", type=_whole, metavar="N", help="with --window: first tokens that are kept for ever (default: 4)"
+    )
+    parser.add_argument(
+        "--window", type=_whole, metavar="N", help="attend to the sinks and the last N tokens alone (default: to all)"
+    )
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that it belongs to")
     parser.add_argument(
         "--metadata", action="append", default=[], type=_pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
@@ -88,6 +96,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.sink is not None and args.window is None:
+        args.usage_error("--sink goes with --window")
     prompt = _read_prompt(args)
     if prompt is None:
         return EXIT_USAGE
@@ -186,6 +196,12 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     return None
 
 
+def _retention(args: argparse.Namespace) -> Retention | None:
+    if args.window is None:
+        return None
+    return Retention(_DEFAULT_SINK if args.sink is None else args.sink, args.window)
+
+
 def _options(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
     chosen["stop"] = tuple(args.stop)
@@ -196,6 +212,7 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,
         skip_look_up=args.skip_look_up,
+        retention=_retention(args),
         session_id=args.session_id,
         metadata=dict(args.metadata),
         sampling=Sampling(**chosen),

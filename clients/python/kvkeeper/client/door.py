@@ -34,8 +34,10 @@ class Door:
         self.options = options
         self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self.stub = stub_class(self.channel)
+        self.is_closed = False
 
     def close(self) -> None:
+        self.is_closed = True
         self.channel.close()
 
     def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
@@ -49,7 +51,7 @@ class Door:
     def stream(
         self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
     ) -> "Stream":
-        return Stream(method, request, options or self.options, metadata)
+        return Stream(self, method, request, options or self.options, metadata)
 
     def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -57,7 +59,7 @@ class Door:
             try:
                 return attempt(patience.left(time.monotonic()))
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self.is_closed)
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -67,11 +69,14 @@ class Door:
 class Stream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
+    def __init__(
+        self, door: Door, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+    ) -> None:
+        self._door = door
         self._patience = Patience(options, time.monotonic())
         self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._call = self._start()
-        self._received = False
+        self._received = self._is_cancelled = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -81,7 +86,7 @@ class Stream:
             try:
                 message = next(self._call)
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self._is_cancelled or self._door.is_closed)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -92,6 +97,7 @@ class Stream:
                 return message
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._call.cancel()
 
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -102,9 +102,18 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """Each token attends to the first num_sink_tokens and the last num_window_tokens alone; the blocks between come back."""
+
+    num_sink_tokens: int
+    num_window_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """What a request asks for beside its prompt and sampling.
 
+    retention: what is kept of it while it grows; None: everything.
     session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
@@ -116,6 +125,7 @@ class GenerateOptions:
     timeout_ms: int | None = None
     tenant: str = ""
     skip_look_up: bool = False
+    retention: Retention | None = None
     session_id: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     resubmit_s: float = 0.0
@@ -138,6 +148,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,
         skip_look_up=options.skip_look_up,
+        retention=None if options.retention is None else pb.Retention(**asdict(options.retention)),
         session_id=options.session_id,
         metadata=options.metadata,
     )

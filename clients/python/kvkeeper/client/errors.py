@@ -45,8 +45,8 @@ class KvkeeperError(Exception):
         return self.unavailable and not self.reason
 
 
-def error_of(error: grpc.RpcError) -> KvkeeperError:
-    """The KvkeeperError that a failed call stands for."""
+def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
+    """The KvkeeperError that a failed call stands for. is_ours: this side ended the call."""
     code, message = error.code(), error.details() or ""
     reason, metadata, retry_after = "", {}, None
     for detail in _details(error):
@@ -54,8 +54,9 @@ def error_of(error: grpc.RpcError) -> KvkeeperError:
             reason, metadata = detail.reason, dict(detail.metadata)
         elif isinstance(detail, error_details_pb2.RetryInfo):
             retry_after = detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9
-    if code is grpc.StatusCode.INTERNAL and not reason:
-        # Our services give a reason with each INTERNAL. This one is the transport's, about a connection cut in mid-call.
+    if not reason and (code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours)):
+        # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These are the transport's: of a
+        # connection that was cut in mid-call, and of a call that met a server in the moment in which it stopped.
         code = grpc.StatusCode.UNAVAILABLE
     return KvkeeperError(code, reason, message, metadata, retry_after)
 

@@ -5,6 +5,7 @@ refused with our reasons, before anything is built from them. Handlers take a me
 raise the service's refusals; anything else they raise is a bug, logged here and answered without details.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,9 @@ class Contract:
                 await self.refusals.abort(context, refusal)
             except (grpc.RpcError, grpc.aio.UsageError):
                 raise
+            except grpc.aio.InternalError:
+                # The client went away while a message was on its way to it: the end of a call that is cancelled.
+                raise asyncio.CancelledError from None
             except Exception:
                 log.exception("broken_invariant", method=method)
                 hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")

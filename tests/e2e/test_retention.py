@@ -1,0 +1,138 @@
+"""Sink and window through both services: more tokens than the pool holds, in the blocks that are kept of them.
+
+The hash toy's next token is a hash of every K and V that its sinks and its window keep, read through the block table: a token
+dropped too early, kept too long, or at another position changes it.
+"""
+
+import asyncio
+import dataclasses
+import math
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from engine_service import server
+from engine_service.config import EngineConfig
+from engine_service.served_model import load_served_model
+from kvkeeper.client import GenerateOptions, KvkeeperError, Retention
+from tests.e2e.test_speculation import SometimesRight
+from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
+from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.within_cache import load_network, within_cache_logits
+
+KEPT = Retention(num_sink_tokens=3, num_window_tokens=6)
+NUM_HELD = 1 + 1 + 2  # blocks: sinks, window, and the block that is being filled with the one that is being left
+PROMPT = list(range(3, 16))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 512])
+async def test_ten_times_the_pool_is_generated_in_it(world: Services, chunk_size: int) -> None:
+    await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=400)
+    client = await world.client(await world.start_engine(chunk_size=chunk_size))
+    prompt = PROMPT * 4  # 52 tokens, in a pool of 16
+    num_new = 10 * NUM_HELD * BLOCK_SIZE
+    output = await generate(client, prompt, num_new, retention=KEPT)
+    assert output.token_ids == [toy_output(prompt, num_new, KEPT)]
+    assert output.usage.num_preemptions == 0
+    pool = await world.wait_idle()
+    num_dropped = (len(prompt) + num_new - 1 - KEPT.num_window_tokens) // BLOCK_SIZE - 1
+    assert pool.num_retention_dropped_blocks == num_dropped
+    assert pool.num_evicted_blocks >= num_dropped
+    assert pool.peak_used_blocks <= NUM_HELD
+    assert (await client.stats()).num_prefill_tokens == len(prompt), "each once"
+
+
+async def test_what_is_kept_and_what_keeps_everything_share_a_batch_and_a_pool(world: Services) -> None:
+    """Too small for all at once: whoever is preempted computes the same again."""
+    await world.start_cache(num_blocks=20)
+    client = await world.client(await world.start_engine(chunk_size=5))
+    prompts = [[place + 1, *PROMPT] for place in range(6)]
+    chosen = [None if place % 3 == 2 else Retention(place, 4 + place) for place in range(6)]
+    outputs = await asyncio.gather(
+        *(generate(client, prompt, 40, n=1 + place % 2, retention=chosen[place]) for place, prompt in enumerate(prompts))
+    )
+    for prompt, output, kept in zip(prompts, outputs, chosen, strict=True):
+        assert all(tokens == toy_output(prompt, 40, kept) for tokens in output.token_ids)
+    assert (await client.stats()).num_preemptions > 0
+
+
+async def test_a_prompt_shares_what_lies_below_sink_and_window(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    prompt = PROMPT * 3
+    hits = []
+    for kept in (None, KEPT, None, Retention(0, 20), Retention(3, 200)):
+        output = await generate(client, prompt, 8, retention=kept)
+        assert output.token_ids == [toy_output(prompt, 8, kept)]
+        hits.append(output.usage.cached_tokens)
+    assert hits == [0, 8, 36, 20, 36], "the last keeps everything, and is as if it had said nothing"
+
+
+async def test_continuations_of_one_prompt(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    output = await generate(client, PROMPT * 2, 30, n=3, retention=KEPT)
+    assert output.token_ids == [toy_output(PROMPT * 2, 30, KEPT)] * 3
+    assert (await world.wait_idle()).num_forks == 2
+
+
+async def test_with_speculation_the_tokens_are_the_same(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PromptLookUp", SometimesRight)
+    await world.start_cache(num_blocks=1 + NUM_HELD + 2, max_tokens_per_sequence=400)
+    client = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    output = await generate(client, PROMPT, 150, retention=Retention(3, 6))
+    assert output.token_ids == [toy_output(PROMPT, 150, KEPT)]
+    assert (await client.stats()).num_guessed_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+async def test_log_probabilities_are_those_of_positions_within_the_cache(world: Services, family: str, tmp_path: Path) -> None:
+    """What it drew, scored again without a cache and without rotated keys; the prompt's log probabilities too."""
+    (kind,) = (model for model in TINY_MODELS if model.name == family)
+    folder = build_model_folder(tmp_path, kind)
+    await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=900, num_pools=1)
+    model = load_served_model(EngineConfig(model=str(folder), progress=False))
+    client = await world.client(await world.start_engine(model, chunk_size=7))
+    prompt = list(random_tokens(20))
+    sampling = dataclasses.replace(GREEDY, temperature=1.0, seed=3, num_logprobs=3, num_prompt_logprobs=0, max_tokens=30)
+    options = GenerateOptions(sampling=sampling, retention=KEPT)
+    pieces = [piece async for piece in client.generate(prompt, options)]
+    found = [*pieces[0].prompt_logprobs, *(row for piece in pieces for row in piece.logprobs)]
+    tokens = prompt + [token for piece in pieces for token in piece.token_ids]
+    logits = within_cache_logits(load_network(folder), tokens, KEPT.num_sink_tokens, KEPT.num_window_tokens)
+    expected = torch.log_softmax(logits, dim=-1)
+    assert [row.token_id for row in found] == tokens[1:]
+    errors = [abs(row.logprob - float(expected[at, row.token_id])) for at, row in enumerate(found)]
+    assert max(errors) <= 1e-4
+    assert math.isclose(found[-1].top[0][1], float(expected[-2].max()), abs_tol=1e-4)
+
+
+async def test_bounds_of_what_gives_blocks_back(world: Services) -> None:
+    """The pool's own bound; where it does not hold sinks and window at once, that of its blocks."""
+    await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=100)
+    client = await world.client(await world.start_engine())
+    for kept, limit in ((KEPT, 100), (Retention(3, 10), 16), (None, 16)):
+        with pytest.raises(KvkeeperError) as refused:
+            await generate(client, [1, 2], limit - 1, retention=kept)
+        assert (refused.value.reason, refused.value.metadata) == (
+            "NEVER_FITS",
+            {"requested": f"{limit + 1}", "limit": f"{limit}"},
+        )
+        generation = client.generate([1, 2], GenerateOptions(sampling=GREEDY, retention=kept))
+        tokens = [token async for piece in generation for token in piece.token_ids]
+        assert tokens == toy_output([1, 2], limit - 2, kept)
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "gemma2"])
+async def test_models_with_windows_of_their_own_refuse(world: Services, family: str, tmp_path: Path) -> None:
+    (kind,) = (model for model in TINY_MODELS if model.name == family)
+    await world.start_cache()
+    model = load_served_model(EngineConfig(model=str(build_model_folder(tmp_path, kind)), progress=False))
+    client = await world.client(await world.start_engine(model))
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [5, 6], retention=KEPT)
+    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refused.value.metadata == {"field": "retention"}
+    assert (await generate(client, [5, 6], 2)).reasons == ["length"]

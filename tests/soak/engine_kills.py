@@ -1,0 +1,60 @@
+"""Row 18: one of several engines is killed under load, and it harms its own clients alone.
+
+Those without resubmit_s are told UNAVAILABLE before anybody starts the engine again; those with it, of the asyncio client and
+of the blocking one, get the rest of their tokens from the engine that is started again at the address, which finds what its
+predecessor had computed in the prefix cache. Nobody at another engine notices.
+"""
+
+import asyncio
+import random
+
+from tests.soak.cache_kills import check_nothing_is_left
+from tests.soak.row import Counts
+from tests.support.fleet import Fleet, fleet
+from tests.support.fleet_load import Load, load_on
+
+TOLD_WITHIN_S = 1.0  # a client of a dead engine; a dead process closes its connections at once
+_WORKERS = {"plain": 2, "resubmitting": 2, "threaded": 1}
+
+
+def one_of_two(seed: int) -> Counts:
+    """Counts kills; faults are streams cut by them and streams resumed after them. Worst: seconds until a client was told."""
+    return asyncio.run(_run(random.Random(seed), num_engines=2, num_kills=2))
+
+
+def one_of_four(seed: int) -> Counts:
+    """The same with more of both."""
+    return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=10))
+
+
+async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
+    async with fleet(num_engines, {"num_blocks": 32 * num_engines}) as services:
+        async with load_on(services, rng, frozenset()) as load:
+            load.start(**_WORKERS)
+            await load.until_pieces(1, *range(num_engines))
+            for kill in range(num_kills):
+                await load.until_pieces(rng.choice([1, 10, 100, 300]))
+                victim = kill % num_engines
+                await _kill(services, load, victim)
+            await load.stop()
+        await check_nothing_is_left(services)
+    assert load.num_cut >= num_kills
+    assert load.num_survived >= num_kills
+    assert load.longest_cut_s <= TOLD_WITHIN_S
+    return Counts(num_kills, load.num_cut + load.num_survived, load.longest_cut_s)
+
+
+async def _kill(services: Fleet, load: Load, victim: int) -> None:
+    others = [number for number in range(len(services.engines)) if number != victim]
+    await load.until(lambda: all(load.acknowledged(victim, kind) for kind in ("plain", "resubmitting")))
+    load.note_kill(victim)
+    services.engines[victim].process.kill()
+    await load.until(lambda: not load.acknowledged(victim, "plain"))
+    await services.engines[victim].end()
+    await load.until_pieces(1, *others)
+    cached = load.num_cached[victim]
+    await services.start_engine(victim)
+    await load.until_pieces(1, victim)
+    load.note_start(victim)
+    await load.until(lambda: not load.resumed(victim))
+    assert load.num_cached[victim] > cached, "the second start found nothing in the cache"
