@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, max_waiting: int, proposer: Proposer | None = None, tracing: EngineTracing | None = None) -> None:
         """proposer: guesses next tokens; None: every token takes a step."""
-        self._tracing = tracing
+        self._tracing = tracing or EngineTracing(None)
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
@@ -96,8 +96,7 @@ class Engine:
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self.scheduler.add(request)
-        if self._tracing is not None:
-            self._tracing.begin(generation)
+        self._tracing.begin(generation)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
@@ -166,7 +165,7 @@ class Engine:
             limit = limits.max_len_of(request.retention)
             refusal = NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limit)
             self._by_request[request].fail(refusal)
-        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
+        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail, self._tracing)
         try:
             await tell_ready()
             while not (self._stopping and not self.generations and self.scheduler.is_empty):
@@ -177,8 +176,7 @@ class Engine:
             await self._creator.close()
             self._creator = None
             await self._device.drop()
-            if self._tracing is not None:
-                self._tracing.drop_steps()
+            self._tracing.drop_steps()
             self._end_closed()
 
     async def step(self, memory: KvMemory) -> None:
@@ -194,16 +192,13 @@ class Engine:
             return await self._idle(memory)
         answer = None
         if wants_step:
-            traceparent = ""
-            if self._tracing is not None:
-                traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
+            traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
             answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id), traceparent))
             self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
         await self._finish(memory)
         if answer is not None:
             work = self.scheduler.apply(plan, answer)
-            if self._tracing is not None:
-                self._tracing.note_computing(work.sequences)
+            self._tracing.note_computing(work.sequences)
             run_orders = partial(memory.run_orders, answer)
             rows = self._sampling_rows(work)
             device.start(session.step_id, work, memory.runner, rows, run_orders, is_guessing=is_guessing)
@@ -222,8 +217,7 @@ class Engine:
             self.scheduler.give_up_loads()
         work = flight.work
         self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), flight.seconds, memory.take_moved())
-        if self._tracing is not None:
-            self._tracing.end_step(flight)
+        self._tracing.end_step(flight)
         taken = self._emit(work, computed)
         self._end_closed()
         if self.speculator is not None and taken:
@@ -332,8 +326,7 @@ class Engine:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self.stats.count_end(generation)
-        if self._tracing is not None:
-            self._tracing.end(generation)
+        self._tracing.end(generation)
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()

@@ -87,6 +87,25 @@ async def test_with_speculation_the_tokens_are_the_same(world: Services, monkeyp
     assert (await client.stats()).num_guessed_tokens > 0
 
 
+@pytest.mark.parametrize("is_enough", [True, False])
+async def test_it_goes_on_in_a_smaller_pool_that_holds_what_it_keeps(world: Services, is_enough: bool) -> None:
+    """The cache service comes back; all of the request is computed again, under the same eyes."""
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    options = dataclasses.replace(GREEDY, max_tokens=150)
+    generation = client.generate(PROMPT, GenerateOptions(sampling=options, retention=KEPT))
+    tokens = list((await anext(generation)).token_ids)
+    await world.stop_cache()
+    await world.start_cache(num_blocks=is_enough + NUM_HELD)
+    if is_enough:
+        tokens += [token async for piece in generation for token in piece.token_ids]
+        assert tokens == toy_output(PROMPT, 150, KEPT)
+        return
+    with pytest.raises(KvkeeperError) as ended:
+        [piece async for piece in generation]
+    assert ended.value.reason == "NEVER_FITS"
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 async def test_log_probabilities_are_those_of_positions_within_the_cache(world: Services, family: str, tmp_path: Path) -> None:
     """What it drew, scored again without a cache and without rotated keys; the prompt's log probabilities too."""

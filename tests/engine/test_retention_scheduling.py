@@ -98,7 +98,7 @@ def test_limits_of_what_gives_blocks_back() -> None:
     assert limits.max_len_of(Retention(0, 17)) == 20, "farther than the model can tell places"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.integers(1, 5),

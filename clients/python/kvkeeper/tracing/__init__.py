@@ -19,6 +19,7 @@ except ImportError:  # the extra is not installed
 else:
     HAS_API = True
     _W3C = TraceContextTextMapPropagator()
+    _NO_PROVIDERS = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -46,14 +47,14 @@ def tracer() -> "Tracer | None":
     if not HAS_API:
         return None
     provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+    if isinstance(provider, _NO_PROVIDERS):
         return None
     return provider.get_tracer("kvkeeper")
 
 
 def outgoing(span: "Span | None" = None) -> Metadata | None:
     """gRPC metadata that makes a call part of the span's trace, or of the current one's; None where there is none."""
-    if not HAS_API:
+    if tracer() is None:
         return None
     carrier: dict[str, str] = {}
     propagate.inject(carrier, None if span is None else trace.set_span_in_context(span))
@@ -97,6 +98,11 @@ def _current(span: "Span") -> "Iterator[Span]":
     """What is raised is not told: its text is for whoever called."""
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         yield span
+
+
+def within(span: "Span") -> "AbstractContextManager[Span]":
+    """Calls made meanwhile are part of the span, which goes on."""
+    return trace.use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def fail(span: "Span | None", reason: str) -> None:
