@@ -43,12 +43,12 @@ class Answering(Preempting):
         preempted = not_swapped
         if granted.all() and not answer.num_give_back:
             self.room.note_growth()
-        elif victim := self.room.choose_victim(running.at(running.live), answer, is_stuck=not len(rows)):
+        elif victim := self.room.choose_victim(self._may_give_way(), answer, is_stuck=not len(rows)):
+            rows, targets = rows[rows != victim.row], targets[rows != victim.row]
             self._preempt(victim)
-            if not running.swapping[victim.row]:
+            if not self._swaps(victim):
                 preempted += (victim,)
-        # Not the victim. And since the plan was made, a step has ended: sequences with it, or short of what was counted on when
-        # it failed.
+        # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
         rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
         if not plan.guesses:

@@ -26,18 +26,32 @@ class Preempting(Planning):
                 sequence.num_computed = 0  # of which nothing is to be learnt
                 self._recompute(sequence)
 
+    def _may_give_way(self) -> list[Sequence]:
+        """Running sequences; who gives way first stands last."""
+        return self.running.at(self.running.live)
+
     def _preempt(self, victim: Sequence) -> None:
         """It computes no more from here on; its blocks go with the next step."""
         running, row = self.running, victim.row
         assert row is not None
+        victim.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._leave_children(victim)
+        if self._rests(victim):  # what the model says of it is known: there is nothing to keep, nor to compute again
+            assert victim.sequence_id is not None
+            self.waiting.releases.append(victim.sequence_id)
+            running.remove(victim)
+            victim.state = SequenceState.ENDED
+            return
         victim.state, victim.num_computed = SequenceState.LEAVING, int(running.num_computed[row])
         running.ended[row] = True
         running.swapping[row] = self._prefers_swap(victim, row)
         if running.swapping[row]:
             self.room.note_swap_out(int(running.num_blocks[row]))
-        victim.request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._leave_children(victim)
+
+    def _swaps(self, victim: Sequence) -> bool:
+        """Whether one that was just preempted is to be swapped out."""
+        return victim.row is not None and bool(self.running.swapping[victim.row])
 
     def _prefers_swap(self, victim: Sequence, row: int) -> bool:
         limits = self.limits

@@ -39,6 +39,11 @@ class Room:
         """It found no room when it was first in the queue: nobody behind it may try."""
         return sequence is self._refused
 
+    @property
+    def refused_start(self) -> bool:
+        """Some of the last step's starts found no room."""
+        return self._refused is not None
+
     # -- told when a step is answered
 
     def note_answer(self, answer: StepAnswer) -> None:

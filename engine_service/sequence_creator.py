@@ -88,6 +88,7 @@ class SequenceCreator:
             is_bad = error.code is grpc.StatusCode.INVALID_ARGUMENT
             self._scheduler.waiting.create_refused(sequence, try_again=not is_bad)
             if error.reason == "OUT_OF_SEQUENCES":
+                self._wake.set()  # what waits for it may have to give way
                 return False
             if not is_bad:
                 raise
