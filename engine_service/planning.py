@@ -160,15 +160,20 @@ class Planning:
         return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self.limits.block_size)
 
     def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
-        """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
+        """Bound what sequences with retention take before they give anything back for it, which the next step is told of.
 
-        What they give back for that is known with the next step; then there is room, because what they keep fits the pool.
+        Beside others no chunk takes more than half of the blocks that are left, so that none of the others has to give way to
+        blocks that come back at once. A sequence whose next token the pool cannot hold beside what the device computes for it
+        now is left out: with the next step there is room, because what it keeps fits the pool.
         """
         running, size = self.running, self.limits.block_size
-        computed, windows = running.num_computed[live], running.num_window[live]
+        windows, computed = running.num_window[live], running.num_computed[live]
+        computing = computed + running.num_computing[live]
+        if len(live) > 1:
+            most = running.num_blocks[live] * size - computing + self.room.most_at_once * size
+            np.minimum(num_new, np.maximum(most, 1), out=num_new, where=windows > 0)
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
-        num_slots = (self.limits.num_usable_blocks + num_holes) * size
-        num_new[(windows > 0) & (computed + running.num_computing[live] >= num_slots)] = 0
+        num_new[(windows > 0) & (computing >= (self.limits.num_usable_blocks + num_holes) * size)] = 0
 
     def _plan_starts(
         self, budget: int, num_free_rows: int, promised: Counter[Request]
