@@ -41,7 +41,7 @@ class Answering(Planning):
         preempted: tuple[Sequence, ...] = ()
         if granted.all() and not answer.num_give_back:
             self.room.note_growth()
-        elif victim := self.room.choose_victim(running.at(running.live), answer):
+        elif victim := self.room.choose_victim(self._may_give_way(), answer):
             kept = rows != victim.row
             rows, targets = rows[kept], targets[kept]
             self._preempt(victim)
@@ -186,11 +186,19 @@ class Answering(Planning):
                 table = answer.ready_block_ids[end - num_blocks : end]
                 self.running.add(sequence, hit_len, len(sequence.token_ids), reserved, table)
 
+    def _may_give_way(self) -> list[Sequence]:
+        """Running sequences; who gives way first stands last."""
+        return self.running.at(self.running.live)
+
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.sequence_id is not None
+        rests = self._rests(sequence)
         self.waiting.releases.append(sequence.sequence_id)
         self.running.remove(sequence)
         sequence.request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.put(sequence)
+        if rests:
+            sequence.state = SequenceState.ENDED  # what the model says of it is known: there is nothing to compute again
+        else:
+            self.waiting.put(sequence)
         self._leave_children(sequence)

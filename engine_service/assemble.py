@@ -30,14 +30,16 @@ def assemble_work(
     computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
     num_guessed = np.maximum(computed + num_new - running.num_tokens[rows], 0) if guesses else np.zeros_like(num_new)
     is_last = computed + num_new - num_guessed == running.num_tokens[rows]
+    is_search = is_last & running.searches[rows]
+    is_drawn = is_last & ~is_search
     num_logits = 1 + num_guessed
     scored = _scored(running, rows, computed)
     num_logits[scored] = num_new[scored]
-    sampled = running.at(rows[is_last])
+    sampled = running.at(rows[is_drawn])
     ends = np.cumsum(num_logits)
-    counts = 1 + num_guessed[is_last]
-    logit_idx = (np.repeat(ends[is_last] - counts, counts) + ranks(counts)).tolist()
-    ahead = zip(rows[is_last].tolist(), (counts - 1).tolist(), strict=True)
+    counts = 1 + num_guessed[is_drawn]
+    logit_idx = (np.repeat(ends[is_drawn] - counts, counts) + ranks(counts)).tolist()
+    ahead = zip(rows[is_drawn].tolist(), (counts - 1).tolist(), strict=True)
     guessed = [guesses[row][:count] if count else NO_TOKENS for row, count in ahead]
     for idx, sequence in zip((np.cumsum(counts) - counts).tolist(), sampled[:], strict=True):
         if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
@@ -51,10 +53,12 @@ def assemble_work(
         num_prompt_tokens=int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum()),
         copies=copies,
         batch=assemble_batch(running, rows, num_new, num_logits) if len(rows) else None,
-        sample_rows=rows[is_last],
+        sample_rows=rows[is_drawn],
         sampled=sampled,
         guesses=guessed,
         logit_idx=np.array(logit_idx, np.int64),
+        searched=running.at(rows[is_search]),
+        search_idx=ends[is_search] - 1,
         unfinished=running.at(rows[~is_last]),
         check_idx=ends[~is_last] - 1,
         scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),

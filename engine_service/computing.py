@@ -5,13 +5,15 @@ Values in, values out; it never sees a request's stream or the session, and a fa
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
 
+from engine_service.beams import Candidates
+from engine_service.candidates import SearchRow, find_candidates
 from engine_service.logprobs import TokenLogprobs, token_logprobs
 from engine_service.model_runner import Runner
 from engine_service.plan import PromptScore, Work
@@ -22,23 +24,32 @@ log = structlog.get_logger()
 _NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
 
 
+class StepRows(NamedTuple):
+    """How the next tokens of work.sampled, draw by draw, and of work.searched come out of the logits."""
+
+    sampled: list[SamplingRow]
+    searched: list[SearchRow]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
     """A step's results.
 
     Attributes:
         logprobs: by row of sampled, where asked for.
+        candidates: one for each of work.searched; None where the logits are not finite.
         prompt_logprobs: one list for each of work.scores.
         broken: indices into work.unfinished of those that have computed K or V that are not finite.
     """
 
     sampled: SampledTokens = _NO_TOKENS
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: SequenceOf[Candidates | None] = ()
     prompt_logprobs: SequenceOf[list[TokenLogprobs]] = ()
     broken: SequenceOf[int] = ()
 
 
-def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> Computed | None:
+def copy_forward_sample(runner: Runner, work: Work, how: StepRows) -> Computed | None:
     """A failure is logged, None says so, and the loop goes on.
 
     The exception is not handed back, because its traceback holds views of the arena.
@@ -51,18 +62,23 @@ def copy_forward_sample(runner: Runner, work: Work, rows: list[SamplingRow]) -> 
         logits = runner.forward(work.batch)
         scores = [_score(logits, score) for score in work.scores]
         is_finite = _is_finite(logits, work)
-        if not rows:
-            return Computed(prompt_logprobs=scores, broken=_broken(is_finite.cpu().numpy()))
+        found = _candidates(logits, work, how.searched) if how.searched else ()
+        if not (rows := how.sampled):
+            return Computed(candidates=found, prompt_logprobs=scores, broken=_broken(is_finite.cpu().numpy()))
         # One prompt's row of logits serves all its continuations.
         is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
         logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx).to(logits.device)]
         # The host waits for the device here and, where nobody asks for log probabilities, nowhere else.
         sampled, (finite,) = taken(draw(logits, rows), is_finite)
-        return Computed(sampled, _logprobs(logits, rows, sampled), scores, _broken(finite))
+        return Computed(sampled, _logprobs(logits, rows, sampled), found, scores, _broken(finite))
     except Exception:
         log.exception("batch_failed")
         runner.synchronize()
         return None
+
+
+def _candidates(logits: torch.Tensor, work: Work, rows: list[SearchRow]) -> list[Candidates | None]:
+    return find_candidates(logits[torch.from_numpy(work.search_idx).to(logits.device)], rows)
 
 
 def _is_finite(logits: torch.Tensor, work: Work) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
 
-Raises Refusal for what the protocol forbids or this build leaves out; see unimplemented.py for the list.
+Raises Refusal for what the protocol forbids.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from engine_service.beams import BeamOptions
 from engine_service.errors import SamplingParamsError
-from engine_service.refusals import InvalidField, NotImplementedYet, WrongTokenId
+from engine_service.refusals import InvalidField, WrongTokenId
 from engine_service.request import Int32Array
 from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
-from engine_service.unimplemented import UNIMPLEMENTED_FIELDS
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
@@ -29,6 +29,7 @@ MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
+_MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
 _LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
@@ -40,6 +41,7 @@ class RequestOptions:
     request_id: str
     n: int
     best_of: int | None
+    beams: BeamOptions | None
     priority: int
     timeout_s: float
     tenant: str
@@ -58,8 +60,7 @@ class RequestOptions:
 
 
 def options_of(request: pb.GenerateRequest) -> RequestOptions:
-    """Raises InvalidField and NotImplementedYet."""
-    _check_implemented(request)
+    """Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else None
@@ -86,6 +87,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         request_id=request.request_id or str(uuid.uuid4()),
         n=n,
         best_of=best_of,
+        beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
         timeout_s=timeout_ms / 1000,
         tenant=request.tenant,
@@ -104,6 +106,21 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     )
 
 
+def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
+    beams, sampling = request.beam_search, request.sampling
+    length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    _check_range("beam_search.num_beams", beams.num_beams, n, _MAX_BEAMS)
+    if not -_MAX_LENGTH_PENALTY <= length_penalty <= _MAX_LENGTH_PENALTY:
+        limit = _MAX_LENGTH_PENALTY
+        raise InvalidField(f"length_penalty: -{limit} to {limit}", field="beam_search.length_penalty", limit=limit)
+    others = {"best_of": request.HasField("best_of"), "a constraint": sampling.WhichOneof("constraint") is not None}
+    others["log probabilities"] = sampling.HasField("num_logprobs") or sampling.HasField("num_prompt_logprobs")
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidField(f"beam_search: not together with {other}", field="beam_search")
+    return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
+
+
 def _retention_of(request: pb.GenerateRequest) -> Retention | None:
     if not request.HasField("retention"):
         return None
@@ -119,13 +136,6 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     count = int(getattr(sampling, field))
     _check_range(f"sampling.{field}", count, 0, _MAX_LOGPROBS)
     return count
-
-
-def _check_implemented(request: pb.GenerateRequest) -> None:
-    given = {field.name for field, _ in request.ListFields()}
-    for field, feature in UNIMPLEMENTED_FIELDS.items():
-        if field in given:
-            raise NotImplementedYet(f"{field} is not part of this build", feature=feature)
 
 
 def _params_of(sampling: pb.SamplingParams) -> SamplingParams:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from engine_service.computing import Computed, copy_forward_sample
+from engine_service.computing import Computed, StepRows, copy_forward_sample
 from engine_service.model_runner import Runner
 from engine_service.plan import Work
-from engine_service.sampler import SamplingRow
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ class Device:
         step_id: int,
         work: Work,
         runner: Runner,
-        rows: list[SamplingRow],
+        how: StepRows,
         run_orders: Callable[[], None],
         *,
         is_guessing: bool = False,
@@ -72,7 +71,7 @@ class Device:
         assert self.in_flight is None, "one step at a time"
         idle = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         self.in_flight = InFlight(step_id, work, self._cache_wait, idle, is_guessing)
-        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, rows, run_orders))
+        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, how, run_orders))
         self._cache_wait = 0.0
 
     def take(self) -> InFlight:
@@ -132,8 +131,8 @@ def _num_tokens(work: Work) -> int:
     return int(work.num_new.sum())
 
 
-def _compute(flight: InFlight, runner: Runner, rows: list[SamplingRow], run_orders: Callable[[], None]) -> Computed | None:
+def _compute(flight: InFlight, runner: Runner, how: StepRows, run_orders: Callable[[], None]) -> Computed | None:
     run_orders()
-    computed = copy_forward_sample(runner, flight.work, rows)
+    computed = copy_forward_sample(runner, flight.work, how)
     flight.ended_at = time.perf_counter()
     return computed

@@ -16,7 +16,8 @@ from typing import TypeVar
 import numpy as np
 import structlog
 
-from engine_service.computing import Computed
+from engine_service.beams import Candidates
+from engine_service.computing import Computed, StepRows
 from engine_service.device import Device
 from engine_service.generation import Generation
 from engine_service.iteration import Iteration
@@ -34,7 +35,6 @@ from engine_service.refusals import (
     UnknownRequest,
 )
 from engine_service.request import Int32Array, Request, RequestState, Sequence, SequenceState
-from engine_service.sampler import SamplingRow
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, max_waiting: int, proposer: Proposer | None = None, tracing: EngineTracing | None = None) -> None:
         """proposer: guesses next tokens; None: every token takes a step."""
-        self._tracing = tracing
+        self._tracing = tracing or EngineTracing(None)
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
@@ -91,13 +91,15 @@ class Engine:
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
             raise NeverFits(text, requested=request.max_len, limit=max_len)
+        if request.num_rows > (limit := self.scheduler.limits.num_rows):
+            text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
+            raise NeverFits(text, requested=request.num_rows, limit=limit)
         if self.scheduler.num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self.scheduler.add(request)
-        if self._tracing is not None:
-            self._tracing.begin(generation)
+        self._tracing.begin(generation)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
@@ -163,9 +165,9 @@ class Engine:
         self._end_closed()
         for request in self.scheduler.reset(limits):
             limit = limits.max_len_of(request.retention)
-            refusal = NeverFits("too long for the pool as it is now", requested=request.max_len, limit=limit)
+            refusal = NeverFits("too much for the pool as it is now", requested=request.max_len, limit=limit)
             self._by_request[request].fail(refusal)
-        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail)
+        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail, self._tracing)
         try:
             await tell_ready()
             while not (self._stopping and not self.generations and self.scheduler.is_empty):
@@ -176,8 +178,7 @@ class Engine:
             await self._creator.close()
             self._creator = None
             await self._device.drop()
-            if self._tracing is not None:
-                self._tracing.drop_steps()
+            self._tracing.drop_steps()
             self._end_closed()
 
     async def step(self, memory: KvMemory) -> None:
@@ -193,19 +194,15 @@ class Engine:
             return await self._idle(memory)
         answer = None
         if wants_step:
-            traceparent = ""
-            if self._tracing is not None:
-                traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
+            traceparent = self._tracing.begin_step(session.step_id + 1, plan, self.scheduler.running)
             answer = await device.time_reply(memory.step(plan, device.last_completed(session.step_id), traceparent))
             self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / max(session.pool.num_blocks - 1, 1)
         await self._finish(memory)
         if answer is not None:
             work = self.scheduler.apply(plan, answer)
-            if self._tracing is not None:
-                self._tracing.note_computing(work.sequences)
+            self._tracing.note_computing(work.sequences)
             run_orders = partial(memory.run_orders, answer)
-            rows = self._sampling_rows(work)
-            device.start(session.step_id, work, memory.runner, rows, run_orders, is_guessing=is_guessing)
+            device.start(session.step_id, work, memory.runner, self._rows(work), run_orders, is_guessing=is_guessing)
             if work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids):
                 await self._pause(_PACE_S)
         self._deliver()
@@ -219,8 +216,7 @@ class Engine:
         self._device.take()
         memory.note_ended_orders()
         work = flight.work
-        if self._tracing is not None:
-            self._tracing.end_step(flight)
+        self._tracing.end_step(flight)
         taken = self._emit(work, computed)
         self._end_closed()
         if self.speculator is not None and taken:
@@ -237,12 +233,15 @@ class Engine:
             self._creator.proceed()
         self._end_closed()
 
-    def _sampling_rows(self, work: Work) -> list[SamplingRow]:
+    def _rows(self, work: Work) -> StepRows:
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
-        return [
+        sampled = [
             self._by_request[sequence.request].sampling_row(sequence.index, tokens)
             for sequence, tokens in zip(drawing, self.scheduler.histories(work), strict=True)
         ]
+        tokens_of = self.scheduler.tokens_of
+        searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
+        return StepRows(sampled, searched)
 
     def _is_guessing(self) -> bool:
         """Whether the next step may get guesses, or the one that is computed has some: how many tokens it gives is open then.
@@ -265,7 +264,7 @@ class Engine:
 
     def _may_guess(self, sequence: Sequence) -> bool:
         generation = self._by_request.get(sequence.request)
-        return generation is not None and generation.is_open and not generation.constraints
+        return generation is not None and generation.is_open and not generation.constraints and generation.search is None
 
     def _emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
         """Take the tokens over, as text for the streams. Answers those that each of work.sampled got."""
@@ -283,6 +282,8 @@ class Engine:
         for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
             self._take_tokens(sequence, token_ids.tolist(), row, computed)
             row += len(guesses) + 1
+        for sequence, candidates in zip(work.searched, computed.candidates, strict=True):
+            self._take_candidates(sequence, candidates)
         for index in computed.broken:
             self._fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
         self.stats.note_times()
@@ -305,6 +306,22 @@ class Engine:
             if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
                 self.scheduler.end(sequence)
                 break
+
+    def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
+        """What may follow a list of a search. Once that is known of all its lists, the likeliest go on."""
+        generation = self._by_request.get(sequence.request)
+        if generation is None or not generation.is_open:
+            return None
+        if candidates is None:
+            return generation.fail(RequestFailed("the logits are not finite"))
+        branches = generation.take_candidates(sequence.index, candidates)
+        if branches is not None:
+            self._news[generation] = None
+            self.stats.time_token(generation, 0)
+        if branches:
+            self.stats.num_new_tokens += len(branches)
+            self.scheduler.branch(generation.request, branches)
+        return None
 
     def _deliver(self) -> None:
         """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
@@ -329,8 +346,7 @@ class Engine:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self.stats.count_end(generation)
-        if self._tracing is not None:
-            self._tracing.end(generation)
+        self._tracing.end(generation)
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()

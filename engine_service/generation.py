@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from engine_service.beams import BeamSearch, Branch, Candidates, Finished
 from engine_service.best_of import BestOf
+from engine_service.candidates import SearchRow
 from engine_service.logprobs import TokenLogprobs
 from engine_service.pieces import Piece, Usage
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import FinishReason, Int32Array, Request, RequestState
 from engine_service.sampler import SamplingParams, SamplingRow
+from engine_service.stopping import StopRules, TextOutput
 
 log = structlog.get_logger()
 
@@ -38,24 +41,6 @@ class Constraint(Protocol):
         """Nothing more can follow."""
 
 
-class TextOutput(Protocol):
-    """Turns one continuation's tokens into text, and finds stop strings in it."""
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """Text that is complete now, and whether a stop string was met, of which nothing is in the text."""
-
-    def flush(self) -> str:
-        """What was held back."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopRules:
-    """Token ids that end a continuation and are not part of it. Stop strings are TextOutput's."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-
-
 @dataclass(slots=True, eq=False)
 class Generation:
     """One request under way. Raises nothing: what goes wrong with it ends it."""
@@ -69,6 +54,7 @@ class Generation:
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
+    search: BeamSearch | None = None  # finds the continuations instead of drawing them; one list of `outputs` for each told
     best_of: BestOf | None = None  # chooses who of the continuations is told; None: all are, as they come
     session_id: str = ""  # conversation that it belongs to, as its client calls it
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
@@ -118,6 +104,41 @@ class Generation:
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
         return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint)
 
+    def search_row(self, token_ids: Int32Array) -> SearchRow:
+        """How the next tokens of a list that holds token_ids are found."""
+        assert self.search is not None
+        row = SamplingRow(self.params, self.seed, 0, token_ids, len(self.request.prompt))
+        return SearchRow(row, self.search.num_candidates)
+
+    def take_candidates(self, slot: int, candidates: Candidates) -> list[Branch] | None:
+        """What may follow one of the search's lists; see BeamSearch. When the search is over, all is told at once."""
+        assert self.search is not None
+        try:
+            branches = self.search.take(slot, candidates)
+            self._num_sent = self.search.num_tokens
+            if branches is not None and not branches:
+                found = self.search.told()
+                assert len(found) == self.request.n, "it ends when as many have finished"
+                for index, finished in enumerate(found):
+                    self._finish(self._found(index, finished))
+            return branches
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            self.fail(RequestFailed("the tokens could not be turned into text"))
+            return None
+
+    def _found(self, index: int, finished: Finished) -> Piece:
+        """A list that has ended, as its client is told of it."""
+        output, token_ids = self.outputs[index], finished.tokens.token_ids()
+        if self.stop.reason(token_ids[-1]) is not None:
+            del token_ids[-1]
+        texts, is_stopped = [], False
+        for token_id in token_ids:
+            text, is_stopped = output.push(token_id)
+            texts.append(text)
+        texts += [] if is_stopped else [output.flush()]
+        return Piece(index, "".join(texts), tuple(token_ids), finished.reason, cumulative_logprob=finished.tokens.logprob)
+
     def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
         """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
         self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
@@ -137,10 +158,8 @@ class Generation:
         if self.best_of is not None:
             self.best_of.count(index, logprobs[0].logprob)
             logprobs = logprobs if self.num_logprobs is not None else ()
-        if token_id in self.stop.eos_token_ids:
-            return self._finish(Piece(index, output.flush(), (), FinishReason.END_OF_SEQUENCE))
-        if token_id in self.stop.stop_token_ids:
-            return self._finish(Piece(index, output.flush(), (), FinishReason.STOP))
+        if (reason := self.stop.reason(token_id)) is not None:
+            return self._finish(Piece(index, output.flush(), (), reason))
         self._num_sent += 1
         text, is_stopped = output.push(token_id)
         if is_stopped:

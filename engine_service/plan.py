@@ -39,6 +39,11 @@ class Limits:
         fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
         return max(self.max_len, self.max_retained_len) if fits else self.max_len
 
+    @property
+    def num_rows(self) -> int:
+        """Sequences that can run at once: each computes a token a step, and is known to the cache service."""
+        return min(self.max_running, self.token_budget, self.max_known_sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -145,7 +150,7 @@ class PromptScore:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: copies first, then the batch, then one token for each of `sampled`.
+    """What a step computes: copies, then the batch, then one token for each of `sampled`, candidates for each of `searched`.
 
     Attributes:
         rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
@@ -156,6 +161,8 @@ class Work:
         guesses: for each of them the guessed tokens that were computed behind its last one; mostly none.
         logit_idx: for each of them the rows of the batch's logits that its next tokens are drawn from, one more than it has
             guesses, concatenated.
+        searched, search_idx: lists of beam searches that were computed to their last tokens, and for each the row of the
+            batch's logits that the candidates for its next one come from.
         scores: prompt tokens to tell the log probabilities of.
         unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
             are not finite if any K or V before them was not: such K and V must not be shared.
@@ -172,6 +179,8 @@ class Work:
     sampled: list[Sequence]
     guesses: list[Int32Array]
     logit_idx: Int64Array
+    searched: list[Sequence]
+    search_idx: Int64Array
     scores: tuple[PromptScore, ...]
     unfinished: list[Sequence]
     check_idx: Int64Array

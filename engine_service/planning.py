@@ -4,13 +4,14 @@ Served in order of arrival, running sequences before starts; room.py has the rul
 computed the next one is planned, counting on the tokens that will come. Pure; changes nothing but the next id.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from engine_service.plan import Int64Array, Limits, Plan
-from engine_service.request import Int32Array, Sequence, SequenceState
+from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
 from engine_service.waiting import WaitingSequences
@@ -42,8 +43,10 @@ class Planning:
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
         num_free_rows = running.num_rows - len(live) - len(self.loading)
+        promised = self._promised_rows()
+        num_resting = self._num_resting()
         live = live[running.num_left[live] > running.num_drawing[live]]
-        forks = self._plan_forks(num_free_rows)
+        forks = self._plan_forks(num_free_rows - promised.total())
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
         num_new, budget = self._share_budget(live, len(forks))
@@ -55,7 +58,12 @@ class Planning:
             guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
             num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
         num_growing = self._num_new_blocks(reserve_rows, computed + num_new) + len(forks)
-        starts = self._plan_starts(budget, num_free_rows - len(forks), num_growing)
+        for child in forks:
+            if child.request in promised:
+                promised[child.request] -= 1
+        starts = {}
+        if len(running.live) == num_resting or self.room.allows_starts(num_growing):
+            starts = self._plan_starts(budget, num_free_rows - len(forks), promised)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
         return Plan(
@@ -118,10 +126,21 @@ class Planning:
         return fitting, num_guessed
 
     def _plan_forks(self, num_free_rows: int) -> list[Sequence]:
-        """Those with a token of their own, as far as there are rows and slots for them."""
-        room = min(num_free_rows, self.limits.max_known_sequences - self.waiting.num_known)
-        may_fork = [child for child in self._unforked if self._may_fork(child, self.running.num_computed)]
-        return may_fork[: max(room, 0)]
+        """Those with a token of their own, as far as there are rows and slots for them; lists of a search have their rows."""
+        if not self._unforked:
+            return []
+        forks: list[Sequence] = []
+        for child in self._unforked:
+            if len(forks) >= self.limits.max_known_sequences - self.waiting.num_known:
+                break
+            if not self._may_fork(child, self.running.num_computed):
+                continue
+            if child.request.num_beams is None:
+                if num_free_rows <= 0:
+                    continue
+                num_free_rows -= 1
+            forks.append(child)
+        return forks
 
     def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
         """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
@@ -131,30 +150,62 @@ class Planning:
         return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self.limits.block_size)
 
     def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
-        """Leave out sequences whose next token the pool cannot hold beside what the device computes for them now.
+        """Bound what sequences with retention take before they give anything back for it, which the next step is told of.
 
-        What they give back for that is known with the next step; then there is room, because what they keep fits the pool.
+        Beside others no chunk takes more than half of the blocks that are left, so that none of the others has to give way to
+        blocks that come back at once. A sequence whose next token the pool cannot hold beside what the device computes for it
+        now is left out: with the next step there is room, because what it keeps fits the pool.
         """
         running, size = self.running, self.limits.block_size
-        computed, windows = running.num_computed[live], running.num_window[live]
+        windows, computed = running.num_window[live], running.num_computed[live]
+        computing = computed + running.num_computing[live]
+        if len(live) > 1:
+            most = running.num_blocks[live] * size - computing + self.room.most_at_once * size
+            np.minimum(num_new, np.maximum(most, 1), out=num_new, where=windows > 0)
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
-        num_slots = (self.limits.num_usable_blocks + num_holes) * size
-        num_new[(windows > 0) & (computed + running.num_computing[live] >= num_slots)] = 0
+        num_new[(windows > 0) & (computing >= (self.limits.num_usable_blocks + num_holes) * size)] = 0
 
-    def _plan_starts(self, budget: int, num_free_rows: int, num_growing: int) -> dict[Sequence, int]:
-        """Who of the waiting may start, with most new tokens."""
+    def _plan_starts(self, budget: int, num_free_rows: int, promised: Counter[Request]) -> dict[Sequence, int]:
+        """Who of the waiting may start, with most new tokens. A search starts when there are rows for all of its lists."""
         starts: dict[Sequence, int] = {}
-        if len(self.running.live) and not self.room.allows_starts(num_growing):
-            return starts
+        num_free_rows -= promised.total()
         for sequence in self.waiting.sequences:
-            if not budget or len(starts) == num_free_rows:
+            if not budget or (num_free_rows <= 0 and not promised.total()):
                 break
-            if sequence.state is SequenceState.WAITING:
-                starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
-                budget -= starts[sequence]
-                if self.room.was_refused(sequence):
-                    break
+            if sequence.state is not SequenceState.WAITING:
+                continue
+            request = sequence.request
+            if promised[request]:
+                promised[request] -= 1
+            elif num_free_rows >= request.num_rows:
+                num_free_rows -= request.num_rows
+                promised[request] += request.num_rows - 1
+            else:
+                num_free_rows = 0  # nobody behind it takes the rows that it waits for
+                continue
+            starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
+            budget -= starts[sequence]
+            if self.room.was_refused(sequence):
+                break
         return starts
+
+    def _promised_rows(self) -> Counter[Request]:
+        """Rows that the lists of searches under way have not taken yet."""
+        promised: Counter[Request] = Counter()
+        if not self.running.num_searching and not self.loading:
+            return promised
+        held = (*self.running.at(self.running.searching), *self.loading.values())
+        for request, num_held in Counter(sequence.request for sequence in held).items():
+            promised[request] = request.num_rows - num_held
+        return promised
+
+    def _rests(self, sequence: Sequence) -> bool:
+        """It is a list of a search, computed to its last token, that waits for the others."""
+        row, running = sequence.row, self.running
+        return row is not None and bool(running.searches[row] and running.num_computed[row] == running.num_tokens[row])
+
+    def _num_resting(self) -> int:
+        return sum(map(self._rests, self.running.at(self.running.searching))) if self.running.num_searching else 0
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self.limits.block_size) - self.running.num_blocks[rows]

@@ -80,6 +80,7 @@ class Request:
     prompt: Int32Array
     max_new_tokens: int
     n: int = 1
+    num_beams: int | None = None  # of a beam search, whose sequences are the lists that go on; n of them are wanted
     priority: int = 0
     tenant: str = ""
     look_up: bool = True
@@ -94,7 +95,7 @@ class Request:
 
     def __post_init__(self) -> None:
         first = Sequence(self, 0, self.prompt, SequenceState.NEW)
-        others = range(1, self.n)
+        others = range(1, self.n if self.num_beams is None else 1)
         self.sequences = [
             first,
             *(Sequence(self, index, self.prompt, SequenceState.UNFORKED, parent=first) for index in others),
@@ -104,6 +105,11 @@ class Request:
     def max_len(self) -> int:
         """Most tokens that one of its sequences can come to."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that have to run at once."""
+        return self.num_beams or 1
 
     @property
     def num_new_tokens(self) -> int:

@@ -33,6 +33,16 @@ class Room:
         """It found no room when it was first in the queue: nobody behind it may try."""
         return sequence is self._refused
 
+    @property
+    def most_at_once(self) -> int:
+        """Blocks that one of several may take where it could do with fewer: half of what is left."""
+        return (self._num_available or 0) // 2
+
+    @property
+    def refused_start(self) -> bool:
+        """Some of the last step's starts found no room."""
+        return self._refused is not None
+
     # -- told when a step is answered
 
     def note_answer(self, answer: StepAnswer) -> None:

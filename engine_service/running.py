@@ -38,6 +38,8 @@ class RunningSequences:
         self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
         self.num_retaining = 0  # rows with a window
         self.ended = np.zeros(num_rows, bool)
+        self.searches = np.zeros(num_rows, bool)  # lists of beam searches
+        self.num_searching = 0  # of them
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
@@ -64,6 +66,12 @@ class RunningSequences:
         order = self.order
         return order[~self.ended[order]]
 
+    @property
+    def searching(self) -> IndexArray:
+        """Of live, those of beam searches."""
+        live = self.live
+        return live[self.searches[live]]
+
     def at(self, rows: IndexArray) -> list[Sequence]:
         """The sequences of rows in use."""
         return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
@@ -84,6 +92,8 @@ class RunningSequences:
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
         self.ended[row] = self.discarded[row] = False
+        self.searches[row] = is_search = sequence.request.num_beams is not None
+        self.num_searching += is_search
         self.num_sink[row] = self.num_window[row] = 0
         if (retention := sequence.request.retention) is not None:
             self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
@@ -100,6 +110,7 @@ class RunningSequences:
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
+        self.num_searching -= int(self.searches[row])
         self.num_retaining -= int(self.num_window[row] > 0)
         self.tables[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)

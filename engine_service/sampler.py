@@ -140,7 +140,7 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
     """
     assert logits.shape[0] == len(rows), "one row per row of logits"
     is_finite = torch.isfinite(logits.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
-    logits = _apply_penalties(logits, rows)
+    logits = apply_penalties(logits, rows)
     constrained = _apply_constraints(logits, rows)
     can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf
     logits = _with_sound_rows(constrained, is_finite & can_go_on)
@@ -184,7 +184,7 @@ def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
     )
 
 
-def _apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalised logits: a copy if any row has a penalty. Tokens outside the vocabulary are not in the history."""
     repeated = [index for index, row in enumerate(rows) if row.params.repetition_penalty != 1]
     counted = [index for index, row in enumerate(rows) if row.params.frequency_penalty or row.params.presence_penalty]

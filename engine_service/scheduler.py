@@ -10,7 +10,7 @@ Pure: values in, values out; no clock, no wire. All calls come from the task tha
 
 import numpy as np
 
-from engine_service.answering import Answering
+from engine_service.branching import Branching
 from engine_service.plan import Limits, Work
 from engine_service.planning import make_rows
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
@@ -18,7 +18,7 @@ from engine_service.room import Room
 from engine_service.speculation import num_kept
 
 
-class Scheduler(Answering):
+class Scheduler(Branching):
     """Waiting and running sequences of one engine."""
 
     # -- arrivals and ends
@@ -28,10 +28,6 @@ class Scheduler(Answering):
         assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len_of(request.retention)
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         self.waiting.put(request.sequences[0])
-
-    def next_to_create(self) -> Sequence | None:
-        """The next sequence that the cache service should be told of; see WaitingSequences."""
-        return self.waiting.next_to_create(self.limits.max_known_sequences - len(self._unforked))
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
@@ -56,8 +52,11 @@ class Scheduler(Answering):
     def reset(self, limits: Limits) -> list[Request]:
         """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
         for sequence in self.running.at(self.running.order):
+            rests = self._rests(sequence)
             self.running.remove(sequence)
-            if sequence.state is not SequenceState.ENDED:
+            if rests:
+                sequence.state = SequenceState.ENDED
+            elif sequence.state is not SequenceState.ENDED:
                 self.waiting.put(sequence)
             self._leave_children(sequence)
         for sequence in self.loading.values():
@@ -69,7 +68,8 @@ class Scheduler(Answering):
         requests = {sequence.request: None for sequence in self.waiting.sequences}
         for request in requests:
             request.start_number = 0  # of another cache service, perhaps
-        return [request for request in requests if request.max_len > limits.max_len_of(request.retention)]
+        fits = {request: request.max_len <= limits.max_len_of(request.retention) for request in requests}
+        return [request for request in requests if not fits[request] or request.num_rows > limits.num_rows]
 
     @property
     def num_waiting(self) -> int:

@@ -14,6 +14,7 @@ import grpc
 from engine_service.refusals import Refusal, RequestFailed
 from engine_service.request import Request, Sequence
 from engine_service.scheduler import Scheduler
+from engine_service.tracing import EngineTracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
@@ -30,11 +31,13 @@ class SequenceCreator:
         session: AsyncCacheSession,
         wake: asyncio.Event,
         fail: Callable[[Request, Refusal], None],
+        tracing: EngineTracing,
     ) -> None:
         self._scheduler = scheduler
         self._session = session
         self._wake = wake
         self._fail = fail
+        self._tracing = tracing
         self._kicked = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -59,7 +62,8 @@ class SequenceCreator:
                 self._kicked.clear()
                 had_slot = True
                 while had_slot and (sequence := self._scheduler.next_to_create()) is not None:
-                    had_slot = await self._create(sequence)
+                    with self._tracing.within(sequence.request):
+                        had_slot = await self._create(sequence)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if had_slot else _RETRY_S):
                         await self._kicked.wait()
@@ -84,6 +88,7 @@ class SequenceCreator:
             is_bad = error.code is grpc.StatusCode.INVALID_ARGUMENT
             self._scheduler.waiting.create_refused(sequence, try_again=not is_bad)
             if error.reason == "OUT_OF_SEQUENCES":
+                self._wake.set()  # what waits for it may have to give way
                 return False
             if not is_bad:
                 raise

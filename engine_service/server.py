@@ -22,7 +22,8 @@ from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
-from engine_service.tracing import engine_tracing
+from engine_service.tracing import EngineTracing
+from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
@@ -113,7 +114,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        engine = Engine(config.max_waiting, proposer, engine_tracing(served.model_id))
+        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id))
         service = EngineService(config, served, engine)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)

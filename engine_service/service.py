@@ -7,9 +7,11 @@ comes, ends the request. Text and token limits are convert.py's, statuses the do
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 from prometheus_client import Metric
 
+from engine_service.beams import BeamOptions, BeamSearch, why_ends
 from engine_service.best_of import BestOf
 from engine_service.config import EngineConfig
 from engine_service.constraint import Constraint, ConstraintCompiler
@@ -24,7 +26,7 @@ from engine_service.convert import (
     wait_of,
 )
 from engine_service.engine import Engine
-from engine_service.generation import Generation, StopRules
+from engine_service.generation import Generation
 from engine_service.metrics import engine_metrics
 from engine_service.outbox import Outbox
 from engine_service.pieces import Piece
@@ -32,6 +34,7 @@ from engine_service.refusals import InvalidField, Refusal, TimedOut
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
+from engine_service.stopping import StopRules
 from engine_service.submissions import Submissions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
@@ -162,6 +165,10 @@ class EngineService:
             raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)
         num_computed = options.n if options.best_of is None else options.best_of
+        beams, vocab_size = options.beams, self._model.vocab_size
+        if beams is not None and 2 * beams.num_beams > vocab_size:
+            limit = vocab_size // 2
+            raise InvalidField(f"at most {limit} beams, half the vocabulary", field="beam_search.num_beams", limit=limit)
         constraints = await self._constraints(message.sampling, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
@@ -174,6 +181,7 @@ class EngineService:
             prompt=prompt,
             max_new_tokens=max_tokens,
             n=num_computed,
+            num_beams=None if beams is None else beams.num_beams,
             priority=options.priority,
             tenant=options.tenant,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
@@ -194,11 +202,18 @@ class EngineService:
             num_logprobs=options.num_logprobs,
             constraints=constraints,
             best_of=None if options.best_of is None else BestOf(options.n),
+            search=None if beams is None else self._search(beams, request, stop, context, options.stop),
             session_id=options.session_id,
             metadata=options.metadata,
         )
         self._engine.submit(generation)
         return generation, options.timeout_s
+
+    def _search(
+        self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]
+    ) -> BeamSearch:
+        text = self._model.text.output(context, strings) if strings else None
+        return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
 
     async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
         """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""

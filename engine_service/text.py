@@ -5,12 +5,13 @@ response stays empty.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 from engine_service.errors import TokenizerError
-from engine_service.generation import TextOutput
 from engine_service.refusals import InvalidField
+from engine_service.stopping import TextOutput
 from engine_service.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 _NUM_CONTEXT_TOKENS = 16  # only the end of a prompt matters to its detokenizer
@@ -66,6 +67,9 @@ class _Text:
         match = self.stops.step(text)
         return match.text, match.stop is not None
 
+    def copy(self) -> "_Text":
+        return _Text(self.detokenizer.copy(), copy(self.stops))
+
     def flush(self) -> str:
         text = self.detokenizer.flush()
         if self.stops is None:
@@ -75,6 +79,9 @@ class _Text:
 
 
 class _NoText:
+    def copy(self) -> "_NoText":
+        return self
+
     def push(self, token_id: int) -> tuple[str, bool]:
         return "", False
 

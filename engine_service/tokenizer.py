@@ -5,6 +5,7 @@ valid UTF-8, at a cost per token that does not grow with the output. StopStrings
 of the pieces. Both are per request; Tokenizer is shared and never changes.
 """
 
+import copy
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -151,6 +152,12 @@ class Detokenizer:
         if not self._pending:
             return ""
         return self._emit(self._decode(self._context + self._pending), self._pending, [])
+
+    def copy(self) -> "Detokenizer":
+        """The same, to go on with other tokens."""
+        other = copy.copy(self)
+        other._pending = self._pending.copy()  # the one that step changes in place
+        return other
 
     def _emit(self, text: str, context: list[int], pending: list[int]) -> str:
         piece = text[self._context_len :]

@@ -2,12 +2,13 @@
 
 A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
 every step would say little and cost much: a step has one when a traced request starts with it, and every 64th has. It is part
-of the trace of the first such request in it, links to the others, and goes to the cache service with the step. There is no
-EngineTracing where the process has no tracer.
+of the trace of the first such request in it, links to the others, and goes to the cache service with the step. Without a tracer
+no request is traced, and each call ends at its first look.
 """
 
 import time
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class _Traced:
 class EngineTracing:
     """See the module. All calls come from the engine's loop."""
 
-    def __init__(self, tracer: "Tracer", model_id: str) -> None:
+    def __init__(self, tracer: "Tracer | None", model_id: str = "") -> None:
         self._tracer = tracer
         self._model_id = model_id
         self._requests: dict[Request, _Traced] = {}
@@ -47,6 +48,8 @@ class EngineTracing:
 
     def begin(self, generation: Generation) -> None:
         """A request was queued; its caller's span is the current one."""
+        if self._tracer is None:
+            return
         request, params = generation.request, generation.params
         attributes: dict[str, str | int | float] = {
             "gen_ai.operation.name": "text_completion",
@@ -91,6 +94,11 @@ class EngineTracing:
             tracing.fail(span, generation.refusal.reason)
         span.end(traced.clock.ns())
 
+    def within(self, request: Request) -> AbstractContextManager[object]:
+        """Calls made meanwhile are made for the request."""
+        traced = self._requests.get(request)
+        return nullcontext() if traced is None else tracing.within(traced.span)
+
     def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
         """A plan is about to be sent. Its trace context; empty where the step is not traced."""
         if not self._requests:
@@ -100,7 +108,7 @@ class EngineTracing:
         if not starting and self._num_steps % _EVERY:
             return ""
         traced = [self._requests[request].span for request in self._requests_of((*starting, *running.at(plan.reserve_rows)))]
-        if not traced:
+        if not traced or self._tracer is None:
             return ""
         links = [tracing.link_to(span) for span in traced[1 : 1 + _MOST_LINKS]]
         clock = tracing.Clock()
@@ -146,9 +154,3 @@ class EngineTracing:
     def _requests_of(self, sequences: SequenceOf[Sequence]) -> list[Request]:
         """Traced ones, each once."""
         return list({sequence.request: None for sequence in sequences if sequence.request in self._requests})
-
-
-def engine_tracing(model_id: str) -> EngineTracing | None:
-    """None where this process is not traced."""
-    tracer = tracing.tracer()
-    return None if tracer is None else EngineTracing(tracer, model_id)

@@ -2,8 +2,3 @@
 
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS: dict[str, str] = {}
-
-# Field of GenerateRequest -> feature. Their neutral values are accepted.
-UNIMPLEMENTED_FIELDS = {
-    "beam_search": "beam search",
-}

@@ -5,8 +5,9 @@ are bounded; whoever runs or is to be forked from what runs has them first. Pure
 """
 
 import bisect
+from collections.abc import Container
 
-from engine_service.request import Sequence, SequenceState
+from engine_service.request import Request, Sequence, SequenceState
 
 
 class WaitingSequences:
@@ -16,6 +17,7 @@ class WaitingSequences:
         self.sequences: list[Sequence] = []  # NEW, CREATING and WAITING ones
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
+        self._found_no_slot = False  # the last one that it was told of
         self._next_id = 1
 
     def put(self, sequence: Sequence) -> None:
@@ -31,18 +33,26 @@ class WaitingSequences:
         sequence_id, self._next_id = self._next_id, self._next_id + 1
         return sequence_id
 
-    def next_to_create(self, max_known: int) -> Sequence | None:
+    def next_to_create(self, max_known: int, among: Container[Request] | None = None) -> Sequence | None:
         """The first that the cache service should be told of, now CREATING under a fresh id; None for now."""
         if self.num_known and self.num_known >= max_known:
             return None
-        sequence = next((other for other in self.sequences if other.state is SequenceState.NEW), None)
+        new = (other for other in self.sequences if other.state is SequenceState.NEW)
+        sequence = next((other for other in new if among is None or other.request in among), None)
         if sequence is not None:
             sequence.state, sequence.sequence_id = SequenceState.CREATING, self.draw_id()
             self.num_known += 1
         return sequence
 
+    def is_creating(self, max_known: int) -> bool:
+        """Whether the cache service is being told of one, or is about to be: not while it has no slot."""
+        states = {sequence.state for sequence in self.sequences}
+        has_slot = not self._found_no_slot and (not self.num_known or self.num_known < max_known)
+        return SequenceState.CREATING in states or (SequenceState.NEW in states and has_slot)
+
     def created(self, sequence: Sequence) -> None:
         """The cache service knows it; it may have ended meanwhile."""
+        self._found_no_slot = False
         if sequence.state is SequenceState.CREATING:
             sequence.state = SequenceState.WAITING
         else:
@@ -52,6 +62,7 @@ class WaitingSequences:
     def create_refused(self, sequence: Sequence, *, try_again: bool) -> None:
         """The cache service does not know it: there is nothing to release. Without try_again its request is to end."""
         self.num_known -= 1
+        self._found_no_slot = try_again
         sequence.sequence_id = None
         if try_again and sequence.state is SequenceState.CREATING:
             sequence.state = SequenceState.NEW
@@ -62,3 +73,4 @@ class WaitingSequences:
             sequence.state, sequence.sequence_id = SequenceState.NEW, None
         self.releases.clear()
         self.num_known = 0
+        self._found_no_slot = False

@@ -1,9 +1,9 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-The CPU path gathers the keys and values of a group of sequences with one index_select per layer and runs torch's
-fused attention on them, the query heads of one KV head as the rows of one small matrix. Which slots to gather is the
-same for all layers and is planned once per step. Sequences of similar length share a group, because a group is padded
-to its longest.
+On a CPU, float32 without retention is computed by sparse_decode.py. Everything else gathers the keys and values of a
+group of sequences with one index_select per layer and runs torch's fused attention on them, the query heads of one KV
+head as the rows of one small matrix. Which slots to read is the same for all layers and is planned once per step.
+Sequences of similar length share a group, because a group is padded to its longest.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from kernels.layout import NULL_BLOCK_ID
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
 from kernels.retention import Retention, kept_of, require_retention
 from kernels.scratch import Scratch
+from kernels.sparse_decode import SparseDecode, sparse_decode
 
 _OP = "paged_attention_decode"
 
@@ -25,6 +26,7 @@ _OP = "paged_attention_decode"
 # elements of K and V costs the same. A group of more than a few megabytes leaves the caches between gather and use.
 _PADDING_ELEMENTS = 1 << 17
 _GROUP_ELEMENTS = 1 << 20
+_MOST_SPARSE_TOKENS = 1 << 17  # of all sequences: the index of a sparse product has an entry for each of them and each head
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class DecodePlan:
         order, inverse: int64 [S], the sequences by length and back, or None when they are taken as they come.
         empty: int64 indices of sequences of length 0, whose output is zero, or None.
         scratch: memory to gather into.
+        sparse: what is read instead of groups, which are none then; None: groups are.
     """
 
     groups: tuple[DecodeGroup, ...]
@@ -61,6 +64,7 @@ class DecodePlan:
     inverse: torch.Tensor | None
     empty: torch.Tensor | None
     scratch: Scratch
+    sparse: SparseDecode | None = None
 
 
 def plan_decode(
@@ -82,6 +86,10 @@ def plan_decode(
     require_kv_layer(_OP, kv_layer)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
+    if dtype is torch.float32 and retention is None and lens.sum() <= _MOST_SPARSE_TOKENS:
+        starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+        sparse = SparseDecode(tables, starts, lens, kv_layer)
+        return DecodePlan((), None, None, None, scratch or Scratch(), sparse)
     empty = np.flatnonzero(lens == 0)
     if len(empty):  # one slot is read for them and thrown away: let it be the null block's
         tables = np.pad(tables, ((0, 0), (0, 1)))
@@ -169,6 +177,8 @@ def paged_attention_decode(
     require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
         plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
+    if plan.sparse is not None:
+        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
         q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)

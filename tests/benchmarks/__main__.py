@@ -15,6 +15,7 @@ NAMES = (
     "delay",
     "generate",
     "serve",
+    "beams",
     "reuse",
     "chunking",
     "speculation",

@@ -48,6 +48,7 @@ async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
         (["stats", "--cache", NOBODY, "--engine", NOBODY], "cache"),
         (["sequences", "--cache", NOBODY], "cache"),
         (["sequences", "--cache", NOBODY, "--json"], "cache"),
+        (["requests", "--engine", NOBODY], "engine"),
         (["generate", "hello", "--engine", NOBODY], "engine"),
         (["explain", "hello", "--engine", NOBODY, "--cache", NOBODY], "engine"),
         (["generate", "hello", "--engine", NOBODY, "--json"], "engine"),
@@ -92,7 +93,19 @@ async def test_wrong_usage_is_told_and_starts_nothing(argv: list[str]) -> None:
 async def test_help_names_every_command_and_the_exit_codes() -> None:
     outcome = await kvkeeper("--help")
     assert outcome.exit_code == 0
-    for word in ("cache", "engine", "up", "generate", "explain", "status", "stats", "top", "sequences", "Exit codes"):
+    for word in (
+        "cache",
+        "engine",
+        "up",
+        "generate",
+        "explain",
+        "status",
+        "stats",
+        "top",
+        "requests",
+        "sequences",
+        "Exit codes",
+    ):
         assert word in outcome.out
 
 
@@ -111,11 +124,18 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("number", ["99999999999999999999", "-99999999999999999999", "1.5", "x"])
-@pytest.mark.parametrize("flag", ["--n", "--best-of", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
+@pytest.mark.parametrize("flag", ["--n", "--beams", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
 def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])
     assert f"argument {flag}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--length-penalty", "2"), ("--early-stopping",)])
+async def test_what_belongs_to_a_beam_search_is_wrong_usage_without_one(flags: tuple[str, ...]) -> None:
+    outcome = await kvkeeper("generate", "hello", *flags, "--engine", NOBODY)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert "go with --beams" in outcome.err
 
 
 async def test_text_that_is_not_utf8_is_wrong_usage() -> None:

@@ -120,6 +120,16 @@ async def test_continuations_stand_under_their_headings(services: Services) -> N
     assert headings == [f"--- continuation {number} of 3 ---" for number in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("how", [("--best-of", "4"), ("--beams", "4", "--length-penalty", "0.5", "--early-stopping")])
+async def test_the_likeliest_come_first(services: Services, how: tuple[str, ...]) -> None:
+    flags = ("--n", "2", "--max-tokens", "6", "--ignore-eos", "--seed", "1", "--engine", services.engine, "--json")
+    outcome = await kvkeeper("generate", PROMPT, *flags, *how)
+    first, second = json.loads(outcome.out)["continuations"]
+    assert first["text"] != second["text"]
+    assert len(first["token_ids"]) == len(second["token_ids"]) == 6
+    assert 0 > first["cumulative_logprob"] >= second["cumulative_logprob"]
+
+
 async def test_a_refusal_is_one_line_and_exit_code_1(services: Services) -> None:
     outcome = await kvkeeper("generate", "x", "--top-p", "2", "--engine", services.engine)
     assert (outcome.exit_code, outcome.out) == (1, "")

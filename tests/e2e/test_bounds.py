@@ -17,6 +17,11 @@ def sampling(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
+def beams(sampling: pb.SamplingParams | None = None, **fields: object) -> pb.GenerateRequest:
+    search = pb.BeamSearch(**fields)  # type: ignore[arg-type]
+    return pb.GenerateRequest(token_ids=TOKENS, beam_search=search, sampling=sampling)
+
+
 def retention(sink: int, window: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
 
@@ -38,6 +43,16 @@ BAD = {
     "retention.num_window_tokens": retention(4, 0),
     "n low": pb.GenerateRequest(token_ids=TOKENS, n=0),
     "n high": pb.GenerateRequest(token_ids=TOKENS, n=65),
+    "beam_search.num_beams none": beams(),
+    "beam_search.num_beams low": pb.GenerateRequest(token_ids=TOKENS, n=3, beam_search=pb.BeamSearch(num_beams=2)),
+    "beam_search.num_beams high": beams(num_beams=65),
+    "beam_search.length_penalty low": beams(num_beams=2, length_penalty=-10.5),
+    "beam_search.length_penalty high": beams(num_beams=2, length_penalty=10.5),
+    "beam_search.length_penalty nan": beams(num_beams=2, length_penalty=math.nan),
+    "beam_search with best_of": pb.GenerateRequest(token_ids=TOKENS, best_of=2, beam_search=pb.BeamSearch(num_beams=2)),
+    "beam_search with logprobs": beams(pb.SamplingParams(num_logprobs=0), num_beams=2),
+    "beam_search with prompt logprobs": beams(pb.SamplingParams(num_prompt_logprobs=0), num_beams=2),
+    "beam_search with a constraint": beams(pb.SamplingParams(regex="a"), num_beams=2),
     "best_of low": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=2),
     "best_of zero": pb.GenerateRequest(token_ids=TOKENS, best_of=0),
     "best_of high": pb.GenerateRequest(token_ids=TOKENS, n=3, best_of=65),

@@ -74,9 +74,10 @@ async def test_the_prompt_is_computed_for_them_though_it_is_cached(world: Servic
 
 
 def test_a_preempted_prompt_tells_each_position_once() -> None:
-    from engine_service.generation import Generation, StopRules
+    from engine_service.generation import Generation
     from engine_service.request import Request
     from engine_service.sampler import GREEDY
+    from engine_service.stopping import StopRules
 
     made = [TokenLogprobsOf(position) for position in range(1, 6)]
     request = Request("r", np.arange(6, dtype=np.int32), 4)

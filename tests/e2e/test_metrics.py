@@ -1,12 +1,15 @@
 """What both services tell Prometheus, over HTTP, and that the numbers are those of what happened."""
 
 import asyncio
+import itertools
 import urllib.request
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine_service.generation import Generation
+from engine_service.stats import EngineStats
 from engine_service.timings import Timings
 from kvkeeper.service.process import StartError
 from tests.support.odd_models import GATE_TOKEN
@@ -91,6 +94,34 @@ def test_percentiles_are_exact_over_what_was_lately(sizes: list[int]) -> None:
     assert timings.num == len(seen)
     assert timings.total_seconds == pytest.approx(seen.sum())
     assert timings.counts[0] == np.count_nonzero(seen <= 0.001)
+
+
+async def test_times_told_are_those_of_the_tokens(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked out anew from when each token came, and compared with both ways to ask."""
+    tokens: dict[tuple[Generation, int], list[float]] = {}
+    time_token = EngineStats.time_token
+
+    def noted(stats: EngineStats, generation: Generation, index: int) -> None:
+        time_token(stats, generation, index)
+        tokens.setdefault((generation, index), []).append(generation.last_token_at[index])
+
+    monkeypatch.setattr(EngineStats, "time_token", noted)
+    await world.start_cache()
+    engine = await world.start_engine(metrics_listen=ANY_PORT)
+    client = await world.client(engine)
+    prompts = [[place + 1, 5, 6] * 3 for place in range(8)]
+    await asyncio.gather(*(generate(client, prompt, 12, n=1 + place % 2) for place, prompt in enumerate(prompts)))
+    first = [min(came[0] for (one, _), came in tokens.items() if one is each) - each.started_at for each, _ in tokens]
+    first = list(dict(zip((each for each, _ in tokens), first, strict=True)).values())
+    between = [later - earlier for came in tokens.values() for earlier, later in itertools.pairwise(came)]
+    assert (len(first), len(between)) == (8, 12 * 11)
+    stats, told = await client.stats(), await scrape(engine.metrics.address if engine.metrics else "")
+    for name, values in (("time_to_first_token", first), ("time_between_tokens", between)):
+        for percentile in (50, 99):
+            expected = float(np.percentile(values, percentile))
+            assert getattr(stats, f"{name}_p{percentile}_ms") / 1000 == pytest.approx(expected, rel=1e-6)
+            assert told[f"kvkeeper_engine_{name}_p{percentile}_seconds"] == pytest.approx(expected, rel=1e-6)
+    assert stats.time_to_first_token_p50_ms != stats.time_between_tokens_p50_ms
 
 
 async def test_a_metrics_address_that_is_taken_is_told_and_nothing_stays(world: Services) -> None:

@@ -19,6 +19,7 @@ from tests.support.service_pair import GREEDY, Services, generate, toy_output, u
 from tests.support.traces import Spans
 
 CALL, RPC = "text_completion", "kvkeeper.engine.v1.EngineService/Generate"
+CREATE = "kvkeeper.cache.v1.CacheService/CreateSequence"
 REQUEST, STEP = "text_completion hash-toy", "kvkeeper.cache.v1.CacheService/Step"
 
 
@@ -50,6 +51,7 @@ async def test_one_trace_goes_from_the_client_to_the_cache_service(world: Servic
     step, in_cache = spans.named("step")[1], spans.named(STEP)[1]
     for parent, child in ((call, rpc), (rpc, request), (request, step), (step, in_cache)):
         assert is_child(child, parent), child.name
+    assert is_child(spans.named(CREATE)[1], request)
     assert len(trace_ids(call, rpc, request, step, in_cache)) == 1
     assert trace_ids(call) != trace_ids(spans.named(CALL)[0])
     assert [span.kind for span in (call, rpc, in_cache)] == [SpanKind.CLIENT, SpanKind.SERVER, SpanKind.SERVER]

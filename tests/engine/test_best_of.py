@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from engine_service.best_of import BestOf, rank
-from engine_service.generation import Generation, StopRules
+from engine_service.generation import Generation
 from engine_service.logprobs import TokenLogprobs
 from engine_service.pieces import Piece, coalesce
 from engine_service.request import FinishReason, Request, RequestState
 from engine_service.sampler import GREEDY
+from engine_service.stopping import StopRules
 
 EOS = 9
 

@@ -45,7 +45,7 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
 def test_equals_do_not_take_turns() -> None:
     """Who gave its blocks back stays out, although they would do for it to start again, until the other has ended."""
     world = World(num_blocks=20, block_size=2)
-    old, young = (world.submit(make_request([place, 2, 0, 1], 28)) for place in range(2))
+    old, young = (world.submit(make_request([place, 2, 0, 1], 28, look_up=False)) for place in range(2))
     world.run()
     world.check_outputs()
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)

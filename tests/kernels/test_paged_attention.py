@@ -53,7 +53,36 @@ def test_both_in_each_dtype_and_block_size(dtype, block_size):
     check_prefill(make_world(lengths, block_size=block_size, dtype=dtype), [-(-n // 2) for n in lengths], 4)
 
 
-def test_decode_groups_sequences_of_unlike_length(monkeypatch):
+@pytest.fixture
+def gathering(monkeypatch):
+    """Lets no step be small enough for sparse products."""
+    monkeypatch.setattr("kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
+
+
+@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_decode_by_gathering(gathering, group, window):
+    check_decode(make_world([1, *edge_lengths(4)]), 2 * group, window)
+    check_decode(make_world([1, *edge_lengths(4)]), 2 * group, window, soft_cap=0.5)
+
+
+def test_decode_without_any_token_is_zero():
+    check_decode(make_world([0, 0]), 4)
+
+
+def test_one_plan_serves_every_layer_and_number_of_heads():
+    """Nothing of a layer is left in what the next one reads, though they share the memory of their scores."""
+    one, other = make_world([9, 4, 13], seed=1), make_world([9, 4, 13], seed=2)
+    other.block_tables.copy_(one.block_tables)
+    plan = plan_decode(one.block_tables, one.seq_lens, one.layer, torch.float32, None)
+    for world, num_heads in ((one, 4), (other, 4), (one, 2), (one, 4)):
+        world.layer.nan_to_num_()
+        args = (random_queries(3, num_heads, 8), world.layer, one.block_tables, one.seq_lens)
+        expected = reference.paged_attention_decode(*args, scale=SCALE)
+        torch.testing.assert_close(paged_attention_decode(*args, scale=SCALE, plan=plan), expected, rtol=0, atol=2e-6)
+
+
+def test_decode_groups_sequences_of_unlike_length(monkeypatch, gathering):
     monkeypatch.setattr("kernels.paged_attention_decode._PADDING_ELEMENTS", 64)
     world = make_world([3, 40, 1, 38, 0, 4, 39])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None)
@@ -112,6 +141,15 @@ def test_block_ids_do_not_matter():
     first = paged_attention_decode(q, one.layer, one.block_tables, one.seq_lens, scale=SCALE)
     tables = permutation[one.block_tables.long()].int()
     assert torch.equal(first, paged_attention_decode(q, other.layer, tables, one.seq_lens, scale=SCALE))
+
+
+@pytest.mark.parametrize("num_queries", [7, 8, 9, 16, 17])
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_prefill_in_calls_of_some_queries(monkeypatch, num_queries, window):
+    monkeypatch.setattr("kernels.paged_attention_prefill._MOST_QUERIES", 8)
+    for context in (0, 1, 11):
+        check_prefill(make_world([num_queries + context, 3]), [num_queries, 3], 4, window)
+    check_prefill(make_world([num_queries + 5]), [num_queries], 4, window, soft_cap=0.5)
 
 
 def test_chunks_give_what_one_prefill_gives():

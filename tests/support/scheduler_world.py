@@ -250,6 +250,8 @@ class World:
             start = int(batch.positions[first])
             kept = sequence.request.retention
             unread = range(0) if kept is None else range(kept.num_sink_tokens, start - kept.num_window_tokens + 1)
+            committed = int(self.scheduler.running.num_committed[sequence.row])
+            assert kept is None or not any(table[idx] for idx in kept.holes(committed, size)), "a hole names no block"
             assert kept is None or (batch.retention is not None) >= (start + last - first > kept.num_tokens)
             for position in range(start):
                 if position not in unread:

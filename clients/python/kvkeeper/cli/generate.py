@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_OK, EXIT_USAGE, OPTIONS
-from kvkeeper.client import EngineClient, GenerateOptions, Piece, Retention, Sampling, Usage
+from kvkeeper.client import BeamSearch, EngineClient, GenerateOptions, Piece, Retention, Sampling, Usage
 from kvkeeper.service import VERSION
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
@@ -69,6 +69,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--best-of", type=_whole, metavar="X", help="compute so many and show the N likeliest, all at the end (default: N)"
     )
+    parser.add_argument(
+        "--beams", type=_whole, metavar="X", help="search for the N likeliest with so many beams instead of drawing them"
+    )
+    parser.add_argument("--length-penalty", type=float, metavar="X", help="of --beams: above 0 is for longer ones (default: 1)")
+    parser.add_argument("--early-stopping", action="store_true", help="of --beams: end once as many continuations have ended")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -96,6 +101,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.beams is None and (args.length_penalty is not None or args.early_stopping):
+        args.usage_error("--length-penalty and --early-stopping go with --beams")
     if args.sink is not None and args.window is None:
         args.usage_error("--sink goes with --window")
     prompt = _read_prompt(args)
@@ -208,6 +215,7 @@ def _options(args: argparse.Namespace) -> GenerateOptions:
     return GenerateOptions(
         n=args.n,
         best_of=args.best_of,
+        beam_search=None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping),
         priority=args.priority,
         timeout_ms=args.timeout_ms,
         tenant=args.tenant,

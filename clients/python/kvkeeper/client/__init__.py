@@ -7,7 +7,7 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.cache_sync import CacheClient, CacheSession
 from kvkeeper.client.engine import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
-from kvkeeper.client.engine_calls import GenerateOptions, Piece, Result, Retention, Sampling, TokenLogprobs, Usage
+from kvkeeper.client.engine_calls import BeamSearch, GenerateOptions, Piece, Result, Retention, Sampling, TokenLogprobs, Usage
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
@@ -19,6 +19,7 @@ __all__ = [
     "AsyncCacheSession",
     "AsyncEngineClient",
     "AsyncGeneration",
+    "BeamSearch",
     "CacheClient",
     "CacheSession",
     "CallOptions",

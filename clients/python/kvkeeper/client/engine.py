@@ -55,8 +55,7 @@ class EngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
         span = begin_generate(options)
-        metadata = None if span is None else span.metadata
-        call = partial(self._door.stream, self._door.stub.Generate, request, patience, metadata)
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
         return Generation(call, options.resubmit_s, span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
@@ -129,7 +128,7 @@ class EngineClient:
 class Generation:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan | None = None) -> None:
+    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
         self._span = span
         self._stream = start()
@@ -152,18 +151,15 @@ class Generation:
                 message = next(self._stream)
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
-                    if self._span is not None:
-                        self._span.fail(error)
+                    self._span.fail(error)
                     raise
-                if self._span is not None:
-                    self._span.repeat()
+                self._span.repeat()
                 time.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
-            if self._span is not None:
-                self._span.take(message)
+            self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -171,8 +167,7 @@ class Generation:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
-        if self._span is not None:
-            self._span.end()
+        self._span.end()
 
 
 class AsyncEngineClient:
@@ -194,8 +189,7 @@ class AsyncEngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._door.options, options.timeout_ms)
         span = begin_generate(options)
-        metadata = None if span is None else span.metadata
-        call = partial(self._door.stream, self._door.stub.Generate, request, patience, metadata)
+        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
         return AsyncGeneration(call, options.resubmit_s, span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
@@ -270,7 +264,7 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
 
-    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan | None = None) -> None:
+    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
         self._span = span
         self._stream = start()
@@ -293,18 +287,15 @@ class AsyncGeneration:
                 message = await self._stream.__anext__()
             except KvkeeperError as error:
                 if not self._received.may_ask_again(error, time.monotonic()):
-                    if self._span is not None:
-                        self._span.fail(error)
+                    self._span.fail(error)
                     raise
-                if self._span is not None:
-                    self._span.repeat()
+                self._span.repeat()
                 await asyncio.sleep(PAUSE_S)
                 self._stream = self._start()
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
-            if self._span is not None:
-                self._span.take(message)
+            self._span.take(message)
             piece = self._received.new_part(piece_of(message))
             if piece is not None:
                 return piece
@@ -312,8 +303,7 @@ class AsyncGeneration:
     def close(self) -> None:
         """End the request if it still runs."""
         self._stream.cancel()
-        if self._span is not None:
-            self._span.end()
+        self._span.end()
 
 
 def _call_back(

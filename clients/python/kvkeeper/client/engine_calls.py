@@ -102,6 +102,15 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A search for the likeliest continuations, instead of drawing them; None leaves it to the service."""
+
+    num_beams: int
+    length_penalty: float | None = None
+    early_stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Retention:
     """Each token attends to the first num_sink_tokens and the last num_window_tokens alone; the blocks between come back."""
 
@@ -120,6 +129,7 @@ class GenerateOptions:
 
     n: int | None = None
     best_of: int | None = None
+    beam_search: BeamSearch | None = None
     request_id: str = ""
     priority: int = 0
     timeout_ms: int | None = None
@@ -144,6 +154,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         sampling=pb.SamplingParams(**sampling),
         n=options.n,
         best_of=options.best_of,
+        beam_search=None if options.beam_search is None else pb.BeamSearch(**asdict(options.beam_search)),
         priority=options.priority,
         timeout_ms=options.timeout_ms,
         tenant=options.tenant,

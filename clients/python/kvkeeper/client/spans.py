@@ -1,4 +1,4 @@
-"""The span of one Generate as its client sees it: from the call to the last piece. None where nobody traces."""
+"""The span of one Generate as its client sees it: from the call to the last piece; nothing where nobody traces."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class GenerateSpan:
     """See the module. Names are OpenTelemetry's conventions for generative models, where they have one."""
 
-    def __init__(self, span: "Span") -> None:
+    def __init__(self, span: "Span | None") -> None:
         self._span = span
         self._started_at = time.monotonic()
         self._has_token = False
@@ -24,11 +24,13 @@ class GenerateSpan:
     @property
     def metadata(self) -> tracing.Metadata | None:
         """Of the call, each time that it is made."""
-        return tracing.outgoing(self._span)
+        return None if self._span is None else tracing.outgoing(self._span)
 
     def take(self, message: pb.GenerateResponse) -> None:
         """An answer came; the last one ends the span."""
         span = self._span
+        if span is None:
+            return
         if message.token_ids and not self._has_token:
             self._has_token = True
             span.set_attribute("gen_ai.response.id", message.request_id)
@@ -44,7 +46,8 @@ class GenerateSpan:
 
     def repeat(self) -> None:
         """The call is made again, for what has not come yet."""
-        self._span.add_event("kvkeeper.resubmitted")
+        if self._span is not None:
+            self._span.add_event("kvkeeper.resubmitted")
 
     def fail(self, error: KvkeeperError) -> None:
         tracing.fail(self._span, error.reason or error.code.name)
@@ -52,15 +55,15 @@ class GenerateSpan:
 
     def end(self) -> None:
         """Its client wants no more. Nothing happens to a span that has ended."""
-        if self._span.is_recording():
+        if self._span is not None and self._span.is_recording():
             self._span.end()
 
 
-def begin_generate(options: GenerateOptions) -> GenerateSpan | None:
+def begin_generate(options: GenerateOptions) -> GenerateSpan:
     """A child of the current span, if there is one."""
     tracer = tracing.tracer()
     if tracer is None:
-        return None
+        return GenerateSpan(None)
     sampling = options.sampling
     told: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",

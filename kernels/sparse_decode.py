@@ -1,0 +1,106 @@
+"""Decode attention as two sparse products, so that a CPU reads K and V where they lie.
+
+The scores of a step are a sparse matrix: a row for every query head of every sequence, a column for every slot of the layer, an
+entry where the sequence has a token there. torch's sampled_addmm computes exactly those entries and embedding_bag adds up the
+values that they weigh; both walk an index, and nothing is gathered. Measured in a decoder, 16 sequences of 180 tokens, 8 heads
+over 4, one thread: 480 us a layer, against 780 for gathering keys and values and torch's fused attention on them.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.checks import slot_rows
+from kernels.paged_rows import Int64Array
+
+with warnings.catch_warnings():  # torch says once that sparse tensors are young; tests hold what is used of them
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPattern:
+    """Where a step's entries are, for one number of heads; S sequences, N heads, E entries, row by row in order of position.
+
+    Attributes:
+        scores: sparse CSR float32 [S * N, num rows of keys]; every layer overwrites its values.
+        kv_rows: int64 [E], each entry's row among a layer's keys, and among its values.
+        row_starts: int64 [S * N], each row's first entry.
+        padded: float32 [S * N, longest row], the scores as softmax takes them; -inf where a row has no entry, for good.
+        places: int64 [E], each entry's index into the flat `padded`.
+    """
+
+    scores: torch.Tensor
+    kv_rows: torch.Tensor
+    row_starts: torch.Tensor
+    padded: torch.Tensor
+    places: torch.Tensor
+
+
+class SparseDecode:
+    """What a step's decode attention reads: the same for all layers, and for any number of heads."""
+
+    def __init__(self, tables: Int64Array, starts: Int64Array, lens: Int64Array, kv_layer: torch.Tensor) -> None:
+        """Sequence s, with blocks tables[s], sees its tokens [starts[s], lens[s])."""
+        self._spans = lens - starts
+        seqs = np.repeat(np.arange(len(lens)), self._spans)
+        _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
+        blocks, offsets = np.divmod(_ranks(self._spans) + starts[seqs], block_size)
+        slots = tables[seqs, blocks] * (kv_layer.stride(0) // (num_kv_heads * head_dim)) + offsets
+        self._first_rows = slots * num_kv_heads  # [T], of each token's heads
+        self._num_kv_heads = num_kv_heads
+        # Keys and values seen as rows of one head; the values begin so many rows behind the keys.
+        self.first_value = kv_layer.stride(1) // head_dim
+        self._num_rows = slot_rows(kv_layer, head_dim).shape[0] - self.first_value
+        self._patterns: dict[int, HeadPattern] = {}
+
+    def pattern(self, num_heads: int) -> HeadPattern:
+        """Made by the first layer that asks."""
+        if num_heads not in self._patterns:
+            self._patterns[num_heads] = self._make(num_heads)
+        return self._patterns[num_heads]
+
+    def _make(self, num_heads: int) -> HeadPattern:
+        num_seqs, longest = len(self._spans), int(self._spans.max(initial=0))
+        kv_heads = np.tile(np.arange(num_heads) // (num_heads // self._num_kv_heads), num_seqs)
+        counts = np.repeat(self._spans, num_heads)  # entries of each row
+        ends, ranks = np.cumsum(counts), _ranks(counts)
+        first_tokens = np.repeat(np.cumsum(self._spans) - self._spans, num_heads)
+        kv_rows = self._first_rows[np.repeat(first_tokens, counts) + ranks] + np.repeat(kv_heads, counts)
+        columns = torch.from_numpy(kv_rows)
+        bounds = torch.from_numpy(np.concatenate(([0], ends)))
+        size = (num_seqs * num_heads, self._num_rows)
+        return HeadPattern(
+            scores=torch.sparse_csr_tensor(bounds, columns, torch.zeros(len(kv_rows)), size=size, check_invariants=False),
+            kv_rows=columns,
+            row_starts=bounds[:-1],
+            padded=torch.full((size[0], longest), -torch.inf),
+            places=torch.from_numpy(np.repeat(np.arange(size[0]) * longest, counts) + ranks),
+        )
+
+
+def sparse_decode(
+    q: torch.Tensor, kv_layer: torch.Tensor, plan: SparseDecode, *, scale: float, soft_cap: float | None
+) -> torch.Tensor:
+    """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros."""
+    pattern = plan.pattern(q.shape[1])
+    rows = slot_rows(kv_layer, q.shape[2])
+    keys, values = rows[: pattern.scores.shape[1]], rows[plan.first_value :]
+    queries = q.reshape(-1, q.shape[2])
+    torch.sparse.sampled_addmm(pattern.scores, queries, keys.t(), beta=0.0, alpha=scale, out=pattern.scores)
+    scores = pattern.scores.values()
+    if soft_cap is not None:
+        scores = (scores / soft_cap).tanh_().mul_(soft_cap)
+    pattern.padded.view(-1).index_copy_(0, pattern.places, scores)
+    weights = torch.softmax(pattern.padded, 1).view(-1).index_select(0, pattern.places)
+    bags = torch.nn.functional.embedding_bag(
+        pattern.kv_rows, values, pattern.row_starts, mode="sum", per_sample_weights=weights
+    )
+    return bags.view(q.shape)
+
+
+def _ranks(counts: Int64Array) -> Int64Array:
+    """0 .. count - 1 for each of the counts, concatenated."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,34 @@
+"""Beam search for text: stop strings end lists as transformers' do, and what is told stops before them."""
+
+import asyncio
+
+from engine_service.config import EngineConfig
+from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.served_model import load_served_model
+from tests.support.beam_reference import SearchCase, references
+from tests.support.service_pair import Services
+
+PROMPTS = ("def fibonacci(n):", "class Stack:\n    def push(self, item):")
+STOPS = (("(n)\n", "zzz"), ("(item)", ".push.", "self.push(self.push))"))
+
+
+async def test_stop_strings_end_lists_and_are_not_told(world: Services) -> None:
+    await world.start_cache(num_blocks=200, pool_memory=64 << 20)
+    model = load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False, block_size=16))
+    client = await world.client(await world.start_engine(model, block_size=16))
+    prompts = [await client.tokenize(text) for text in PROMPTS]
+    cases = [SearchCase(prompt, 4, 4, 20, stop=stops) for prompt, stops in zip(prompts, STOPS, strict=True)]
+    expected = await asyncio.to_thread(references, DEMO_MODEL_DIR, cases)
+    reasons = []
+    for case, lists in zip(cases, expected, strict=True):
+        pieces = [piece async for piece in client.generate(case.prompt, case.options)]
+        assert [piece.token_ids for piece in pieces] == [found.token_ids for found in lists]
+        for piece, found in zip(pieces, lists, strict=True):
+            assert piece.cumulative_logprob is not None
+            assert abs(piece.cumulative_logprob - found.logprob) < 1e-3
+            whole = await client.detokenize(piece.token_ids)
+            first = min((at for stop in case.stop if (at := whole.find(stop)) >= 0), default=None)
+            assert piece.text == whole[:first]
+            assert (piece.finish_reason == "stop") == (first is not None)
+            reasons.append(piece.finish_reason)
+    assert {*reasons} == {"stop", "length"}, "or this test shows nothing"
