@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.checks import on_cuda, require, require_index, require_kv_layer, slot_rows
 from kernels.dense_attention import dense_attention
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
 from kernels.retention import Retention, kept_of, require_retention
@@ -58,11 +58,13 @@ def plan_prefill(
     scratch: Scratch | None = None,
     retention: Retention | None = None,
 ) -> PrefillPlan:
-    """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]."""
+    """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]; nothing on CUDA."""
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_index(_OP, "query_start_loc", query_start_loc, 1)
     require_kv_layer(_OP, kv_layer)
+    if on_cuda(_OP, seq_lens):
+        return PrefillPlan((), scratch or Scratch(seq_lens.device))
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     locs = query_start_loc.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
@@ -136,13 +138,13 @@ def paged_attention_prefill(
         plan: plan_prefill of the same arguments, to share its work over layers.
 
     Returns:
-        [T, num_heads, head_dim]; rows beyond the last sequence's are zero.
+        [T, num_heads, head_dim]; rows beyond the last sequence's are zero, on CUDA undefined.
 
     Raises:
-        KernelArgumentError: shapes or dtypes that do not fit, or a table that is too short or leaves the arena.
-        UnsupportedDeviceError: not on a CPU.
+        KernelArgumentError: shapes or dtypes that do not fit, or, on a CPU, a table that is too short or leaves the arena.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, q)
+    cuda = on_cuda(_OP, q)
     num_kv_heads, head_dim = kv_layer.shape[3:]
     fits = q.dim() == 3 and q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim
     require(fits, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
@@ -150,6 +152,13 @@ def paged_attention_prefill(
     require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
         plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window, retention=retention)
+    if cuda:
+        from kernels.gpu import paged_attention_prefill as gpu
+        from kernels.gpu.attention_tiles import Options
+
+        require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
+        options = Options(scale, window, soft_cap, retention, q_sink)
+        return gpu.paged_attention_prefill(q, kv_layer, block_tables, seq_lens, query_start_loc, options)
     covered = plan.chunks[-1].last if plan.chunks else 0
     require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
     slot_len, group = num_kv_heads * head_dim, q.shape[1] // num_kv_heads
