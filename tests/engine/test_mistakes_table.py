@@ -25,6 +25,7 @@ MISTAKES = {
     "end-of-sequence ignored": ("e2e/test_text.py", "test_the_end_of_sequence_is_not_part_of_the_output"),
     "a decode position off by one": (SCHEDULER, "test_one_request_is_prefilled_in_chunks_and_decoded"),
     "the last prompt token fed twice": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
+    "swapped requests still decoded": ("engine/test_swap.py", "test_what_is_swapped_out_is_not_computed"),
     "a failed admission sent to the back of the queue": (PAST, "test_a_refused_start_stays_first_in_the_queue"),
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
