@@ -12,7 +12,8 @@ PROTOS := $(shell find protos -name '*.proto')
 GENERATED := $(PROTOS:.proto=_pb2.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto up demo lint format test bench soak clean
+BUNDLE := gpu-bundle
+.PHONY: help install proto up demo lint format test bench soak gpu-check gpu-bundle clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -69,7 +70,20 @@ soak: $(VENV)/.dev $(GENERATED)  ## what both services promise, against its figu
 	$(BIN)/python -m tests.soak --rows "$(ROWS)" --minutes $(or $(MINUTES),10) --state $(or $(STATE),.soak.json) \
 	    $(if $(SEED),--seed $(SEED))
 
+# On a host that can reach nothing, with the bundle beside the checkout: its own Python, torch and triton, and our wheels.
+gpu-check:  ## prove it on this machine's CUDA device; DRY=1 rehearses without one, PARTS=ab runs some
+ifneq ($(wildcard $(BUNDLE)/*.whl),)
+	rm -rf $(BUNDLE)/site && $(PYTHON) tests/gpu/bundle.py install $(BUNDLE) $(BUNDLE)/site
+	PYTHONPATH=$(CURDIR)/$(BUNDLE)/site $(PYTHON) -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
+else
+	$(MAKE) $(VENV)/.dev $(GENERATED)
+	$(BIN)/python -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
+endif
+
+gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, in one folder
+	$(BIN)/python -m tests.gpu.bundle $(BUNDLE)
+
 clean:  ## remove what was built
-	rm -rf $(VENV) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUNDLE) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find protos -name '*_pb2*' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,6 +29,7 @@ _COUNTERS = {
     "num_failed_requests": "Requests that failed.",
     "num_cancelled_requests": "Requests cancelled, or whose client went away.",
     "num_preemptions": "Preemptions.",
+    "num_swapped_out": "Preemptions that kept K and V in the host tier.",
     "num_policy_switches": "Times that the adaptive policy chose another one.",
     "num_cached_tokens": "Prompt tokens taken from the cache.",
     "num_prefill_tokens": "Prompt tokens computed.",

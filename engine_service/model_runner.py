@@ -12,7 +12,8 @@ import torch
 
 from engine_service.batch import Batch
 from engine_service.errors import ModelError
-from engine_service.model.attention import AttentionMetadata, build_attention_metadata
+from engine_service.model.attention import AttentionMetadata, attention_arrays, build_attention_metadata
+from engine_service.upload import upload_to
 from kernels.copy_blocks import copy_blocks
 from kernels.layout import KvLayout
 from kernels.scratch import Scratch
@@ -100,7 +101,8 @@ class ModelRunner:
         self._model = model
         self._kv_view = kv_view
         self._layout = layout
-        self._scratch = Scratch()
+        self._scratch = Scratch(kv_view.device)
+        self._upload = upload_to(kv_view)
 
     @property
     def vocab_size(self) -> int:
@@ -118,15 +120,18 @@ class ModelRunner:
             Logits of batch.logit_rows, float32 [R, vocab_size].
         """
         windows, dtype = self._model.config.windows, self._model.dtype
-        metadata = build_attention_metadata(batch, self._kv_view[:, 0], windows, dtype, self._scratch)
-        return self._model.forward(
-            torch.from_numpy(batch.token_ids),
-            torch.from_numpy(batch.positions),
-            int(batch.positions.max()),
-            self._kv_view,
-            metadata,
-            torch.from_numpy(batch.logit_rows),
-        )
+        arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
+        with self._current_device():
+            tensors = self._upload(arrays | attention_arrays(batch))
+            metadata = build_attention_metadata(tensors, self._kv_view[:, 0], windows, dtype, self._scratch)
+            return self._model.forward(
+                tensors["token_ids"],
+                tensors["positions"],
+                int(batch.positions.max()),
+                self._kv_view,
+                metadata,
+                tensors["logit_rows"],
+            )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""

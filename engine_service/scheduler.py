@@ -31,23 +31,23 @@ class Scheduler(Branching):
         assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len_of(request.retention)
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         request.arrived_at = self.waiting.now = max(now, self.waiting.now)
-        self.waiting.put(request.sequences[0])
+        self.waiting.put(request.sequences[0], is_new=True)
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
-        if sequence.state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
+        if sequence in self.waiting.sequences:
             self.waiting.remove(sequence)
         state, sequence.state = sequence.state, SequenceState.ENDED
-        if state is SequenceState.RUNNING:
+        if state in (SequenceState.RUNNING, SequenceState.LEAVING):
             assert sequence.row is not None
-            self.running.ended[sequence.row] = True
+            self.running.ended[sequence.row], self.running.swapping[sequence.row] = True, False
             if discard:
                 self.running.num_computed[sequence.row] = self.running.num_committed[sequence.row]
                 self.running.discarded[sequence.row] = True
-        elif state is SequenceState.WAITING:
+        elif state in (SequenceState.WAITING, SequenceState.SWAPPED):
             assert sequence.sequence_id is not None
             self.waiting.releases.append(sequence.sequence_id)
-        elif state is SequenceState.LOADING:
+        elif state in (SequenceState.LOADING, SequenceState.RETURNING):
             assert sequence.sequence_id is not None
             del self.loading[sequence.sequence_id]
             self.waiting.releases.append(sequence.sequence_id)
@@ -61,10 +61,10 @@ class Scheduler(Branching):
             if rests:
                 sequence.state = SequenceState.ENDED
             elif sequence.state is not SequenceState.ENDED:
-                self.waiting.put(sequence, had_turn=True)
+                self.waiting.put(sequence)
             self._leave_children(sequence)
         for sequence in self.loading.values():
-            self.waiting.put(sequence, had_turn=True)
+            self.waiting.put(sequence)
         self.loading.clear()
         self.waiting.forget_all()
         self.limits, self.running = limits, make_rows(limits)
@@ -108,7 +108,8 @@ class Scheduler(Branching):
                 self.waiting.shares.charge(sequence.request.tenant, len(token_ids))
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
-            self._unforked[child] = None
+            if child.state is not SequenceState.ENDED:  # it may have, while this was computed
+                self._unforked[child] = None
         return taken
 
     def _take_guesses(self, work: Work, drawn: Int32Array) -> list[Int32Array]:

@@ -20,8 +20,8 @@ class WaitingSequences:
         self.ordering = ordering or Ordering()
         self.shares = shares
         self.now = 0.0  # seconds of the clock of those who call; as of the last arrival or step
-        self.sequences: dict[Sequence, float] = {}  # NEW, CREATING and WAITING ones, and since when; the eldest first
-        self.num_tokens = 0  # theirs
+        self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when; the eldest first
+        self.num_tokens = 0  # theirs, that are to be computed
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
         self._found_no_slot = False  # the last one that it was told of
@@ -29,26 +29,35 @@ class WaitingSequences:
         self._waiting = Lanes(self.ordering, shares)
         self._next_id = 1
 
-    def put(self, sequence: Sequence, *, had_turn: bool = False) -> None:
-        """At its place. had_turn: it gave its blocks back, and is not overtaken by who comes later."""
+    def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
+        """At its place. Who is not new had its turn, and is not overtaken by who comes later."""
         sequence.state, sequence.sequence_id = SequenceState.NEW, None
-        sequence.had_turn = had_turn or sequence.had_turn
-        self.sequences[sequence] = self.now
-        self.num_tokens += len(sequence.token_ids)
-        if self.shares is not None:
-            self.shares.join(sequence.request.tenant, self.now)
+        sequence.had_turn = not is_new
+        self._join(sequence, len(sequence.token_ids))
         self._new.add(sequence)
+
+    def put_swapped(self, sequence: Sequence) -> None:
+        """At its place too, and it stays known to the cache service, by its id."""
+        sequence.state, sequence.had_turn = SequenceState.SWAPPED, True
+        self._join(sequence, 0)
+        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It starts, or ends; its state is still that of a waiting one."""
         del self.sequences[sequence]
-        self.num_tokens -= len(sequence.token_ids)
+        self.num_tokens -= 0 if sequence.state is SequenceState.SWAPPED else len(sequence.token_ids)
         if self.shares is not None:
             self.shares.leave(sequence.request.tenant)
         if sequence.state is SequenceState.NEW:
             self._new.remove(sequence)
-        elif sequence.state is SequenceState.WAITING:
+        elif sequence.state is not SequenceState.CREATING:
             self._waiting.remove(sequence)
+
+    def _join(self, sequence: Sequence, num_tokens: int) -> None:
+        self.sequences[sequence] = self.now
+        self.num_tokens += num_tokens
+        if self.shares is not None:
+            self.shares.join(sequence.request.tenant, self.now)
 
     def in_order(self) -> Iterator[Sequence]:
         """Those that may start, each as if those before it had."""
@@ -114,8 +123,9 @@ class WaitingSequences:
         """The cache service knows nothing any more."""
         self._new.clear()
         self._waiting.clear()
+        self.num_tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
         for sequence in self.sequences:
-            sequence.state, sequence.sequence_id = SequenceState.NEW, None
+            sequence.state, sequence.sequence_id, sequence.num_computed = SequenceState.NEW, None, 0
             self._new.add(sequence)
         self.releases.clear()
         self.num_known = 0

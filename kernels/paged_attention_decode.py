@@ -1,9 +1,9 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU, float32 without retention is computed by sparse_decode.py. Everything else gathers the keys and values of a
-group of sequences with one index_select per layer and runs torch's fused attention on them, the query heads of one KV
-head as the rows of one small matrix. Which slots to read is the same for all layers and is planned once per step.
-Sequences of similar length share a group, because a group is padded to its longest.
+On a CPU, float32 is computed by sparse_decode.py. Everything else gathers the keys and values of a group of sequences
+with one index_select per layer and runs torch's fused attention on them, the query heads of one KV head as the rows of
+one small matrix. Which slots to read is the same for all layers and is planned once per step. Sequences of similar length
+share a group, because a group is padded to its longest.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.checks import on_cuda, require, require_index, require_kv_layer, slot_rows
 from kernels.dense_attention import dense_attention
 from kernels.layout import NULL_BLOCK_ID
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
@@ -79,30 +79,35 @@ def plan_decode(
     """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
 
     With retention, sequences that do not see all their keys have groups of their own, sinks before window; the others pay
-    nothing for them.
+    nothing for them. On CUDA nothing is gathered and nothing planned: only the scratch is kept.
     """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_kv_layer(_OP, kv_layer)
+    if on_cuda(_OP, seq_lens):
+        return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device))
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
-    if dtype is torch.float32 and retention is None and lens.sum() <= _MOST_SPARSE_TOKENS:
-        starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-        sparse = SparseDecode(tables, starts, lens, kv_layer)
+    kept = kept_of(_OP, retention, lens)
+    starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+    spans = lens - starts
+    if kept is not None:
+        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
+        spans = kept.sinks + lens - starts
+    if dtype is torch.float32 and spans.sum() <= _MOST_SPARSE_TOKENS:
+        own_sinks = kept.sinks if kept is not None and kept.sinks.any() else None
+        sparse = SparseDecode(tables, starts, lens, kv_layer, own_sinks)
         return DecodePlan((), None, None, None, scratch or Scratch(), sparse)
     empty = np.flatnonzero(lens == 0)
     if len(empty):  # one slot is read for them and thrown away: let it be the null block's
         tables = np.pad(tables, ((0, 0), (0, 1)))
         tables[empty] = NULL_BLOCK_ID
-    starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-    slot_elements, kept = 2 * kv_layer.shape[3] * kv_layer.shape[4], kept_of(_OP, retention, lens)
+    slot_elements = 2 * kv_layer.shape[3] * kv_layer.shape[4]
+    spans = np.maximum(spans, 1)
     if kept is None:
-        spans = np.maximum(lens - starts, 1)
         order = np.argsort(-spans, kind="stable")
         bounds = _group_bounds(spans[order], slot_elements)
     else:
-        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
-        spans = np.maximum(kept.sinks + lens - starts, 1)
         order = np.lexsort((-spans, kept.windows > 0))
         num_whole = int(np.count_nonzero(kept.windows == 0))
         bounds = _group_bounds(spans[order[:num_whole]], slot_elements) if num_whole else [0]
@@ -166,10 +171,10 @@ def paged_attention_decode(
         [S, num_heads, head_dim].
 
     Raises:
-        KernelArgumentError: shapes or dtypes that do not fit, or a table that is too short or leaves the arena.
-        UnsupportedDeviceError: not on a CPU.
+        KernelArgumentError: shapes or dtypes that do not fit, or, on a CPU, a table that is too short or leaves the arena.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, q)
+    cuda = on_cuda(_OP, q)
     num_kv_heads, head_dim = kv_layer.shape[3:]
     fits = q.dim() == 3 and q.shape[0] == seq_lens.shape[0] and q.shape[1] % num_kv_heads == 0
     require(fits and q.shape[2] == head_dim, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
@@ -177,8 +182,15 @@ def paged_attention_decode(
     require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
         plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
+    if cuda:
+        from kernels.gpu import paged_attention_decode as gpu
+        from kernels.gpu.attention_tiles import Options
+
+        require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
+        options = Options(scale, window, soft_cap, retention, q_sink)
+        return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch)
     if plan.sparse is not None:
-        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap)
+        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
         q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)

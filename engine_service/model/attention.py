@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine_service.batch import Batch, IntArray
+from engine_service.batch import Batch, BatchRetention, IntArray
 from kernels.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
 from kernels.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
 from kernels.retention import Retention
@@ -51,52 +51,71 @@ class AttentionMetadata:
     sink_positions: torch.Tensor | None
 
 
+def attention_arrays(batch: Batch) -> dict[str, IntArray]:
+    """What a step's attention has to know of its batch, split into rows that decode and rows that prefill.
+
+    To go to the model's device together, and from there to build_attention_metadata.
+    """
+    query_lens = np.diff(batch.query_start_loc)
+    ones, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+    arrays: dict[str, IntArray] = {"slot_mapping": batch.slot_mapping}
+    for part, rows in (("decode", ones), ("prefill", several)):
+        if len(rows):
+            arrays[f"{part}_tables"], arrays[f"{part}_lens"] = batch.block_tables[rows], batch.seq_lens[rows]
+            if batch.retention is not None and batch.retention.window_lens[rows].any():
+                arrays[f"{part}_sinks"] = batch.retention.sink_lens[rows]
+                arrays[f"{part}_windows"] = batch.retention.window_lens[rows]
+    if len(several):
+        arrays["prefill_locs"] = np.concatenate(([0], np.cumsum(query_lens[several]))).astype(np.int32)
+    if len(ones) and len(several):
+        arrays["decode_tokens"] = batch.query_start_loc[ones].astype(np.int64)
+        arrays["prefill_tokens"] = np.flatnonzero(np.repeat(query_lens > 1, query_lens)).astype(np.int64)
+    if batch.retention is not None:
+        arrays["sink_positions"] = _sink_positions(batch, batch.retention)
+    return arrays
+
+
+def _sink_positions(batch: Batch, retention: BatchRetention) -> IntArray:
+    """The last place among the tokens that are kept, once there are more than those."""
+    sinks, windows = retention.sink_lens.astype(np.int64), retention.window_lens
+    last_places = np.where(windows > 0, sinks + windows - 1, np.iinfo(np.int64).max)
+    return np.minimum(batch.positions, np.repeat(last_places, np.diff(batch.query_start_loc)))
+
+
 def build_attention_metadata(
-    batch: Batch, kv_layer: torch.Tensor, windows: Iterable[int | None], dtype: torch.dtype, scratch: Scratch
+    tensors: Mapping[str, torch.Tensor],
+    kv_layer: torch.Tensor,
+    windows: Iterable[int | None],
+    dtype: torch.dtype,
+    scratch: Scratch,
 ) -> AttentionMetadata:
-    """Split a batch into decode and prefill, and plan both for every window that occurs in the model.
+    """Plan decode and prefill for every window that occurs in the model.
 
     Args:
+        tensors: of attention_arrays, on the device of kv_layer.
         kv_layer: any layer's view of the arena; only its shape and strides are used.
         dtype: of the queries.
         scratch: memory that the step's attention may use.
     """
-    slot_mapping = torch.from_numpy(batch.slot_mapping)
-    query_lens = np.diff(batch.query_start_loc)
-    ones, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
     distinct = set(windows)
     decode, prefill = None, None
-    if len(ones):
-        decode_tokens = _index(batch.query_start_loc[ones]) if len(several) else None
-        tables, lens = torch.from_numpy(batch.block_tables[ones]), torch.from_numpy(batch.seq_lens[ones])
-        kept = _retention(batch, ones)
+    if "decode_lens" in tensors:
+        tables, lens, kept = tensors["decode_tables"], tensors["decode_lens"], _retention(tensors, "decode")
         decode_plans = {window: plan_decode(tables, lens, kv_layer, dtype, window, scratch, kept) for window in distinct}
-        decode = DecodeRows(decode_tokens, tables, lens, decode_plans, kept)
-    if len(several):
-        prefill_tokens = _index(np.flatnonzero(np.repeat(query_lens > 1, query_lens))) if len(ones) else None
-        tables, lens = torch.from_numpy(batch.block_tables[several]), torch.from_numpy(batch.seq_lens[several])
-        locs = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens[several]))).astype(np.int32))
-        kept = _retention(batch, several)
+        decode = DecodeRows(tensors.get("decode_tokens"), tables, lens, decode_plans, kept)
+    if "prefill_lens" in tensors:
+        tables, lens, kept = tensors["prefill_tables"], tensors["prefill_lens"], _retention(tensors, "prefill")
+        locs = tensors["prefill_locs"]
         prefill_plans = {
             window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch, kept) for window in distinct
         }
-        prefill = PrefillRows(prefill_tokens, tables, lens, locs, prefill_plans, kept)
-    return AttentionMetadata(slot_mapping, plan_store(slot_mapping, kv_layer), decode, prefill, _sink_positions(batch))
+        prefill = PrefillRows(tensors.get("prefill_tokens"), tables, lens, locs, prefill_plans, kept)
+    store = plan_store(tensors["slot_mapping"], kv_layer)
+    return AttentionMetadata(tensors["slot_mapping"], store, decode, prefill, tensors.get("sink_positions"))
 
 
-def _retention(batch: Batch, rows: IntArray) -> Retention | None:
-    if batch.retention is None or not batch.retention.window_lens[rows].any():
-        return None
-    return torch.from_numpy(batch.retention.sink_lens[rows]), torch.from_numpy(batch.retention.window_lens[rows])
-
-
-def _sink_positions(batch: Batch) -> torch.Tensor | None:
-    """The last place among the tokens that are kept, once there are more than those."""
-    if batch.retention is None:
-        return None
-    sinks, windows = batch.retention.sink_lens.astype(np.int64), batch.retention.window_lens
-    last_places = np.repeat(np.where(windows > 0, sinks + windows - 1, np.iinfo(np.int64).max), np.diff(batch.query_start_loc))
-    return torch.from_numpy(np.minimum(batch.positions, last_places))
+def _retention(tensors: Mapping[str, torch.Tensor], part: str) -> Retention | None:
+    return (tensors[f"{part}_sinks"], tensors[f"{part}_windows"]) if f"{part}_sinks" in tensors else None
 
 
 def attend(
@@ -179,7 +198,3 @@ def _prefill(
         q_sink=q_sink,
         plan=rows.plans[window],
     )
-
-
-def _index(rows: IntArray) -> torch.Tensor:
-    return torch.from_numpy(rows.astype(np.int64))

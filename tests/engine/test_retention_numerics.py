@@ -158,7 +158,7 @@ def test_one_token_more_or_less_shows(world: World, wrong: tuple[int, int]) -> N
 
 
 def test_sinks_at_their_old_positions_show(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_service.model.attention._sink_positions", lambda batch: torch.from_numpy(batch.positions))
+    monkeypatch.setattr("engine_service.model.attention._sink_positions", lambda batch, _: batch.positions)
     seq = KEPT.index((5, 11))
     found = Tables(world.model, 4).compute([world.texts[seq]], [KEPT[seq]], [1])
     assert error_of(found, [world.expected[seq]]) > 100 * BOUND

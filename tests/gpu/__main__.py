@@ -44,7 +44,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove kvkeeper on this machine's CUDA device.")
     parser.add_argument("--dry", action="store_true", help="rehearse without a device")
     parser.add_argument("--parts", default="".join(PARTS), help="which parts, for example ab (default: all)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results file")
+    parser.add_argument(
+        "--results", type=Path, help="folder of the results file (default: tests/gpu/results, or a temporary one)"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # a part's own process
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -57,7 +59,7 @@ def main() -> int:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {''.join(PARTS)}")
     device = "rehearsal" if asked.dry else _device()
     results = [_run_part(name, asked.dry) for name in tqdm(sorted(asked.parts), desc="gpu-check", unit="part", file=sys.stderr)]
-    path = _write(asked.results, device, results)
+    path = _write(asked.results or (Path(tempfile.gettempdir()) if asked.dry else RESULTS), device, results)
     _show(device, results, path)
     return 0 if all(result.is_good for result in results) else 1
 

@@ -91,7 +91,7 @@ def _show_engine(stats: Any) -> str:
         ("they start by, policy switches", f"{stats.scheduling_policy}, {stats.num_policy_switches:,}"),
         ("requests completed", stats.num_completed_requests),
         ("requests failed, cancelled", f"{stats.num_failed_requests:,}, {stats.num_cancelled_requests:,}"),
-        ("preemptions", stats.num_preemptions),
+        ("preemptions, of them swapped out", f"{stats.num_preemptions:,}, {stats.num_swapped_out:,}"),
         ("prompt tokens cached, computed", f"{stats.num_cached_tokens:,}, {stats.num_prefill_tokens:,}"),
         ("tokens sampled", stats.num_new_tokens),
         ("steps", stats.num_steps),

@@ -1,0 +1,86 @@
+"""Part d: both services on the device with models of real shapes: tokens a second by batch size, and what a step is made of.
+
+A step's time is what passes between two steps of a full batch; of it, the engine says what the device computed and what waited
+for the cache service, and the rest is the host's own.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvkeeper.client import AsyncEngineClient
+from tests.benchmarks.both_services import ask_all, both_services
+from tests.gpu.checks import Check
+from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+
+_PROMPT_TOKENS = 128
+_MOST_CACHE_WAIT = 0.03  # of a step
+
+
+def run(is_dry: bool) -> Iterator[Check]:
+    """A rehearsal serves a tiny model on the CPU."""
+    sizes, new_tokens = ((1, 4), 16) if is_dry else ((1, 16, 64, 256), 128)
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in (TINY,) if is_dry else (LLAMA_1B, QWEN3_06B):
+            device = "cpu" if is_dry else "cuda"
+            model = write_model(Path(folder), shape, device)
+            yield from asyncio.run(_serve(model, shape, device, sizes, new_tokens))
+
+
+async def _serve(model: Path, shape: Shape, device: str, sizes: tuple[int, ...], new_tokens: int) -> list[Check]:
+    pool = "64MiB" if device == "cpu" else "24GiB"
+    cache_flags = ("--device", device, "--num-pools", "1", "--pool-memory", pool, "--max-sequences", "512")
+    flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256")
+    async with both_services(*flags, cache_flags=cache_flags) as client:
+        await _load(client, shape, 2, 4)  # kernels are compiled with their first use
+        return [check async for check in _by_size(client, shape, sizes, new_tokens)]
+
+
+async def _by_size(client: AsyncEngineClient, shape: Shape, sizes: tuple[int, ...], new_tokens: int) -> AsyncIterator[Check]:
+    for size in sizes:
+        await _load(client, shape, size, 8)  # and for each batch size
+        before = await client.stats()
+        splits: list[tuple[float, float]] = []
+        watching = asyncio.create_task(_watch(client, size, splits))
+        begin = time.perf_counter()
+        await _load(client, shape, size, new_tokens)
+        seconds = time.perf_counter() - begin
+        watching.cancel()
+        after = await client.stats()
+        num_steps = after.num_steps - before.num_steps
+        wait = statistics.median(wait / total for total, wait in splits) if splits else 0.0
+        computed = statistics.median(total - wait for total, wait in splits) if splits else 0.0
+        figures = {
+            "tokens_per_s": size * new_tokens / seconds,
+            "step_ms": seconds / num_steps * 1000,
+            "computed_ms": computed,
+            "cache_wait_share": wait,
+            "time_to_first_token_p50_ms": after.time_to_first_token_p50_ms,
+        }
+        note = (
+            "" if wait <= _MOST_CACHE_WAIT else f"misses the aim: at most {_MOST_CACHE_WAIT:.0%} of a step wait for the cache"
+        )
+        yield Check(f"serve_{shape.name}_{size}", bool(splits), figures, note)
+
+
+async def _load(client: AsyncEngineClient, shape: Shape, size: int, new_tokens: int) -> None:
+    """So many requests at once, none with a prefix of another."""
+    rng = np.random.default_rng()
+    prompts = [rng.integers(3, shape.vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(size)]
+    await ask_all(client, prompts, [new_tokens] * size)
+
+
+async def _watch(client: AsyncEngineClient, size: int, splits: list[tuple[float, float]]) -> None:
+    """Milliseconds of iterations in which the whole batch decodes, and of their wait for the cache service."""
+    last = 0
+    while True:
+        plan = await client.iteration_plan()
+        if plan.step_id != last and len(plan.decodes) == size and not plan.prefills:
+            last = plan.step_id
+            splits.append((plan.duration_ms, plan.cache_wait_ms))
+        await asyncio.sleep(0.005)
