@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP = "gelu_and_mul"
 
@@ -11,10 +11,15 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gelu(gate) * up [..., I] of gate_up [..., 2 * I], gate first.
 
     Raises:
-        KernelArgumentError: an odd last dimension.
-        UnsupportedDeviceError: not on a CPU.
+        KernelArgumentError: an odd last dimension, or, on CUDA, gaps.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, gate_up)
+    cuda = on_cuda(_OP, gate_up)
     require(gate_up.shape[-1] % 2 == 0, _OP, "gate_up", "must have an even last dimension, is {}", gate_up.shape)
+    if cuda:
+        from kernels.gpu.gates import gate as gate_on_cuda
+
+        require(gate_up.is_contiguous(), _OP, "gate_up", "must be contiguous")
+        return gate_on_cuda(gate_up, gelu=True)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)

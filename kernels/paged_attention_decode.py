@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.checks import require, require_cpu, require_index, require_kv_layer, slot_rows
+from kernels.checks import on_cuda, require, require_index, require_kv_layer, slot_rows
 from kernels.dense_attention import dense_attention
 from kernels.layout import NULL_BLOCK_ID
 from kernels.paged_rows import Int64Array, kv_slot_rows, require_tables
@@ -79,11 +79,13 @@ def plan_decode(
     """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
 
     With retention, sequences that do not see all their keys have groups of their own, sinks before window; the others pay
-    nothing for them.
+    nothing for them. On CUDA nothing is gathered and nothing planned: only the scratch is kept.
     """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_kv_layer(_OP, kv_layer)
+    if on_cuda(_OP, seq_lens):
+        return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device))
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     if dtype is torch.float32 and retention is None and lens.sum() <= _MOST_SPARSE_TOKENS:
@@ -166,10 +168,10 @@ def paged_attention_decode(
         [S, num_heads, head_dim].
 
     Raises:
-        KernelArgumentError: shapes or dtypes that do not fit, or a table that is too short or leaves the arena.
-        UnsupportedDeviceError: not on a CPU.
+        KernelArgumentError: shapes or dtypes that do not fit, or, on a CPU, a table that is too short or leaves the arena.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, q)
+    cuda = on_cuda(_OP, q)
     num_kv_heads, head_dim = kv_layer.shape[3:]
     fits = q.dim() == 3 and q.shape[0] == seq_lens.shape[0] and q.shape[1] % num_kv_heads == 0
     require(fits and q.shape[2] == head_dim, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
@@ -177,6 +179,13 @@ def paged_attention_decode(
     require_retention(_OP, retention, q, q_sink, window)
     if plan is None:
         plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
+    if cuda:
+        from kernels.gpu import paged_attention_decode as gpu
+        from kernels.gpu.attention_tiles import Options
+
+        require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
+        options = Options(scale, window, soft_cap, retention, q_sink)
+        return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch)
     if plan.sparse is not None:
         return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap)
     if plan.order is not None:

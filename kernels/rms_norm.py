@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP = "rms_norm"
 
@@ -23,15 +23,23 @@ def rms_norm(
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
-        UnsupportedDeviceError: not on a CPU.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, x)
+    cuda = on_cuda(_OP, x)
     fits = weight.dim() <= 2 and weight.shape == x.shape[x.dim() - weight.dim() :]
     require(fits, _OP, "weight", "{} must be the end of x's shape {}", weight.shape, x.shape)
     require(weight.dtype == x.dtype, _OP, "weight", "must be {}, is {}", x.dtype, weight.dtype)
     if residual is not None:
         fits = residual.shape == x.shape and residual.dtype == x.dtype
         require(fits, _OP, "residual", "must be {} {}", x.dtype, x.shape)
+    if cuda:
+        from kernels.gpu import rms_norm as gpu
+
+        rows = [x] if residual is None else [x, residual]
+        dense = all(row.is_contiguous() or (row.dim() == 3 and row.stride(2) == 1) for row in rows)
+        require(dense, _OP, "x", "and residual must be contiguous, or [T, H, D] and contiguous in D")
+        return gpu.rms_norm(x, weight, eps, residual), x
+    if residual is not None:
         x = x.add_(residual)
     if weight.dim() == 1:
         return torch.rms_norm(x, (x.shape[-1],), weight, eps), x

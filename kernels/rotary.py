@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP = "rotary"
 
@@ -20,14 +20,21 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Raises:
         KernelArgumentError: shapes, strides or dtypes that do not fit.
-        UnsupportedDeviceError: not on a CPU.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, x)
-    fits = x.dim() == 3 and x.shape[2] % 2 == 0 and x.stride(2) == 1
-    require(fits, _OP, "x", "must be [T, H, D] with even D, contiguous in D, is {}", x.shape)
-    num_tokens, _, head_dim = x.shape
-    table = (num_tokens, head_dim)
-    fits = cos.shape == table and sin.shape == table and cos.dtype == sin.dtype == x.dtype
-    require(fits, _OP, "cos", "and sin must be {} {}, are {} and {}", x.dtype, table, cos.shape, sin.shape)
-    swapped = x.roll(head_dim // 2, 2)
+    require_tables(_OP, x, cos, sin)
+    if on_cuda(_OP, x):
+        from kernels.gpu import rotary as gpu
+
+        return gpu.rotary(x, cos, sin)
+    swapped = x.roll(x.shape[2] // 2, 2)
     return torch.mul(x, cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1))
+
+
+def require_tables(op: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Raise KernelArgumentError unless x [T, H, D] can be rotated by the tables."""
+    fits = x.dim() == 3 and x.shape[2] % 2 == 0 and x.stride(2) == 1
+    require(fits, op, "x", "must be [T, H, D] with even D, contiguous in D, is {}", x.shape)
+    table = (x.shape[0], x.shape[2])
+    fits = cos.shape == table and sin.shape == table and cos.dtype == sin.dtype == x.dtype
+    require(fits, op, "cos", "and sin must be {} {}, are {} and {}", x.dtype, table, cos.shape, sin.shape)

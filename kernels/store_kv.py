@@ -28,9 +28,14 @@ class StorePlan:
 
 
 def plan_store(slot_mapping: torch.Tensor, kv_layer: torch.Tensor) -> StorePlan:
-    """Turn slots [T] into rows of `kv_layer` (any layer of the arena). Negative slots are dropped."""
+    """Turn slots [T] into rows of `kv_layer` (any layer of the arena). Negative slots are dropped.
+
+    On CUDA nothing is planned: the kernel takes the slots as they are, and to look at them would wait for the device.
+    """
     require_index(_OP, "slot_mapping", slot_mapping, 1)
     require_kv_layer(_OP, kv_layer)
+    if on_cuda(_OP, slot_mapping):
+        return StorePlan(slot_mapping, slot_mapping, None)
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_layer.shape
     slots, token_rows = slot_mapping.long(), None
     if slots.numel():

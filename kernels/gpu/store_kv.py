@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.warps import warps_for
+
 _MOST_COLS = 1024  # elements of a slot that one program moves
-_WARP_ELEMENTS = 256  # 16 bytes a thread of 16-bit elements
 _MANY_TOKENS = 1024  # from here on a program takes several tokens: there are programs enough to fill the device
 
 
@@ -62,5 +63,5 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapp
         BLOCK_SIZE=block_size,
         ROWS=rows,
         COLS=cols,
-        num_warps=min(max(rows * cols // _WARP_ELEMENTS, 1), 4),
+        num_warps=warps_for(rows * cols),
     )

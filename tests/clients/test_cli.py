@@ -48,6 +48,7 @@ async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
         (["stats", "--cache", NOBODY, "--engine", NOBODY], "cache"),
         (["sequences", "--cache", NOBODY], "cache"),
         (["sequences", "--cache", NOBODY, "--json"], "cache"),
+        (["requests", "--engine", NOBODY], "engine"),
         (["generate", "hello", "--engine", NOBODY], "engine"),
         (["explain", "hello", "--engine", NOBODY, "--cache", NOBODY], "engine"),
         (["generate", "hello", "--engine", NOBODY, "--json"], "engine"),
@@ -92,7 +93,19 @@ async def test_wrong_usage_is_told_and_starts_nothing(argv: list[str]) -> None:
 async def test_help_names_every_command_and_the_exit_codes() -> None:
     outcome = await kvkeeper("--help")
     assert outcome.exit_code == 0
-    for word in ("cache", "engine", "up", "generate", "explain", "status", "stats", "top", "sequences", "Exit codes"):
+    for word in (
+        "cache",
+        "engine",
+        "up",
+        "generate",
+        "explain",
+        "status",
+        "stats",
+        "top",
+        "requests",
+        "sequences",
+        "Exit codes",
+    ):
         assert word in outcome.out
 
 

@@ -82,9 +82,16 @@ def test_what_is_missing_is_one_line(argv: list[str]) -> None:
 
 
 def test_without_a_provider_there_is_no_tracer() -> None:
-    assert tracing.HAS_API
+    assert "opentelemetry.trace" in sys.modules
     assert tracing.tracer() is None
     assert tracing.outgoing() is None
+
+
+def test_who_does_not_trace_does_not_wait_for_what_could() -> None:
+    code = "import sys, kvkeeper.client, kvkeeper.cli.commands; print('opentelemetry' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Conversations and metadata: told back with the request, listed by, and logged as far as they may be."""
 
 import asyncio
+import json
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvkeeper.client import GenerateOptions, KvkeeperError
+from tests.clients.test_cli import kvkeeper
 from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
 from tests.support.service_pair import GREEDY, Services, generate, until
 
@@ -32,6 +34,21 @@ async def test_requests_are_listed_by_conversation(world: Services) -> None:
     assert await client.list_requests("none") == ()
     gate.set()
     await asyncio.gather(*crowd)
+
+
+async def test_the_command_line_lists_them(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine()
+    flags = ("requests", "--engine", engine.address)
+    assert (await kvkeeper(*flags)).out == "no live requests\n"
+    client = await world.client(engine)
+    for name in ("one", "two"):
+        await client.submit([GATE_TOKEN], GenerateOptions(request_id=f"of-{name}", session_id=name, metadata=TAGS, priority=3))
+    told = (await kvkeeper(*flags)).out.splitlines()
+    assert [line.split()[:2] for line in told[2:]] == [["of-one", "one"], ["of-two", "two"]]
+    (found,) = json.loads((await kvkeeper(*flags, "--session-id", "two", "--json")).out)["requests"]
+    assert (found["request_id"], found["metadata"], found["priority"]) == ("of-two", TAGS, 3)
+    gate.set()
 
 
 async def test_a_submitted_request_tells_them_back(world: Services) -> None:

@@ -16,7 +16,7 @@ import torch
 from engine_service import server
 from engine_service.config import EngineConfig
 from engine_service.served_model import load_served_model
-from kvkeeper.client import GenerateOptions, KvkeeperError, Retention
+from kvkeeper.client import BeamSearch, GenerateOptions, KvkeeperError, Retention
 from tests.e2e.test_speculation import SometimesRight
 from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
@@ -126,6 +126,29 @@ async def test_log_probabilities_are_those_of_positions_within_the_cache(world: 
     errors = [abs(row.logprob - float(expected[at, row.token_id])) for at, row in enumerate(found)]
     assert max(errors) <= 1e-4
     assert math.isclose(found[-1].top[0][1], float(expected[-2].max()), abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("num_blocks", [100, 8])
+async def test_beams_score_what_they_see(world: Services, num_blocks: int, tmp_path: Path) -> None:
+    """Forks of forks at every length; in the small pool lists are preempted."""
+    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
+    folder = build_model_folder(tmp_path, kind)
+    await world.start_cache(num_blocks=num_blocks)
+    model = load_served_model(EngineConfig(model=str(folder), progress=False))
+    client = await world.client(await world.start_engine(model, chunk_size=7))
+    prompt = list(random_tokens(17))
+    sampling = dataclasses.replace(GREEDY, max_tokens=25)
+    options = GenerateOptions(n=4, beam_search=BeamSearch(num_beams=4), sampling=sampling, retention=KEPT)
+    told = [piece async for piece in client.generate(prompt, options)]
+    network = load_network(folder)
+    for piece in told:
+        tokens = prompt + list(piece.token_ids)
+        logits = within_cache_logits(network, tokens, KEPT.num_sink_tokens, KEPT.num_window_tokens)
+        logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+        drawn = torch.tensor(piece.token_ids)
+        assert math.isclose(piece.cumulative_logprob or 0, float(logprobs.gather(1, drawn[:, None]).sum()), abs_tol=1e-3)
+    assert len({piece.token_ids for piece in told}) == 4
+    assert ((await client.stats()).num_preemptions > 0) == (num_blocks == 8)
 
 
 async def test_bounds_of_what_gives_blocks_back(world: Services) -> None:

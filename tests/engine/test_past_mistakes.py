@@ -75,7 +75,7 @@ def test_who_gives_way_computes_nothing_in_the_step_that_takes_its_blocks() -> N
         while world.busy:
             work = world.step()
             assert len(work.rows) == len(work.sequences)
-            for victim in work.preempted:
+            for victim in work.news.preempted:
                 assert victim not in work.sequences
                 assert victim.request is requests[1], "not the sequence that is being extended"
                 num_checked += 1

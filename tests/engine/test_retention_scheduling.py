@@ -54,6 +54,17 @@ def test_a_prompt_longer_than_the_pool_is_computed_in_what_it_keeps(chunk_size: 
     assert max(world.computed.values()) == 1
 
 
+def test_a_long_prompt_makes_nobody_give_way_to_blocks_that_come_back_at_once() -> None:
+    """Two that keep everything come to 6 blocks each, and the long one keeps 4."""
+    world = core_world(18, overlap=True, chunk_size=64)
+    for place in range(2):
+        world.submit(make_request([place] * 3, 20))
+    world.submit(make_request([place % 3 for place in range(300)], 10, retention=Retention(4, 8)))
+    world.run()
+    world.check_outputs()
+    assert world.scheduler.num_preemptions == 0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_preempted_is_computed_again_as_it_was(overlap: bool) -> None:
     kept = Retention(3, 5)

@@ -143,6 +143,15 @@ def test_block_ids_do_not_matter():
     assert torch.equal(first, paged_attention_decode(q, other.layer, tables, one.seq_lens, scale=SCALE))
 
 
+@pytest.mark.parametrize("num_queries", [7, 8, 9, 16, 17])
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_prefill_in_calls_of_some_queries(monkeypatch, num_queries, window):
+    monkeypatch.setattr("kernels.paged_attention_prefill._MOST_QUERIES", 8)
+    for context in (0, 1, 11):
+        check_prefill(make_world([num_queries + context, 3]), [num_queries, 3], 4, window)
+    check_prefill(make_world([num_queries + 5]), [num_queries], 4, window, soft_cap=0.5)
+
+
 def test_chunks_give_what_one_prefill_gives():
     world = make_world([13])
     q = random_queries(13, 4, 8)

@@ -89,6 +89,14 @@ def test_a_whole_prompt_longer_than_sink_and_window() -> None:
     check_prefill(make_world(lengths), [(3, 5)] * len(lengths), lengths)
 
 
+@pytest.mark.parametrize(("sink", "window"), [(9, 3), (2, 12)])
+def test_prefill_in_calls_of_fewer_queries_than_sinks(monkeypatch: pytest.MonkeyPatch, sink: int, window: int) -> None:
+    monkeypatch.setattr("kernels.paged_attention_prefill._MOST_QUERIES", 4)
+    lengths = edge_lengths(4, 6)
+    check_prefill(make_world(lengths), [(sink, window)] * len(lengths), lengths)
+    check_prefill(make_world(lengths), [(sink, window)] * len(lengths), [-(-n // 2) for n in lengths])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 def test_dtypes_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:

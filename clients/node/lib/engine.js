@@ -21,11 +21,11 @@ export class EngineClient {
    * Continues a prompt. Yields pieces {request_id, index, text, token_ids, finish_reason}; the last one has `usage`.
    * Leaving the loop cancels the request.
    * @param {string} text
-   * @param {{n?: number, timeoutMs?: number, sampling?: object, retention?: object}} [options] sampling: fields of
-   *   SamplingParams; retention: {num_sink_tokens, num_window_tokens}
+   * @param {{n?: number, timeoutMs?: number, sampling?: object, retention?: object, sessionId?: string, metadata?: object}}
+   *   [options] sampling: fields of SamplingParams; retention: {num_sink_tokens, num_window_tokens}
    */
-  generate(text, { n, timeoutMs, sampling = {}, retention } = {}) {
-    const request = { text, n, timeout_ms: timeoutMs, sampling, retention };
+  generate(text, { n, timeoutMs, sampling = {}, retention, sessionId, metadata } = {}) {
+    const request = { text, n, timeout_ms: timeoutMs, sampling, retention, session_id: sessionId, metadata };
     return this.#door.stream('Generate', request, (timeoutMs ?? DEFAULT_TIMEOUT_MS) + SLACK_MS);
   }
 

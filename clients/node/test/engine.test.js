@@ -39,6 +39,15 @@ test('leaving the loop ends the request', async () => {
   assert.equal(stats.num_cancelled_requests, earlier + 1);
 });
 
+test('a conversation and metadata are bounded by name', async () => {
+  const take = async (options) => {
+    for await (const piece of client.generate('x', { sampling: { max_tokens: 1 }, ...options })) assert.ok(piece);
+  };
+  await take({ sessionId: 's'.repeat(64), metadata: { user: 'ada' } });
+  await assert.rejects(take({ sessionId: 's'.repeat(65) }), (error) => error.metadata.field === 'session_id');
+  await assert.rejects(take({ metadata: { user: 'a'.repeat(257) } }), (error) => error.metadata.field === 'metadata');
+});
+
 test('a wrong sampling field is refused by name', async () => {
   const drain = async () => {
     for await (const piece of client.generate('x', { sampling: { top_p: 2 } })) assert.fail(piece);

@@ -18,7 +18,14 @@ _TABLE = Path(__file__).parent / "compiled.json"
 _TABLE_TRITON = "3.7"  # another compiler allocates other registers
 _WORSE = 1.1
 _MOST_SHARED = 227 * 1024
-_WIDE = {"store_kv_kernel", "move_blocks_kernel"}
+_WIDE = {
+    "store_kv_kernel",
+    "move_blocks_kernel",
+    "rms_norm_kernel",
+    "rotary_kernel",
+    "rotary_store_kv_kernel",
+    "gate_kernel",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,14 @@ def test_what_moves_memory_moves_16_bytes_at_a_time(kernels):
     assert {figures["kernel"] for _, figures in moving} == _WIDE
     for launch, figures in moving:
         assert figures["LDG.128"] and figures["STG.128"], (launch, figures)
+
+
+@pytest.mark.parametrize(("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA")])
+def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
+    attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]
+    assert attending
+    for launch, figures in attending:
+        assert figures[instruction] and figures["LDGSTS"], (launch, figures)
 
 
 def test_no_kernel_got_worse(compiled):

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from kvkeeper.cli import bench, demo, explain, generate, sequences, services, stats, status, top, up
+from kvkeeper.cli import bench, demo, explain, generate, requests, sequences, services, stats, status, top, up
 from kvkeeper.cli.outcome import EXIT_FAILED, failure
 from kvkeeper.client import KvkeeperError
 
-_COMMANDS = (up, demo, generate, explain, status, stats, top, sequences, bench)
+_COMMANDS = (up, demo, generate, explain, status, stats, top, requests, sequences, bench)
 
 
 def run(argv: Sequence[str]) -> int:

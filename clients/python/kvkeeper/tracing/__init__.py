@@ -1,29 +1,21 @@
 """Tracing by OpenTelemetry: who calls whom, in which process, and how long each part took.
 
-Only OpenTelemetry's API is used, where it is installed and the process has a provider; else there is no tracer, and whoever
-could trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in
-the long stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens,
-metadata, tenants, paths or handles. exporting.py sends spans to a collector.
+Only OpenTelemetry's API is used, and only in a process that has loaded it and given it a provider; else there is no tracer,
+and whoever could trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as
+`traceparent` in the long stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text,
+tokens, metadata, tenants, paths or handles. exporting.py sends spans to a collector.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-try:
-    from opentelemetry import propagate, trace
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:  # the extra is not installed
-    HAS_API = False
-else:
-    HAS_API = True
-    _W3C = TraceContextTextMapPropagator()
-    _NO_PROVIDERS = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
-
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, Span, SpanKind, Tracer
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -44,18 +36,21 @@ class Clock:
 
 def tracer() -> "Tracer | None":
     """Of the process's provider; None where there is none."""
-    if not HAS_API:
+    if "opentelemetry.trace" not in sys.modules:  # whoever sets a provider has loaded it; nobody else waits for that
         return None
+    from opentelemetry import trace
+
     provider = trace.get_tracer_provider()
-    if isinstance(provider, _NO_PROVIDERS):
-        return None
-    return provider.get_tracer("kvkeeper")
+    has_none = isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
+    return None if has_none else provider.get_tracer("kvkeeper")
 
 
 def outgoing(span: "Span | None" = None) -> Metadata | None:
     """gRPC metadata that makes a call part of the span's trace, or of the current one's; None where there is none."""
     if tracer() is None:
         return None
+    from opentelemetry import propagate, trace
+
     carrier: dict[str, str] = {}
     propagate.inject(carrier, None if span is None else trace.set_span_in_context(span))
     return tuple(carrier.items()) or None
@@ -63,8 +58,10 @@ def outgoing(span: "Span | None" = None) -> Metadata | None:
 
 def traceparent_of(span: "Span") -> str:
     """The span as a field of a message."""
+    from opentelemetry import trace
+
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, trace.set_span_in_context(span))
+    _w3c().inject(carrier, trace.set_span_in_context(span))
     return carrier.get("traceparent", "")
 
 
@@ -85,7 +82,9 @@ def serving_step(ours: "Tracer", name: str, traceparent: str, attributes: Mappin
 def _continued(
     ours: "Tracer", name: str, carrier: Mapping[str, str], attributes: Mapping[str, int] | None = None
 ) -> "AbstractContextManager[Span | None]":
-    context = propagate.extract(carrier) if attributes is None else _W3C.extract(carrier)
+    from opentelemetry import propagate, trace
+
+    context = propagate.extract(carrier) if attributes is None else _w3c().extract(carrier)
     if not trace.get_current_span(context).get_span_context().is_valid:
         return nullcontext()
     service, _, method = name.rpartition("/")
@@ -96,32 +95,50 @@ def _continued(
 @contextmanager
 def _current(span: "Span") -> "Iterator[Span]":
     """What is raised is not told: its text is for whoever called."""
+    from opentelemetry import trace
+
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         yield span
 
 
 def within(span: "Span") -> "AbstractContextManager[Span]":
     """Calls made meanwhile are part of the span, which goes on."""
+    from opentelemetry import trace
+
     return trace.use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def fail(span: "Span | None", reason: str) -> None:
     """It ended with an error of this reason."""
     if span is not None:
+        from opentelemetry import trace
+
         span.set_attribute("error.type", reason)
         span.set_status(trace.StatusCode.ERROR)
 
 
 def client() -> "SpanKind":
     """Of a span that stands for a call to another process."""
+    from opentelemetry import trace
+
     return trace.SpanKind.CLIENT
 
 
 def link_to(span: "Span") -> "Link":
     """To a span of another trace."""
+    from opentelemetry import trace
+
     return trace.Link(span.get_span_context())
 
 
 def context_with(span: "Span") -> "Context":
     """For the children of a span that is not the current one."""
+    from opentelemetry import trace
+
     return trace.set_span_in_context(span)
+
+
+def _w3c() -> "TraceContextTextMapPropagator":
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator()

@@ -1,0 +1,48 @@
+"""`kvkeeper requests`: what the engine is asked for now, of all conversations or of one."""
+
+import argparse
+import json
+from typing import Any
+
+from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
+from kvkeeper.cli.as_json import as_json
+from kvkeeper.cli.generate import utf8
+from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
+from kvkeeper.cli.tables import table
+from kvkeeper.client import EngineClient
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+_HEADERS = ("request", "conversation", "state", "prompt", "new", "n", "priority", "seconds")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("requests", help="list requests that wait or run", allow_abbrev=False)
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="of one conversation only")
+    add_engine_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run, asks="engine")
+
+
+def run(args: argparse.Namespace) -> int:
+    with EngineClient(args.engine, OPTIONS) as client:
+        requests = client.list_requests(args.session_id)
+    if args.json:
+        print(json.dumps({"requests": [as_json(request) for request in requests]}))
+    elif requests:
+        print(table(_HEADERS, [_row(request) for request in requests]))
+    else:
+        print("no live requests")
+    return EXIT_OK
+
+
+def _row(request: pb.RequestInfo) -> tuple[object, ...]:
+    return (
+        request.request_id,
+        request.session_id or "-",
+        pb.RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower(),
+        request.prompt_tokens,
+        request.new_tokens,
+        request.n,
+        request.priority,
+        request.age_ms / 1000,
+    )

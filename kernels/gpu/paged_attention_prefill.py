@@ -1,0 +1,338 @@
+"""paged_attention_prefill on CUDA: ragged causal attention over a cached prefix and the queries' own keys.
+
+A program takes some tokens' queries, all heads of one KV head as the rows of one matrix. Tiles that all its rows see whole
+come first and are not masked; those on the diagonal, and at the edge of a window, are (FlashAttention-2, arXiv 2307.08691).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.attention_tiles import (
+    COMPUTE_TYPES,
+    LOWEST,
+    NO_WINDOW,
+    Options,
+    dense_heads,
+    slot_offsets,
+    take_tile,
+    tile_scores,
+)
+
+_SEQS_AT_ONCE = 256
+
+
+@triton.jit
+def _take_tiles(
+    acc,
+    most,
+    total,
+    q,
+    positions,
+    k_ptr,
+    table_ptr,
+    first_tile,
+    end_tile,
+    first,
+    end,
+    window,
+    num_sinks,
+    block_stride,
+    kv_stride,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    SLOT_LEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    T: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Take the tokens of the tiles [first_tile, end_tile) into the running softmax.
+
+    MASKED: of the tokens [first, end), those that each row sees: up to its position and within its window. Others, which may
+    lie in blocks that are gone, are not read. SINKS: those of the first num_sinks that each row's window has left. Neither:
+    all of them.
+    """
+    dims = tl.arange(0, D)
+    for tile in range(first_tile, end_tile):
+        tokens, offsets = slot_offsets(table_ptr, tile, end, block_stride, T, BLOCK_SIZE, SLOT_LEN)
+        ptrs = k_ptr + offsets[:, None] + dims[None, :]
+        wanted = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            wanted &= ((tokens >= first) & (tokens < end))[:, None]
+        k = tl.load(ptrs, mask=wanted, other=0.0).to(COMPUTE)
+        v = tl.load(ptrs + kv_stride, mask=wanted, other=0.0).to(COMPUTE)
+        scores = tile_scores(q, k, scale, cap, HAS_CAP)
+        if MASKED:
+            behind = positions[:, None] - tokens[None, :]
+            if SINKS:
+                seen = (behind >= window) & (tokens < num_sinks)[None, :]
+            else:
+                seen = (behind >= 0) & (behind < window)
+            scores = tl.where(seen, scores, float("-inf"))
+        acc, most, total = take_tile(acc, most, total, scores, v, COMPUTE)
+    return acc, most, total
+
+
+@triton.jit
+def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
+    """The sequence whose tokens a program takes: sequence s has the programs from loc[s] // TOKENS + s on.
+
+    That leaves each at least as many as it needs; which needs no more than shapes to be known when they are launched.
+    """
+    num_begun = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        locs = tl.load(loc_ptr + seqs, mask=seqs < num_seqs, other=0)
+        num_begun += tl.sum(((locs // TOKENS + seqs <= program) & (seqs < num_seqs)).to(tl.int32), 0)
+    return num_begun - 1
+
+
+@triton.jit(do_not_specialize=["window", "num_seqs"])
+def prefill_kernel(
+    q_ptr,
+    q_sink_ptr,
+    layer_ptr,
+    table_ptr,
+    len_ptr,
+    loc_ptr,
+    sink_len_ptr,
+    window_len_ptr,
+    out_ptr,
+    num_seqs,
+    q_stride,
+    q_sink_stride,
+    table_stride,
+    block_stride,
+    kv_stride,
+    scale,
+    cap,
+    window,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    SLOT_LEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    T: tl.constexpr,
+    SEQS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens, which see most, are begun first."""
+    TOKENS: tl.constexpr = M // GROUP
+    program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
+    loc = tl.load(loc_ptr + seq)
+    query_len = tl.load(loc_ptr + seq + 1) - loc
+    first_token = (program - loc // TOKENS - seq) * TOKENS
+    if first_token >= query_len:
+        return
+    context_len = tl.load(len_ptr + seq) - query_len
+
+    rows, dims = tl.arange(0, M), tl.arange(0, D)
+    row_tokens = first_token + rows // GROUP
+    positions = context_len + row_tokens
+    low, high = context_len + first_token, context_len + tl.minimum(first_token + TOKENS, query_len) - 1
+    heads = kv_head * GROUP + rows % GROUP
+    wanted = ((row_tokens < query_len) & (rows < TOKENS * GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (loc + row_tokens).to(tl.int64)
+    q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    table_ptr += seq.to(tl.int64) * table_stride
+    k_ptr = layer_ptr + kv_head * HEAD_DIM
+    acc = tl.zeros([M, D], tl.float32)
+    most = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+
+    if sink_len_ptr is not None:
+        own_window = tl.load(window_len_ptr + seq)
+        if own_window > 0:
+            window = own_window
+            num_sinks = tl.minimum(tl.load(sink_len_ptr + seq), tl.maximum(high - window + 1, 0))
+            q_sink = tl.load(q_sink_ptr + q_rows[:, None] * q_sink_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
+            acc, most, total = _take_tiles(
+                acc,
+                most,
+                total,
+                q_sink,
+                positions,
+                k_ptr,
+                table_ptr,
+                0,
+                tl.cdiv(num_sinks, T),
+                0,
+                num_sinks,
+                window,
+                num_sinks,
+                block_stride,
+                kv_stride,
+                scale,
+                cap,
+                True,
+                True,
+                HAS_CAP,
+                HEAD_DIM,
+                D,
+                SLOT_LEN,
+                BLOCK_SIZE,
+                T,
+                COMPUTE,
+            )
+    q = tl.load(q_ptr + q_rows[:, None] * q_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
+    first = tl.maximum(low - window + 1, 0)
+    first_whole, end_whole = 0, (low + 1) // T  # tiles that all rows see whole
+    if HAS_WINDOW:
+        first_tile = first // T
+        first_whole = tl.minimum(tl.cdiv(tl.maximum(high - window + 1, 0), T), end_whole)
+        acc, most, total = _take_tiles(
+            acc,
+            most,
+            total,
+            q,
+            positions,
+            k_ptr,
+            table_ptr,
+            first_tile,
+            first_whole,
+            first,
+            high + 1,
+            window,
+            0,
+            block_stride,
+            kv_stride,
+            scale,
+            cap,
+            True,
+            False,
+            HAS_CAP,
+            HEAD_DIM,
+            D,
+            SLOT_LEN,
+            BLOCK_SIZE,
+            T,
+            COMPUTE,
+        )
+    acc, most, total = _take_tiles(
+        acc,
+        most,
+        total,
+        q,
+        positions,
+        k_ptr,
+        table_ptr,
+        first_whole,
+        end_whole,
+        first,
+        high + 1,
+        window,
+        0,
+        block_stride,
+        kv_stride,
+        scale,
+        cap,
+        False,
+        False,
+        HAS_CAP,
+        HEAD_DIM,
+        D,
+        SLOT_LEN,
+        BLOCK_SIZE,
+        T,
+        COMPUTE,
+    )
+    acc, most, total = _take_tiles(
+        acc,
+        most,
+        total,
+        q,
+        positions,
+        k_ptr,
+        table_ptr,
+        end_whole,
+        tl.cdiv(high + 1, T),
+        first,
+        high + 1,
+        window,
+        0,
+        block_stride,
+        kv_stride,
+        scale,
+        cap,
+        True,
+        False,
+        HAS_CAP,
+        HEAD_DIM,
+        D,
+        SLOT_LEN,
+        BLOCK_SIZE,
+        T,
+        COMPUTE,
+    )
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_offsets = q_rows[:, None] * NUM_HEADS * HEAD_DIM + q_offsets
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    options: Options,
+) -> torch.Tensor:
+    """See kernels.paged_attention_prefill.paged_attention_prefill."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs = seq_lens.shape[0]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or num_seqs == 0:
+        return out
+    num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
+    group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
+    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, triton.next_power_of_2(group))
+    q = dense_heads(q)
+    q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
+    sink_lens, window_lens = options.retention or (None, None)
+    before, after = options.factors
+    prefill_kernel[triton.cdiv(num_tokens, rows // group) + num_seqs, num_kv_heads](
+        q,
+        q_sink,
+        kv_layer,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        sink_lens,
+        window_lens,
+        out,
+        num_seqs,
+        q.stride(0),
+        0 if q_sink is None else q_sink.stride(0),
+        block_tables.stride(0),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        before,
+        after,
+        options.window or NO_WINDOW,
+        HAS_WINDOW=options.window is not None or options.retention is not None,
+        HAS_CAP=options.soft_cap is not None,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        M=rows,
+        HEAD_DIM=head_dim,
+        D=dims,
+        SLOT_LEN=num_kv_heads * head_dim,
+        BLOCK_SIZE=block_size,
+        T=64 if dims <= 128 else 32,
+        SEQS=_SEQS_AT_ONCE,
+        COMPUTE=COMPUTE_TYPES[q.dtype],
+        num_warps=4 if rows == 64 else 8,
+        num_stages=5,  # see paged_attention_decode
+    )
+    return out
