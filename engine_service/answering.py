@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_service.assemble import assemble_work
-from engine_service.plan import Plan, StepAnswer, Work
-from engine_service.planning import Planning
+from engine_service.plan import News, Plan, StepAnswer, Work
+from engine_service.preempting import Preempting
 from engine_service.request import Int32Array, Sequence, SequenceState
 from engine_service.running import IndexArray
 
@@ -17,7 +17,7 @@ _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING
 _FORKED = 1  # ItemResult.OK of the protocol
 
 
-class Answering(Planning):
+class Answering(Preempting):
     """See the module; a part of the scheduler."""
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
@@ -29,23 +29,25 @@ class Answering(Planning):
         # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
         copied = np.isin(answer.update_block_ids, answer.copy_destinations)
         self._update_tables(answer, ~copied)
+        swapped_out, not_swapped = self._take_swap_outs(plan, answer)  # whose rows forks and starts may have
         child_rows = self._take_releases_and_forks(plan, answer)
         self._update_tables(answer, copied)
         self._count_copies(answer, copied)
         reserve_rows, there = self._take_reservations(plan, answer, child_rows)
+        swapped_in, refused = self._take_swap_ins(plan, answer)
         self._take_ready(answer)
-        start_rows = self._take_starts(plan, answer)
+        start_rows = self._take_starts(plan, answer, refused)
         granted = answer.reserve_reserved[there] >= plan.reserve_min[there]
         rows = np.concatenate((reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[there][granted], running.num_reserved[start_rows]))
-        preempted: tuple[Sequence, ...] = ()
+        preempted = not_swapped
         if granted.all() and not answer.num_give_back:
             self.room.note_growth()
-        elif victim := self.room.choose_victim(self._may_give_way(), answer):
-            kept = rows != victim.row
-            rows, targets = rows[kept], targets[kept]
+        elif victim := self.room.choose_victim(self._may_give_way(), answer, is_stuck=not len(rows)):
+            rows, targets = rows[rows != victim.row], targets[rows != victim.row]
             self._preempt(victim)
-            preempted = (victim,)
+            if not self._swaps(victim):
+                preempted += (victim,)
         # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
         rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
         num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
@@ -53,7 +55,8 @@ class Answering(Planning):
             num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         running.put_guesses(plan.guesses)
-        work = assemble_work(running, rows, num_new, plan.guesses, answer, tuple(running.at(start_rows)), preempted)
+        news = News(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
+        work = assemble_work(running, rows, num_new, plan.guesses, answer, news)
         running.num_computing[rows] = num_new
         running.num_drawing[work.sample_rows] = 1
         return work
@@ -85,7 +88,10 @@ class Answering(Planning):
         del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
             self.running.remove(sequence)
-            self.room.note_end()
+            if sequence.state is SequenceState.LEAVING:
+                self.waiting.put(sequence)
+            else:
+                self.room.note_end()
         rows = np.full(len(plan.forked), -1, np.intp)
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
         for place, (child, child_id, table, result) in enumerate(answers):
@@ -130,24 +136,9 @@ class Answering(Planning):
         running.num_reserved[rows] = answer.reserve_reserved[there]
         return rows, there
 
-    def _leave_children(self, parent: Sequence) -> None:
-        """A parent gave its blocks back: whoever was not forked yet starts by itself."""
-        for child in [child for child in self._unforked if child.parent is parent]:
-            self._start_alone(child)
-
-    def _start_alone(self, child: Sequence) -> None:
-        """From its own tokens, not as a fork."""
-        self._take_from_parent(child)
-        self.waiting.put(child)
-
-    def _take_from_parent(self, child: Sequence) -> None:
-        del self._unforked[child]
-        child.parent = None
-
-    def _take_starts(self, plan: Plan, answer: StepAnswer) -> IndexArray:
-        """Rows of the sequences that started."""
+    def _take_starts(self, plan: Plan, answer: StepAnswer, refused: list[Sequence]) -> IndexArray:
+        """Rows of the sequences that started. refused: swap-ins that there was no room for."""
         rows = []
-        refused = []
         ends = np.cumsum(answer.start_num_blocks).tolist()
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
@@ -157,8 +148,7 @@ class Answering(Planning):
             if result == _STARTED:
                 self.waiting.remove(sequence)
                 sequence.state = SequenceState.RUNNING
-                if sequence.request.num_hit_tokens is None:
-                    sequence.request.num_hit_tokens = hit_len
+                self._note_hit(sequence, hit_len)
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
                 rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
@@ -169,36 +159,6 @@ class Answering(Planning):
                 self.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
-        if plan.started:
-            self.room.note_starts(refused)
+        if plan.started or plan.swapped_in:
+            self.room.note_starts(sorted(refused, key=self.waiting.sequences.index))
         return np.array(rows, np.intp)
-
-    def _take_ready(self, answer: StepAnswer) -> None:
-        """What was loading has its blocks now, and computes from the next step on."""
-        ends = np.cumsum(answer.ready_num_blocks).tolist()
-        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
-        for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
-            sequence = self.loading.pop(sequence_id, None)
-            if sequence is not None:
-                sequence.state = SequenceState.RUNNING
-                if sequence.request.num_hit_tokens is None:
-                    sequence.request.num_hit_tokens = hit_len
-                table = answer.ready_block_ids[end - num_blocks : end]
-                self.running.add(sequence, hit_len, len(sequence.token_ids), reserved, table)
-
-    def _may_give_way(self) -> list[Sequence]:
-        """Running sequences; who gives way first stands last."""
-        return self.running.at(self.running.live)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.sequence_id is not None
-        rests = self._rests(sequence)
-        self.waiting.releases.append(sequence.sequence_id)
-        self.running.remove(sequence)
-        sequence.request.num_preemptions += 1
-        self.num_preemptions += 1
-        if rests:
-            sequence.state = SequenceState.ENDED  # what the model says of it is known: there is nothing to compute again
-        else:
-            self.waiting.put(sequence)
-        self._leave_children(sequence)

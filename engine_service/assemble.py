@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from engine_service.batch import Batch, BatchRetention
-from engine_service.plan import PromptScore, StepAnswer, Work
-from engine_service.request import NO_TOKENS, Int32Array, Sequence
+from engine_service.plan import News, PromptScore, StepAnswer, Work
+from engine_service.request import NO_TOKENS, Int32Array
 from engine_service.running import IndexArray, RunningSequences, ranks
 
 
@@ -19,8 +19,7 @@ def assemble_work(
     num_new: Int32Array,
     guesses: Mapping[int, Int32Array],
     answer: StepAnswer,
-    started: tuple[Sequence, ...],
-    preempted: tuple[Sequence, ...],
+    news: News,
 ) -> Work:
     """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
 
@@ -64,8 +63,7 @@ def assemble_work(
         scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),
         sequences=running.at(rows),
         num_context=computed,
-        started=started,
-        preempted=preempted,
+        news=news,
     )
 
 

@@ -33,10 +33,12 @@ class Branching(Answering):
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """As Answering's; the same when a start found no room and nothing is computed."""
         work = super().apply(plan, answer)
-        if self.running.num_searching and work.batch is None and plan.started and self.room.refused_start:
+        has_asked = plan.started or plan.swapped_in
+        if self.running.num_searching and work.batch is None and has_asked and self.room.refused_start:
             for sequence in self._resting()[-1:]:
                 self._preempt(sequence)
-                work = dataclasses.replace(work, preempted=(*work.preempted, sequence))
+                news = dataclasses.replace(work.news, preempted=(*work.news.preempted, sequence))
+                work = dataclasses.replace(work, news=news)
         return work
 
     def branch(self, request: Request, branches: list[Branch]) -> None:
@@ -106,7 +108,8 @@ class Branching(Answering):
     def _stands_still(self, plan: Plan) -> bool:
         """Nothing is asked for, given back, computed, loaded or created, and a list rests."""
         running = self.running
-        moves = any(len(ids) for ids in (plan.reserve_ids, plan.start_ids, plan.release_ids)) or bool(self.loading)
+        asked = (plan.reserve_ids, plan.start_ids, plan.release_ids, plan.swap_out_ids, plan.swap_in_ids)
+        moves = any(len(ids) for ids in asked) or bool(self.loading)
         if moves or running.num_computing[running.order].any():
             return False
         return not self.waiting.is_creating(self.limits.max_known_sequences) and bool(self._resting())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.preemption_cost import Preemption
 from kvkeeper.service.config import (
     LOG_LEVELS,
     ConfigError,
@@ -26,6 +27,7 @@ from kvkeeper.service.config import (
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
+_PREEMPTIONS = tuple(Preemption)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -44,6 +46,7 @@ class EngineConfig:
     max_waiting: int = 1000
     max_results: int = 1000
     result_ttl: float = 600.0
+    preemption: str = "auto"
     speculation: str = "off"
     draft_model: str = ""
     device: str = "cpu"
@@ -74,6 +77,7 @@ class EngineConfig:
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)
         check_range("max_results", self.max_results, 1, 1 << 20)
         check_range("result_ttl", self.result_ttl, 0, 86_400)
+        check_choice("preemption", self.preemption, _PREEMPTIONS)
         check_choice("speculation", self.speculation, _SPECULATIONS)
         if (self.speculation == "draft-model") != bool(self.draft_model):
             raise ConfigError("--draft-model: a folder, with --speculation draft-model and only with it")
@@ -102,6 +106,7 @@ _PARSERS: dict[str, Any] = {
     "max_waiting": int,
     "max_results": int,
     "result_ttl": float,
+    "preemption": str,
     "speculation": str,
     "draft_model": str,
     "device": str,
@@ -129,6 +134,7 @@ _HELP = {
     "max_waiting": "most waiting sequences; a request beyond them is refused",
     "max_results": "most ended requests of SubmitRequest whose results are kept",
     "result_ttl": "seconds that they are kept",
+    "preemption": "how a sequence gives its blocks back: " + ", ".join(_PREEMPTIONS) + "; auto takes what costs less time",
     "speculation": "guess next tokens and check them together: " + ", ".join(_SPECULATIONS) + "; rests where it does not pay",
     "draft_model": "folder of the model that guesses, with the same tokenizer as the model (default: none)",
     "device": "where the model computes: cpu, cuda or cuda:N; the cache service's pools have to be there too",

@@ -148,6 +148,7 @@ class Engine:
             "num_waiting_requests": len(states) - states.count(RequestState.RUNNING),
             "num_preempted_requests": states.count(RequestState.PREEMPTED),
             "num_preemptions": scheduler.num_preemptions,
+            "num_swapped_out": scheduler.num_swapped_out,
             "num_guessed_tokens": self.speculator.switch.num_guessed if self.speculator else 0,
             "num_kept_guesses": self.speculator.switch.num_kept if self.speculator else 0,
             "acceptance_rate": self.speculator.switch.acceptance_rate if self.speculator else 0.0,
@@ -214,14 +215,16 @@ class Engine:
             return
         computed = await self._while_renewing(memory.session, flight.computing)
         self._device.take()
-        memory.note_ended_orders()
+        if memory.note_ended_orders():
+            self.scheduler.give_up_loads()
         work = flight.work
+        self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), flight.seconds, memory.take_moved())
         self._tracing.end_step(flight)
         taken = self._emit(work, computed)
         self._end_closed()
         if self.speculator is not None and taken:
             self.speculator.note(work, taken, flight.seconds + flight.idle_seconds, was_guessing=flight.is_guessing)
-        if work.batch is not None or work.preempted:
+        if work.batch is not None or work.news.is_move:
             seconds, waited = flight.seconds + flight.cache_wait_seconds, flight.cache_wait_seconds
             self.last_iteration = Iteration(flight.step_id, work, self.scheduler.num_waiting, seconds, waited)
             self.stats.time_step(work, seconds, waited)

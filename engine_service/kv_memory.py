@@ -6,6 +6,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 
 import contextlib
 import gc
+import time
 
 import grpc
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from engine_service.config import EngineConfig
 from engine_service.model_runner import Runner
 from engine_service.plan import Limits, Plan
+from engine_service.preemption_cost import Moved, Preemption
 from engine_service.served_model import ServedModel
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
@@ -53,6 +55,7 @@ class KvMemory:
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
         self._failed_now: list[int] = []
+        self._moved = Moved()  # by the orders of the step that is computed
 
     @property
     def runner(self) -> Runner:
@@ -87,6 +90,9 @@ class KvMemory:
 
         In the worker thread.
         """
+        if not len(answer.transfer_ids):
+            return
+        begun_at = time.perf_counter()
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
             try:
@@ -98,12 +104,20 @@ class KvMemory:
             except IndexError:
                 log.error("transfer_failed", order_id=order_id)
                 self._failed_now.append(order_id)
+        self._moved = Moved(len(self._done_now) * self._blocks.shape[1], time.perf_counter() - begun_at)
 
-    def note_ended_orders(self) -> None:
-        """The step has been computed: its orders are to be reported."""
+    def note_ended_orders(self) -> bool:
+        """The step has been computed: its orders are to be reported. Whether one has failed."""
+        has_failed = bool(self._failed_now)
         self._done += self._done_now
         self._failed += self._failed_now
         self._done_now, self._failed_now = [], []
+        return has_failed
+
+    def take_moved(self) -> Moved:
+        """What the orders of the step that has been computed moved."""
+        moved, self._moved = self._moved, Moved()
+        return moved
 
     def _take_ended(self) -> tuple[list[int], list[int]]:
         """What is reported is forgotten: when the report is lost, so is the session, and its orders with it."""
@@ -169,6 +183,10 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         max_running=min(config.max_sequences, pool.max_sequences),
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,
+        preemption=Preemption(config.preemption),
+        num_host_blocks=pool.num_host_blocks,
+        block_bytes=pool.block_bytes,
+        prefix_caching=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
         max_distance=model.max_len,
         max_retained_len=0 if model.refuses_retention else min(most, pool.max_tokens_with_retention),

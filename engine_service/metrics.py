@@ -28,6 +28,7 @@ _COUNTERS = {
     "num_failed_requests": "Requests that failed.",
     "num_cancelled_requests": "Requests cancelled, or whose client went away.",
     "num_preemptions": "Preemptions.",
+    "num_swapped_out": "Preemptions that kept K and V in the host tier.",
     "num_cached_tokens": "Prompt tokens taken from the cache.",
     "num_prefill_tokens": "Prompt tokens computed.",
     "num_new_tokens": "Tokens sampled.",

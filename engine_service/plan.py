@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_service.batch import Batch
+from engine_service.preemption_cost import Preemption
 from engine_service.request import Int32Array, Sequence
 from engine_service.retention import Retention
 from engine_service.running import IndexArray
@@ -28,6 +29,10 @@ class Limits:
     max_running: int = 256
     token_budget: int = 2048
     chunk_size: int = 512
+    preemption: Preemption = Preemption.AUTO
+    num_host_blocks: int = 0  # null block included; 0: there is no host tier
+    block_bytes: int = 0
+    prefix_caching: bool = True
     num_usable_blocks: int = 0  # of the pool
     max_distance: int = 0  # most tokens that the model can tell the places of
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
@@ -57,6 +62,8 @@ class Plan:
     fork_children: Int64Array
     fork_lens: Int32Array
     release_ids: Int64Array
+    swap_out_ids: Int64Array
+    swap_in_ids: Int64Array
     start_ids: Int64Array
     start_max_new: Int32Array
     start_max_hit: Int32Array
@@ -68,19 +75,22 @@ class Plan:
     commit_rows: IndexArray
     forked: tuple[Sequence, ...]  # each computes its last token: the last reservations are theirs
     released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
+    swapped_out: tuple[Sequence, ...]
+    swapped_in: tuple[Sequence, ...]
     started: tuple[Sequence, ...]
     reserve_rows: IndexArray
 
     @property
     def is_empty(self) -> bool:
         """Nothing to tell the cache service, nothing to compute."""
-        columns = (self.commit_ids, self.fork_parents, self.release_ids, self.start_ids, self.reserve_ids)
-        return not any(len(column) for column in columns)
+        columns = (self.start_ids, self.reserve_ids, self.swap_in_ids)
+        return self.only_asks and not any(len(column) for column in columns)
 
     @property
     def only_asks(self) -> bool:
         """Tells nothing new: if nothing is granted either, the same plan would follow at once."""
-        return not any(len(column) for column in (self.commit_ids, self.fork_parents, self.release_ids))
+        columns = (self.commit_ids, self.fork_parents, self.release_ids, self.swap_out_ids)
+        return not any(len(column) for column in columns)
 
 
 class StepAnswer(Protocol):
@@ -88,6 +98,10 @@ class StepAnswer(Protocol):
 
     @property
     def fork_results(self) -> Int32Array: ...
+    @property
+    def swap_out_results(self) -> Int32Array: ...
+    @property
+    def swap_in_results(self) -> Int32Array: ...
     @property
     def start_results(self) -> Int32Array: ...
     @property
@@ -149,6 +163,42 @@ class PromptScore:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """One sequence's part: num_query tokens behind num_context ones whose K and V were there."""
+
+    sequence: Sequence
+    num_context: int
+    num_query: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.sequence.request.request_id}[{self.sequence.index}]"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_query} tokens behind {self.num_context}"
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Who came and went with a step.
+
+    Attributes:
+        started: who began with it.
+        preempted: who gave its blocks back to be computed again.
+        swapped_out, swapped_in: whose K and V, of num_context tokens, went to the host tier, and who asked for them back.
+    """
+
+    started: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+    swapped_out: tuple[Task, ...]
+    swapped_in: tuple[Task, ...]
+
+    @property
+    def is_move(self) -> bool:
+        return bool(self.preempted or self.swapped_out or self.swapped_in)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a step computes: copies, then the batch, then one token for each of `sampled`, candidates for each of `searched`.
 
@@ -167,7 +217,7 @@ class Work:
         unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
             are not finite if any K or V before them was not: such K and V must not be shared.
         sequences, num_context: of each row, for whoever asks what the step did; context is what was computed before.
-        started, preempted: who began with this step, and who gave its blocks back in it.
+        news: who came and went with it.
     """
 
     rows: IndexArray
@@ -186,5 +236,4 @@ class Work:
     check_idx: Int64Array
     sequences: list[Sequence]
     num_context: Int32Array
-    started: tuple[Sequence, ...]
-    preempted: tuple[Sequence, ...]
+    news: News

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from engine_service.plan import Int64Array, Limits, Plan
+from engine_service.preemption_cost import Costs
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.room import Room
 from engine_service.running import IndexArray, RunningSequences
@@ -29,7 +30,8 @@ class Planning:
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
         self._unforked: dict[Sequence, None] = {}  # those with a token of their own, behind what their parents have committed
         self._num_arrivals = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_swapped_out = 0
+        self.costs = Costs()
         self.room = Room()
 
     def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
@@ -61,11 +63,15 @@ class Planning:
         for child in forks:
             if child.request in promised:
                 promised[child.request] -= 1
-        starts = {}
-        if len(running.live) == num_resting or self.room.allows_starts(num_growing):
-            starts = self._plan_starts(budget, num_free_rows - len(forks), promised)
+        starts: dict[Sequence, int] = {}
+        swapped_in: list[Sequence] = []
+        if (len(running.live) == num_resting and not self.loading) or self.room.allows_starts(num_growing):
+            starts, swapped_in = self._plan_starts(budget, num_free_rows - len(forks), promised)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
+        swap_rows = ended_rows[running.swapping[ended_rows]]
+        if len(swap_rows):
+            ended_rows = ended_rows[~running.swapping[ended_rows]]
         return Plan(
             commit_ids=running.sequence_ids[commit_rows],
             commit_lens=running.num_computed[commit_rows],
@@ -75,6 +81,8 @@ class Planning:
             fork_children=fork_children,
             fork_lens=fork_lens,
             release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(self.waiting.releases, np.int64))),
+            swap_out_ids=running.sequence_ids[swap_rows],
+            swap_in_ids=_ids(swapped_in),
             start_ids=_ids(starts),
             start_max_new=_column(starts.values()),
             # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
@@ -88,6 +96,8 @@ class Planning:
             commit_rows=commit_rows,
             forked=tuple(forks),
             released=tuple(self.running.at(ended_rows)),
+            swapped_out=tuple(self.running.at(swap_rows)),
+            swapped_in=tuple(swapped_in),
             started=tuple(starts),
             reserve_rows=reserve_rows,
         )
@@ -165,14 +175,20 @@ class Planning:
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
         num_new[(windows > 0) & (computing >= (self.limits.num_usable_blocks + num_holes) * size)] = 0
 
-    def _plan_starts(self, budget: int, num_free_rows: int, promised: Counter[Request]) -> dict[Sequence, int]:
-        """Who of the waiting may start, with most new tokens. A search starts when there are rows for all of its lists."""
+    def _plan_starts(
+        self, budget: int, num_free_rows: int, promised: Counter[Request]
+    ) -> tuple[dict[Sequence, int], list[Sequence]]:
+        """Who of the waiting may start, with most new tokens, and who may be swapped in.
+
+        A search starts when there are rows for all of its lists.
+        """
         starts: dict[Sequence, int] = {}
+        swapped_in: list[Sequence] = []
         num_free_rows -= promised.total()
         for sequence in self.waiting.sequences:
             if not budget or (num_free_rows <= 0 and not promised.total()):
                 break
-            if sequence.state is not SequenceState.WAITING:
+            if sequence.state not in (SequenceState.WAITING, SequenceState.SWAPPED):
                 continue
             request = sequence.request
             if promised[request]:
@@ -183,11 +199,14 @@ class Planning:
             else:
                 num_free_rows = 0  # nobody behind it takes the rows that it waits for
                 continue
-            starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
-            budget -= starts[sequence]
+            if sequence.state is SequenceState.SWAPPED:
+                swapped_in.append(sequence)
+            else:
+                starts[sequence] = min(self.limits.chunk_size, len(sequence.token_ids), budget)
+                budget -= starts[sequence]
             if self.room.was_refused(sequence):
                 break
-        return starts
+        return starts, swapped_in
 
     def _promised_rows(self) -> Counter[Request]:
         """Rows that the lists of searches under way have not taken yet."""

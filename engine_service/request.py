@@ -50,6 +50,9 @@ class SequenceState(Enum):
     WAITING = "waiting"  # in the waiting queue, may start
     LOADING = "loading"  # started; the cache service brings what it hits from the host tier
     RUNNING = "running"  # has a row and a block table
+    LEAVING = "leaving"  # preempted; its row and its blocks go with the next step
+    SWAPPED = "swapped"  # in the waiting queue, the host tier keeps its K and V
+    RETURNING = "returning"  # swapped in; the cache service brings its blocks from the host tier
     ENDED = "ended"  # will never compute again
 
 
@@ -61,9 +64,11 @@ class Sequence:
     index: int  # which continuation, from 0
     token_ids: Int32Array  # prompt and output so far
     state: SequenceState
-    sequence_id: int | None = None  # in the cache service; another one after each preemption
+    sequence_id: int | None = None  # in the cache service; kept by a swap, else another one after each preemption
     row: int | None = None
     num_output: int = 0
+    num_computed: int = 0  # when it was preempted, until it computes again
+    num_known: int = 0  # while it is swapped: tokens of which the cache service knows the ids
     parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
 
     @property

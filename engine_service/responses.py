@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from engine_service.generation import Generation
-from engine_service.iteration import Iteration, Task
+from engine_service.iteration import Iteration
 from engine_service.logprobs import TokenLogprobs
 from engine_service.pieces import Piece
+from engine_service.plan import Task
 from engine_service.submissions import Submission
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -72,6 +73,8 @@ def iteration_plan(last: Iteration) -> pb.GetIterationPlanResponse:
         decodes=_plan_items(last.decodes()),
         started=_plan_items(last.started()),
         preempted=_plan_items(last.preempted()),
+        swapped_out=_plan_items(last.swapped_out()),
+        swapped_in=_plan_items(last.swapped_in()),
         num_waiting_requests=last.num_waiting,
         duration_ms=last.seconds * 1000,
         cache_wait_ms=last.cache_wait_seconds * 1000,

@@ -32,20 +32,20 @@ class Scheduler(Branching):
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
         state, sequence.state = sequence.state, SequenceState.ENDED
-        if state is SequenceState.RUNNING:
+        if state in (SequenceState.RUNNING, SequenceState.LEAVING):
             assert sequence.row is not None
-            self.running.ended[sequence.row] = True
+            self.running.ended[sequence.row], self.running.swapping[sequence.row] = True, False
             if discard:
                 self.running.num_computed[sequence.row] = self.running.num_committed[sequence.row]
                 self.running.discarded[sequence.row] = True
-        elif state is SequenceState.WAITING:
+        elif state in (SequenceState.WAITING, SequenceState.SWAPPED):
             assert sequence.sequence_id is not None
             self.waiting.releases.append(sequence.sequence_id)
-        elif state is SequenceState.LOADING:
+        elif state in (SequenceState.LOADING, SequenceState.RETURNING):
             assert sequence.sequence_id is not None
             del self.loading[sequence.sequence_id]
             self.waiting.releases.append(sequence.sequence_id)
-        if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING):
+        if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING, SequenceState.SWAPPED):
             self.waiting.remove(sequence)
         self._unforked.pop(sequence, None)
 
@@ -102,7 +102,8 @@ class Scheduler(Branching):
                 running.num_left[sequence.row] -= len(token_ids)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
-            self._unforked[child] = None
+            if child.state is not SequenceState.ENDED:  # it may have, while this was computed
+                self._unforked[child] = None
         return taken
 
     def _take_guesses(self, work: Work, drawn: Int32Array) -> list[Int32Array]:

@@ -14,7 +14,7 @@ class WaitingSequences:
     """Owns the ids of sequences, and the count of those that the cache service knows."""
 
     def __init__(self) -> None:
-        self.sequences: list[Sequence] = []  # NEW, CREATING and WAITING ones
+        self.sequences: list[Sequence] = []  # NEW, CREATING, WAITING and SWAPPED ones
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
         self._found_no_slot = False  # the last one that it was told of
@@ -24,6 +24,12 @@ class WaitingSequences:
         """At its place by arrival: who was preempted stands before whoever came later."""
         sequence.state, sequence.sequence_id = SequenceState.NEW, None
         bisect.insort(self.sequences, sequence, key=lambda other: other.key)
+
+    def put_swapped(self, sequence: Sequence) -> None:
+        """At its place by arrival too, and it stays known to the cache service, by its id."""
+        sequence_id = sequence.sequence_id
+        self.put(sequence)
+        sequence.state, sequence.sequence_id = SequenceState.SWAPPED, sequence_id
 
     def remove(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
@@ -70,7 +76,7 @@ class WaitingSequences:
     def forget_all(self) -> None:
         """The cache service knows nothing any more."""
         for sequence in self.sequences:
-            sequence.state, sequence.sequence_id = SequenceState.NEW, None
+            sequence.state, sequence.sequence_id, sequence.num_computed = SequenceState.NEW, None, 0
         self.releases.clear()
         self.num_known = 0
         self._found_no_slot = False

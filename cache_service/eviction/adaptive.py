@@ -152,8 +152,8 @@ class AdaptivePolicy:
 
     @property
     def _request_len(self) -> float:
-        """Blocks of an average sequence."""
-        return self._num_used / max(self._num_requests, 1)
+        """Blocks of an average sequence; 1 before any was released while it ran."""
+        return max(self._num_used, 1) / max(self._num_requests, 1)
 
     def _end_wait(self, blocks: Int32Array) -> None:
         self._stamps.end(blocks)

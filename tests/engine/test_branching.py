@@ -46,14 +46,22 @@ def test_a_list_computes_each_token_once() -> None:
     assert sum(world.computed.values()) == len(PROMPT) + world.num_candidates_taken - 1
 
 
-def test_the_lists_of_a_search_compute_in_one_step() -> None:
-    world = BeamWorld(make_cache=CoreCache)
-    request = world.submit_search(PROMPT, 9, BeamOptions(3), 3)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_lists_of_a_search_compute_in_one_step(overlap: bool) -> None:
+    """Also where the next step is planned before it is known how they part; whoever else runs is in every step."""
+    world = BeamWorld(make_cache=CoreCache, overlap=overlap)
+    request = world.submit_search(PROMPT, 12, BeamOptions(3), 3)
+    other = world.submit(make_request(PROMPT[1:], 12))
     world.step()
-    for _ in range(4):
-        lists = list(request.sequences)
-        assert len(lists) == 3
-        assert set(world.step().searched) == set(lists)
+    for number in range(1, 9):
+        lists = set(request.sequences)
+        work = world.step()
+        assert other.sequences[0] in work.sampled
+        if overlap and number % 2:
+            assert not work.searched
+        else:
+            assert set(work.searched) == lists
+            assert len(lists) == 3
     check(world)
 
 
@@ -64,6 +72,13 @@ def test_in_a_pool_for_one_list_they_take_turns(num_spare: int, make_cache: type
     request = world.submit_search(PROMPT, 7, BeamOptions(4), 4)
     check(world)
     assert request.num_preemptions > 0
+
+
+def test_the_last_list_that_computes_is_not_the_one_to_give_way() -> None:
+    """Or it would start again and again, for want of blocks that a list holds which waits for it."""
+    world = BeamWorld(num_blocks=4, block_size=3, max_sequences=4, token_budget=3, chunk_size=1, max_running=3)
+    world.submit_search([0, 0], 3, BeamOptions(3, 0.0), 3)
+    check(world)
 
 
 def test_two_searches_in_rows_for_one_do_not_wait_for_each_other() -> None:

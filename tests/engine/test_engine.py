@@ -137,6 +137,6 @@ def test_every_column_of_a_plan_is_sent() -> None:
     from engine_service.plan import Plan
 
     sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
-    unused = {"truncate_ids", "truncate_lens", "swap_out_ids", "swap_in_ids"}
+    unused = {"truncate_ids", "truncate_lens"}
     added_by_memory = {"completed_transfers", "failed_transfers"}
     assert set(StepItems.__dataclass_fields__) - sent == unused | added_by_memory

@@ -40,11 +40,14 @@ def test_a_large_request_is_not_starved_by_another_engines_small_ones() -> None:
     assert large.num_preemptions == 0
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
 @pytest.mark.parametrize(("num_engines", "num_blocks"), [(2, 4), (2, 9), (3, 20), (4, 5)])
-def test_any_mix_of_requests_ends_without_a_stall(num_engines: int, num_blocks: int) -> None:
+def test_any_mix_of_requests_ends_without_a_stall(num_engines: int, num_blocks: int, num_host_blocks: int) -> None:
     total = CrowdCounts()
     for seed in range(6):
-        counts = EngineCrowd(seed, num_engines, num_blocks, watermark=0.1 * (seed % 3)).run(num_requests=20)
+        watermark = 0.1 * (seed % 3)
+        counts = EngineCrowd(seed, num_engines, num_blocks, 2, watermark, num_host_blocks).run(num_requests=20)
         for name, value in vars(counts).items():
             setattr(total, name, getattr(total, name) + value)
+    assert (total.num_swapped_out > 20) == (num_host_blocks > 0)
     assert min(total.num_preemptions, total.num_given_back, total.num_refused_starts) > 20, total

@@ -96,8 +96,8 @@ class BeamWorld(World):
             assert [told.tokens for told in found] == [told.tokens for told in expected]
             assert all(abs(one.logprob - other.logprob) < 1e-9 for one, other in zip(found, expected, strict=True))
 
-    def _finish(self, work: Work) -> None:
-        super()._finish(work)
+    def _finish(self, work: Work, answer: Any) -> None:
+        super()._finish(work, answer)
         for sequence in work.searched:
             if sequence.state is SequenceState.ENDED:
                 continue  # it was cancelled while this was computed

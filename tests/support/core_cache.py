@@ -1,5 +1,7 @@
 """CoreCache: the real pure core behind the interface of NaiveCache, so that scheduler and core are tested as one."""
 
+from typing import Any
+
 import numpy as np
 
 from cache_service.errors import OutOfSequences
@@ -24,12 +26,14 @@ class CoreCache:
         manager: Manager | None = None,
         session: SessionId = SessionId("s"),  # noqa: B008  # a string
         audit_every: int = 1,
+        **config: Any,
     ) -> None:
-        self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark))
+        self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
         self.session = session
         self.manager.open_session(session, Executor.ENGINE)
         self.num_refused_forks_to_come = 0
         self.has_step_in_flight = False  # the last one's device work has not ended
+        self.ended_orders: tuple[list[int], list[int]] = ([], [])  # completed and failed ones, to be reported
         self._step_id = 0
         self._audit_every = audit_every
 
@@ -40,7 +44,9 @@ class CoreCache:
     @property
     def num_reusable_blocks(self) -> int:
         self._step_id += 1
-        self.manager.step(self.session, StepBatch(self._step_id, self._step_id - 1))
+        done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
+        batch = StepBatch(self._step_id, self._step_id - 1, completed_transfers=done, failed_transfers=failed)
+        self.manager.step(self.session, batch)
         self.manager.complete(self.session, self._step_id)
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
@@ -71,7 +77,10 @@ class CoreCache:
             for name, column in columns.items()
         )
         completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
-        reply = self.manager.step(self.session, StepBatch(self._step_id, completed, **columns))
+        done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
+        self.ended_orders = ([], [])
+        batch = StepBatch(self._step_id, completed, **columns, completed_transfers=done, failed_transfers=failed)
+        reply = self.manager.step(self.session, batch)
         self._audit()
         self.manager.publish_pending()
         self._audit()

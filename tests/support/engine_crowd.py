@@ -23,6 +23,7 @@ class CrowdCounts:
 
     num_tokens: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0
     num_given_back: int = 0  # answers that asked an engine for blocks
     num_refused_starts: int = 0
     num_steps: int = 0
@@ -30,21 +31,30 @@ class CrowdCounts:
 
 
 class EngineCrowd:
-    """Engines on one pool of num_blocks usable blocks."""
+    """Engines on one pool of num_blocks usable blocks. With a host tier they swap."""
 
-    def __init__(self, seed: int, num_engines: int, num_blocks: int, block_size: int = 2, watermark: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_engines: int,
+        num_blocks: int,
+        block_size: int = 2,
+        watermark: float = 0.0,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.rng = random.Random(seed)
         self.counts = CrowdCounts()
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.manager = Manager(PoolConfig(num_blocks + 1, block_size, 64, 10_000, watermark))
+        config = PoolConfig(num_blocks + 1, block_size, 64, 10_000, watermark, num_host_blocks=num_host_blocks)
+        self.manager = Manager(config)
         budget, chunk = self.rng.choice([8, 64]), self.rng.choice([2, 5, 8])
         self.worlds: list[World] = []
         for number in range(num_engines):
             session = SessionId(f"engine {number}")
-            make_cache = lambda *_, session=session: CoreCache(0, 0, 0, manager=self.manager, session=session)  # noqa: E731
-            world = World(num_blocks + 1, block_size, 64, budget, chunk, make_cache=make_cache)
+            make_cache = lambda *_, session=session, **_host: CoreCache(0, 0, 0, manager=self.manager, session=session)  # noqa: E731
+            world = World(num_blocks + 1, block_size, 64, budget, chunk, make_cache=make_cache, num_host_blocks=num_host_blocks)
             if self.worlds:
-                world.memory = self.worlds[0].memory  # one arena
+                world.memory, world.host = self.worlds[0].memory, self.worlds[0].host  # one arena
             self.worlds.append(world)
         self._slowness = [self.rng.choice([1, 1, 2, 5]) for _ in self.worlds]
         self._next_at = [0.0 for _ in self.worlds]  # when each engine's step begins; they run side by side
@@ -71,8 +81,10 @@ class EngineCrowd:
                 left -= 1
                 self.submit(self.rng.choice(self.worlds))
             self._step(self._next_at.index(min(self._next_at)))
+        for _ in range(3):  # orders are told, run, and reported
+            for world in self.worlds:
+                world.step()
         for world in self.worlds:
-            world.step()
             for request in world.requests:
                 for sequence in request.sequences:
                     output = world.outputs[sequence]
@@ -80,9 +92,10 @@ class EngineCrowd:
                     assert output == expected or (request in world.cancelled and output == expected[: len(output)])
             assert not world.cache.sequences
         stats = self.manager.stats()
-        assert stats.num_owed_blocks == 0
+        assert stats.num_owed_blocks == stats.num_held_host_blocks == stats.num_transfer_blocks == 0
         self.counts.num_refused_starts = stats.num_refused_starts
         self.counts.num_preemptions = sum(world.scheduler.num_preemptions for world in self.worlds)
+        self.counts.num_swapped_out = sum(world.scheduler.num_swapped_out for world in self.worlds)
         return self.counts
 
     def _step(self, number: int) -> None:

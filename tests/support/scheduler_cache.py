@@ -27,6 +27,8 @@ class FakeSequence:
 @dataclass
 class FakeAnswer:
     fork_results: list[int] = field(default_factory=list)
+    swap_out_results: list[int] = field(default_factory=list)
+    swap_in_results: list[int] = field(default_factory=list)
     start_results: list[int] = field(default_factory=list)
     start_hits: list[int] = field(default_factory=list)
     start_reserved: list[int] = field(default_factory=list)
@@ -40,6 +42,10 @@ class FakeAnswer:
     update_block_ids: list[int] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
+    transfer_ids: list[int] = field(default_factory=list)
+    transfer_kinds: list[int] = field(default_factory=list)
+    transfer_sources: list[int] = field(default_factory=list)
+    transfer_destinations: list[int] = field(default_factory=list)
     ready_ids: list[int] = field(default_factory=list)
     ready_hits: list[int] = field(default_factory=list)
     ready_reserved: list[int] = field(default_factory=list)
@@ -66,6 +72,7 @@ class NaiveCache:
         self.index: dict[tuple[int, ...], int] = {}
         self.num_refused_forks_to_come = 0
         self.num_give_back = 0  # told with every answer
+        self.ended_orders: tuple[list[int], list[int]] = ([], [])  # never any: there is no host tier
 
     @property
     def num_reusable_blocks(self) -> int:

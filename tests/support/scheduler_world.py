@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine_service.plan import Limits, Work
+from engine_service.preemption_cost import Preemption
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.retention import Retention
 from engine_service.scheduler import Scheduler
@@ -18,6 +19,7 @@ from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
+_SWAP_OUT = 1  # TransferKind of the protocol
 MAX_RETAINED_LEN = 1000
 
 
@@ -49,6 +51,14 @@ def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[objec
     return tokens if retention is None or len(tokens) <= retention.num_tokens else (*tokens, retention)
 
 
+Slots = dict[int, tuple[int, ...]]
+
+
+def _copy_block(source_slots: Slots, slots: Slots, source: int, destination: int, size: int) -> None:
+    for offset in range(size):
+        slots[destination * size + offset] = source_slots.get(source * size + offset, ())
+
+
 class World:
     def __init__(
         self,
@@ -58,22 +68,31 @@ class World:
         token_budget: int = 64,
         chunk_size: int = 8,
         max_running: int = 32,
-        make_cache: Callable[[int, int, int], NaiveCache | CoreCache] = NaiveCache,
+        make_cache: Callable[..., NaiveCache | CoreCache] = NaiveCache,
         guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
         overlap: bool = False,
+        num_host_blocks: int = 0,
+        preemption: Preemption = Preemption.SWAP,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
-        the next one was asked for; needs CoreCache."""
-        self._guess = guess
+        the next one was asked for; needs CoreCache, as does a host tier."""
+        self.guess = guess
         self._overlap = overlap
-        self._in_flight: Work | None = None
-        self.cache: Any = make_cache(num_blocks, block_size, max_sequences)
+        self._in_flight: tuple[Work, Any] | None = None
+        self.fails: Callable[[int, int], bool] = lambda order_id, kind: False  # whether a transfer order does
+        self.host: dict[int, tuple[int, ...]] = {}
+        self.num_moved = self.num_failed = 0
+        host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
+        self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limit = (num_blocks - 1) * block_size
         limits = Limits(
             *(block_size, limit, max_sequences, max_running, token_budget, chunk_size),
             num_usable_blocks=num_blocks - 1,
             max_distance=MAX_RETAINED_LEN,
             max_retained_len=MAX_RETAINED_LEN,
+            preemption=preemption,
+            num_host_blocks=num_host_blocks,
+            block_bytes=1,
         )
         self.limits = limits
         self.num_usable_blocks = num_blocks - 1
@@ -126,7 +145,7 @@ class World:
             self.scheduler.waiting.created(sequence)
 
     def step(self) -> Work:
-        if not self._overlap:
+        if not self._overlap or self.num_steps % 2:  # then a step is still computed
             self._cancel_due()
         self.num_steps += 1
         self.create_all()
@@ -135,29 +154,48 @@ class World:
             self.cache.has_step_in_flight = self._in_flight is not None
         answer = self.cache.step(plan)
         if self._in_flight is not None:
-            self._finish(self._in_flight)
+            self._finish(*self._in_flight)
             self._in_flight = None
         if self._overlap:  # at the worst of times: the plan is made, and not applied yet
             self._cancel_due()
         work = self.scheduler.apply(plan, answer)
         self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
         if self._overlap:
-            self._in_flight = work
+            self._in_flight = work, answer
         else:
-            self._finish(work)
+            self._finish(work, answer)
         return work
+
+    def drop_flight(self) -> None:
+        """What the device computes is forgotten, as with a session that was lost."""
+        self._in_flight = None
 
     def _cancel_due(self) -> None:
         for due in [step for step in self._cancels if step <= self.num_steps]:
             for request in self._cancels.pop(due):
                 self.cancel(request)
 
-    def _finish(self, work: Work) -> None:
+    def _run_orders(self, answer: Any) -> None:
+        """As the device does, before the copies."""
+        done, failed = self.cache.ended_orders
+        columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
+        for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
+            if self.fails(order_id, kind):
+                failed.append(order_id)
+                continue
+            tiers = (self.memory, self.host) if kind == _SWAP_OUT else (self.host, self.memory)
+            _copy_block(*tiers, source, destination, self.limits.block_size)
+            done.append(order_id)
+        self.num_moved += len(done)
+        self.num_failed += len(failed)
+        if failed:
+            self.scheduler.give_up_loads()
+
+    def _finish(self, work: Work, answer: Any) -> None:
         """The device runs it, and its tokens are taken."""
+        self._run_orders(answer)
         for source, destination in work.copies:
-            size = self.limits.block_size
-            for offset in range(size):
-                self.memory[destination * size + offset] = self.memory.get(source * size + offset, ())
+            _copy_block(self.memory, self.memory, source, destination, self.limits.block_size)
         self._compute(work)
         histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]
         counts = [len(guesses) + 1 for guesses in work.guesses]
@@ -180,7 +218,7 @@ class World:
         found = {}
         for row in self.scheduler.running.live.tolist():
             (sequence,) = self.scheduler.running.at(np.array([row]))
-            if guess := self._guess(self._tokens(sequence), sequence.index):
+            if guess := self.guess(self._tokens(sequence), sequence.index):
                 found[row] = np.array(guess, np.int32)
         return found
 
@@ -189,7 +227,7 @@ class World:
         while self.busy:
             assert self.num_steps < most_steps, "starvation"
             self.step()
-        for _ in range(3 if self._overlap else 1):
+        for _ in range(5 if self._overlap else 3):
             self.step()
         self.cache.has_step_in_flight = False
         assert not self.cache.sequences
@@ -206,7 +244,7 @@ class World:
 
     @property
     def has_step_in_flight(self) -> bool:
-        return self._in_flight is not None and self._in_flight.batch is not None
+        return self._in_flight is not None and self._in_flight[0].batch is not None
 
     def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
         """As an engine does whose session has ended: on a new one all that lives starts again, from the tokens it holds."""
@@ -268,3 +306,8 @@ class World:
                 writes[slot] = content(tokens[: position + 1], kept)
                 self.computed[sequence.request.arrival, sequence.index, position] += 1
         self.memory |= writes
+
+
+def tiered(num_blocks: int = 8, block_size: int = 2, num_host_blocks: int = 40, **options: Any) -> World:
+    """A world on the real core with a host tier."""
+    return World(num_blocks, block_size, make_cache=CoreCache, num_host_blocks=num_host_blocks, **options)

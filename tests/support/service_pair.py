@@ -44,6 +44,7 @@ class Services:
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self.folder = folder
         self.cache: RunningCache
+        self.engines: list[RunningEngine] = []
         self._stack = stack
         self._num_engines = 0
         self._cache_is_up = False
@@ -76,6 +77,7 @@ class Services:
         engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
         self._stack.push_async_callback(engine.stop)
         await engine.wait_ready()
+        self.engines.append(engine)
         return engine
 
     async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:

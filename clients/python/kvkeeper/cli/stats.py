@@ -90,7 +90,7 @@ def _show_engine(stats: Any) -> str:
         ("requests waiting, running", f"{stats.num_waiting_requests:,}, {stats.num_running_requests:,}"),
         ("requests completed", stats.num_completed_requests),
         ("requests failed, cancelled", f"{stats.num_failed_requests:,}, {stats.num_cancelled_requests:,}"),
-        ("preemptions", stats.num_preemptions),
+        ("preemptions, of them swapped out", f"{stats.num_preemptions:,}, {stats.num_swapped_out:,}"),
         ("prompt tokens cached, computed", f"{stats.num_cached_tokens:,}, {stats.num_prefill_tokens:,}"),
         ("tokens sampled", stats.num_new_tokens),
         ("steps", stats.num_steps),
