@@ -111,8 +111,9 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Of each list that are looked at: so many that num_beams are left when as many end as can."""
-        return max(2, 1 + self.num_ending_ids) * self.options.num_beams
+        """Of each list that are looked at: so many that num_beams are left when as many end as can, by strings too."""
+        num_beams = self.options.num_beams
+        return num_beams + self.num_ending_ids + (num_beams if self.text is not None else 0)
 
     def take(self, slot: int, candidates: Candidates) -> list[Branch] | None:
         """What the model says of a list. The lists that go on, once that is known; none of them: the search is over."""
@@ -134,6 +135,8 @@ class BeamSearch:
                 going += [(slot, tokens)] if len(going) < num_beams else []
             elif place < num_beams:
                 self._finish(tokens, reason)
+            if len(going) == num_beams <= place + 1:
+                break  # what is less likely neither goes on nor counts
         self._candidates.clear()
         self.num_tokens += len(going)
         if self._is_over(going[0][1] if going else None):
@@ -147,7 +150,7 @@ class BeamSearch:
             for rank, (slot, tokens) in enumerate(self._live.items())
             for token_id, logprob in zip(*self._candidates[slot], strict=True)
         ]
-        chosen = heapq.nsmallest(self.num_candidates, extended)
+        chosen = heapq.nsmallest(max(2, 1 + self.num_ending_ids) * self.options.num_beams, extended)
         live = self._live
         return [(slot, TokenList(live[slot], token_id, -cost, live[slot].length + 1)) for cost, _, token_id, slot in chosen]
 

@@ -102,7 +102,8 @@ class Scheduler(Branching):
                 running.num_left[sequence.row] -= len(token_ids)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
-            self._unforked[child] = None
+            if child.state is not SequenceState.ENDED:  # it may have, while this was computed
+                self._unforked[child] = None
         return taken
 
     def _take_guesses(self, work: Work, drawn: Int32Array) -> list[Int32Array]:

@@ -23,6 +23,7 @@ _SMOOTHING = 0.2  # so that one trial is enough to change the mind
 _TRIAL_STEPS = 8  # of each kind before they are compared, and again each time the losing kind gets another chance
 _CHECK_EVERY = 256  # steps
 _LEAST_GAIN = 0.95  # so that noise does not count as one
+_MOST_OF_USUAL = 2.0  # a step many times as long as the usual one says more about the machine than about guessing
 
 
 def look_up(history: Int32Array, most: int) -> Int32Array:
@@ -81,6 +82,8 @@ class _Pace:
         return self.seconds / self.num_tokens
 
     def take(self, seconds: float, num_tokens: int) -> None:
+        if self.num_steps >= _TRIAL_STEPS:
+            seconds = min(seconds, _MOST_OF_USUAL * self.seconds)
         self.num_steps += 1
         share = max(_SMOOTHING, 1 / self.num_steps)
         self.seconds += share * (seconds - self.seconds)

@@ -11,11 +11,14 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import structlog
 
 from engine_service.plan import Work
 from engine_service.request import Int32Array, Sequence
 from engine_service.running import RunningSequences
 from engine_service.speculation import LookAhead, Switch, look_up
+
+log = structlog.get_logger()
 
 
 class Proposer(Protocol):
@@ -62,7 +65,15 @@ class Speculator:
         """
         most = self._most(running)
         histories = {row: running.tokens[row, : running.num_tokens[row]] for row in most}
-        return partial(self._proposer.propose, histories, most) if most else None
+        return partial(self._propose, histories, most) if most else None
+
+    def _propose(self, histories: Mapping[int, Int32Array], most: Mapping[int, int]) -> dict[int, Int32Array]:
+        """Guesses save time and decide nothing: where they cannot be had, the step goes on without."""
+        try:
+            return self._proposer.propose(histories, most)
+        except Exception:
+            log.exception("guessing_failed")
+            return {}
 
     def _most(self, running: RunningSequences) -> dict[int, int]:
         """By row, how many tokens to guess; rows for which none are wanted now are left out."""

@@ -89,11 +89,14 @@ async def test_several_at_once_beside_sampled_requests(world: Services, searches
     assert (await client.stats()).num_preemptions == 0
 
 
-async def test_with_too_little_room(world: Services, searches: Searches) -> None:
-    await world.start_cache(num_blocks=20)
-    client = await start(world, searches.folder)
+@pytest.mark.parametrize("way", ["recompute", "swap"])
+async def test_with_too_little_room(world: Services, searches: Searches, way: str) -> None:
+    await world.start_cache(num_blocks=20, num_host_blocks=200)
+    client = await start(world, searches.folder, preemption=way)
     await check_all(client, searches)
-    assert (await client.stats()).num_preemptions > 0
+    stats = await client.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swapped_out > 0) == (way == "swap")
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 

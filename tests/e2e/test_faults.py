@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_service import outbox
+from engine_service import outbox, server
 from engine_service.config import EngineConfig
 from engine_service.demo_model import DEMO_MODEL_DIR
 from engine_service.scheduler import Scheduler
 from engine_service.served_model import load_served_model
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling, door
-from tests.support.odd_models import odd_model
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling, door
+from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 
@@ -89,6 +89,56 @@ async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
     assert num_calls == 3
     assert (await good).token_ids == expected.token_ids
     assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"n": 3},
+        {"n": 2, "best_of": 3},
+        {"n": 1, "beam_search": BeamSearch(num_beams=3)},
+        {"num_logprobs": 2},
+        {"num_prompt_logprobs": 2},
+    ],
+    ids=lambda wanted: "-".join(wanted),
+)
+@pytest.mark.parametrize("place", [1, 5])
+async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
+    world: Services, wanted: dict[str, Any], place: int
+) -> None:
+    """Where the prompt is computed in chunks, and in its first one or its last."""
+    await world.start_cache()
+    client = await world.client(await world.start_engine(odd_model(), chunk_size=4))
+    good = asyncio.create_task(generate(client, [1, 2, 3], 80))
+    await until(lambda: has_tokens(client))
+    prompt = [4, 5, 6, 7, 8, 9]
+    prompt[place] = NAN_TOKEN
+    sampling = dataclasses.replace(GREEDY, max_tokens=8, **{key: wanted[key] for key in wanted if "logprobs" in key})
+    options = GenerateOptions(sampling=sampling, **{key: wanted[key] for key in wanted if "logprobs" not in key})
+    with pytest.raises(KvkeeperError) as failed:
+        _ = [piece async for piece in client.generate(prompt, options)]
+    assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
+    assert (await good).token_ids == [toy_output([1, 2, 3], 80)]
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_guesses_that_cannot_be_had_are_gone_without(
+    world: Services, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    class Broken:
+        num_asked = 0
+
+        def propose(self, *_: object) -> dict[int, Any]:
+            Broken.num_asked += 1
+            raise RuntimeError("a bug in the draft")
+
+    Broken.is_slow = is_slow  # type: ignore[attr-defined]
+    monkeypatch.setattr(server, "PromptLookUp", Broken)
+    await world.start_cache()
+    client = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
+    assert Broken.num_asked > 0
 
 
 async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(world: Services) -> None:

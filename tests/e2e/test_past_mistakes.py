@@ -85,14 +85,14 @@ class HalfRight:
 
 
 # Fields that need a world of their own.
-ELSEWHERE = {"num_swapped_out", "scheduling_policy", "num_policy_switches"}
+ELSEWHERE = {"scheduling_policy", "num_policy_switches"}
 
 
 async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every field of GetStats tells something after a while in which everything happened."""
     monkeypatch.setattr(server, "PromptLookUp", HalfRight)
-    await world.start_cache(num_blocks=13)
-    plain = await world.client(await world.start_engine(odd_model()))
+    await world.start_cache(num_blocks=13, num_host_blocks=65)
+    plain = await world.client(await world.start_engine(odd_model(), preemption="swap"))
     seen: dict[str, Any] = {}
 
     async def look() -> pb.GetStatsResponse:
@@ -109,7 +109,7 @@ async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.M
         await asyncio.gather(*crowd)
         return passing <= seen.keys()
 
-    passing = {"num_running_requests", "num_waiting_requests", "num_preempted_requests", "kv_utilization"}
+    passing = {"num_running_requests", "num_waiting_requests", "num_preempted_requests", "num_swapped_out", "kv_utilization"}
     await until(crowd_out)
     for _ in range(2):
         await generate(plain, list(range(1, 10)), 4)

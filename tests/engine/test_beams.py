@@ -32,7 +32,7 @@ def told(search: BeamSearch) -> list[tuple[list[int], float]]:
 
 def test_the_first_step_has_one_list_and_its_likeliest_go_on() -> None:
     search = make(2)
-    assert search.num_candidates == 4
+    assert search.num_candidates == 3
     assert search.take(0, of((1, -0.1), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
 
 
@@ -113,8 +113,9 @@ def test_all_tokens_of_all_lists_are_counted() -> None:
 
 
 def test_more_ending_ids_need_more_candidates() -> None:
-    assert dataclasses.replace(make(4), num_ending_ids=3).num_candidates == 16
-    assert dataclasses.replace(make(4), num_ending_ids=0).num_candidates == 8
+    assert dataclasses.replace(make(4), num_ending_ids=3).num_candidates == 7
+    assert dataclasses.replace(make(4), num_ending_ids=0).num_candidates == 4
+    assert dataclasses.replace(make(4), num_ending_ids=3, text=Letters()).num_candidates == 11, "a string may end any of them"
 
 
 class Letters:

@@ -25,11 +25,12 @@ MISTAKES = {
     "end-of-sequence ignored": ("e2e/test_text.py", "test_the_end_of_sequence_is_not_part_of_the_output"),
     "a decode position off by one": (SCHEDULER, "test_one_request_is_prefilled_in_chunks_and_decoded"),
     "the last prompt token fed twice": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
+    "swapped requests still decoded": ("engine/test_swap.py", "test_what_is_swapped_out_is_not_computed"),
     "a failed admission sent to the back of the queue": (PAST, "test_a_refused_start_stays_first_in_the_queue"),
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
         PAST,
-        "test_who_gives_way_computes_nothing_in_the_step_that_takes_its_blocks",
+        "test_who_gives_way_computes_nothing_from_then_on",
     ),
     "submit's check and enqueue in two steps": (PAST_E2E, "test_of_many_that_come_at_once_as_many_are_taken_as_may_wait"),
     "an id's check and its taking in two steps": (PAST_E2E, "test_of_twins_that_come_at_once_one_is_taken"),

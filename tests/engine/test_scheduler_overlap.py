@@ -5,6 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_service.request import SequenceState
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, make_request
 
@@ -27,6 +28,18 @@ def test_a_known_end_is_not_planned_past() -> None:
     world.submit(make_request([1, 2, 0], 4))
     world.run()
     assert len(world.computed) == 3 + 4 - 1
+
+
+def test_what_was_cancelled_while_its_first_tokens_are_computed_stays_ended() -> None:
+    world = overlapping()
+    request = world.submit(make_request([1, 2, 0], 5, n=3))
+    world.step()
+    world.cancel(request)
+    for _ in range(4):
+        world.step()
+        assert {sequence.state for sequence in request.sequences} == {SequenceState.ENDED}
+    assert not world.scheduler.running.by_id
+    assert not world.cache.sequences
 
 
 def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:

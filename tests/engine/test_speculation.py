@@ -90,3 +90,13 @@ def test_a_long_run_of_kept_guesses_makes_up_for_several_steps_without_one() -> 
         num_tokens = (1 if step % 2 else 5) if is_on else 1
         switch.note(4 if is_on else 0, num_tokens - 1, num_tokens, 1.2 if is_on else 0.7, was_guessing=is_on)
     assert num_waited > 500
+
+
+def test_a_step_that_the_machine_held_up_does_not_change_its_mind() -> None:
+    switch, num_waited = Switch(), 0
+    for step in range(2000):
+        is_on = switch.is_on
+        num_waited += is_on
+        seconds = (1.3 if is_on else 1.0) * (20 if step % 50 == 49 else 1)
+        switch.note(0, 0, 1, seconds, was_guessing=is_on)
+    assert num_waited < 120

@@ -14,6 +14,7 @@ from tests.support.fleet import Fleet, fleet
 from tests.support.fleet_load import Load, load_on
 
 TOLD_WITHIN_S = 1.0  # a client of a dead engine; a dead process closes its connections at once
+_NUM_BLOCKS = 1024  # so many that nothing is evicted before an engine is back
 _WORKERS = {"plain": 2, "resubmitting": 2, "threaded": 1}
 
 
@@ -28,7 +29,7 @@ def one_of_four(seed: int) -> Counts:
 
 
 async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
-    async with fleet(num_engines, {"num_blocks": 32 * num_engines}) as services:
+    async with fleet(num_engines, {"num_blocks": _NUM_BLOCKS}) as services:
         async with load_on(services, rng, frozenset()) as load:
             load.start(**_WORKERS)
             await load.until_pieces(1, *range(num_engines))

@@ -17,6 +17,7 @@ def _quiet_services() -> None:
 @pytest.mark.parametrize("row", IN_TESTS, ids=lambda row: row.key)
 def test_row(row: Row) -> None:
     counts = [row.run(seed) for seed in range(row.num_ci_seeds)]
+    print(row.key, counts)
     assert sum(count.done for count in counts) > 0
     assert sum(count.faults for count in counts) > 0, "the fault never fired"
 

@@ -116,10 +116,13 @@ class EngineDays:
             return
         request = world.submit(make_request(prompt, num_new, n, rng.choice([0, 0, 0, 1, -1]), look_up=rng.random() < 0.7))
         if rng.random() < 0.1:
-            world.cancel(request, after=rng.randint(1, 30))
-            self.counts.num_cancelled += 1
+            self._cancel(world, request, after=rng.randint(1, 30))
         elif rng.random() < 0.2:  # it ends by itself, which nobody could foresee
             world.stop_after[request.sequences[0]] = rng.randint(1, num_new)
+
+    def _cancel(self, world: World, request: Request, after: int) -> None:
+        self.counts.num_cancelled += 1
+        world.cancel(request, after)
 
     def _refuse(self, world: World, request: Request) -> None:
         """The engine itself says no, before anything is queued."""
@@ -138,8 +141,11 @@ class EngineDays:
             return
         if self.rng.random() < 0.0005:
             self._lose_session(world)
-        before = _num_tokens(world)
+        before, num_started = _num_tokens(world), len(world.started)
         world.step()
+        for sequence in world.started[num_started:]:
+            if self.rng.random() < 0.05 * sequence.request.n:  # its first work is under way
+                self._cancel(world, sequence.request, after=self.rng.choice([0, 1, 2]))
         self.counts.num_steps += 1
         self.counts.num_given_back += self.manager.num_give_back(world.cache.session) > 0
         self.counts.num_full += self.manager.stats().num_free_blocks == 0

@@ -23,6 +23,8 @@ from tests.support.service_pair import toy_output
 _NUM_PROMPTS = 12
 _LONGEST_OUTPUT = 80
 _LATE_BY_PIECES = 200
+_OPTIONS = CallOptions(timeout_s=DEADLINE_S, retry_s=0)  # so that each refusal is seen
+_TIMEOUT_MS = 900_000  # of a request: that of a whole unit
 _PAUSE_S = 0.02  # of a client that was refused, where the service names none
 
 
@@ -53,7 +55,7 @@ class Asked:
     def options(self, resubmit_s: float = 0.0) -> GenerateOptions:
         sampling = Sampling(max_tokens=self.num_tokens, temperature=0, repetition_penalty=1.0)
         return GenerateOptions(
-            n=self.n, request_id=self.request_id, timeout_ms=int(1000 * DEADLINE_S), resubmit_s=resubmit_s, sampling=sampling
+            n=self.n, request_id=self.request_id, timeout_ms=_TIMEOUT_MS, resubmit_s=resubmit_s, sampling=sampling
         )
 
 
@@ -83,8 +85,8 @@ class Load:
         self._group = group
         self._refusals = refusals
         self._prompts = self._make_prompts()
-        self._clients = [AsyncEngineClient(address, CallOptions(retry_s=0)) for address in fleet.engine_addresses]
-        self._blocking = [EngineClient(address, CallOptions(retry_s=0)) for address in fleet.engine_addresses]
+        self._clients = [AsyncEngineClient(address, _OPTIONS) for address in fleet.engine_addresses]
+        self._blocking = [EngineClient(address, _OPTIONS) for address in fleet.engine_addresses]
         self._news = asyncio.Event()
         self._is_stopping = False
         self._num_asked = 0
@@ -191,7 +193,8 @@ class Load:
             self.num_cut += 1
             self.longest_cut_s = max(self.longest_cut_s, time.monotonic() - self._killed_at[asked.number])
             return
-        if not (error.service_down and asked.number in self._killed_at):
+        is_starting = asked.number in self._killed_at and (error.service_down or error.reason == "CACHE_SERVICE_DOWN")
+        if not is_starting:
             assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason in self._refusals, f"{asked.request_id}: {error}"
             assert error.retry_after, "a refusal for now says when to come again"
         self.refused[error.reason] += 1
