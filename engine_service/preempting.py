@@ -47,7 +47,7 @@ class Preempting(Planning):
         running.ended[row] = True
         running.swapping[row] = self._prefers_swap(victim, row)
         if running.swapping[row]:
-            self.room.note_swap_out(int(running.num_blocks[row]))
+            self.room.note_swap_out(running.num_held(row))
 
     def _swaps(self, victim: Sequence) -> bool:
         """Whether one that was just preempted is to be swapped out."""
@@ -55,7 +55,7 @@ class Preempting(Planning):
 
     def _prefers_swap(self, victim: Sequence, row: int) -> bool:
         limits = self.limits
-        cost = Victim(victim.num_computed, self._num_shareable(victim), int(self.running.num_blocks[row]))
+        cost = Victim(victim.num_computed, self._num_shareable(victim), self.running.num_held(row))
         return self.costs.prefers_swap(cost, limits.preemption, limits.num_host_blocks, limits.block_bytes)
 
     def _num_shareable(self, sequence: Sequence) -> int:
