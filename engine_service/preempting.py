@@ -54,8 +54,8 @@ class Preempting(Planning):
         return victim.row is not None and bool(self.running.swapping[victim.row])
 
     def _prefers_swap(self, victim: Sequence, row: int) -> bool:
-        limits = self.limits
-        cost = Victim(victim.num_computed, self._num_shareable(victim), self.running.num_held(row))
+        limits, num_blocks = self.limits, self.running.num_held(row)
+        cost = Victim(victim.num_computed, self._num_shareable(victim), num_blocks, len(self.running.live) + 1)
         return self.costs.prefers_swap(cost, limits.preemption, limits.num_host_blocks, limits.block_bytes)
 
     def _num_shareable(self, sequence: Sequence) -> int:

@@ -18,6 +18,7 @@ NAMES = (
     "beams",
     "reuse",
     "chunking",
+    "preempt",
     "speculation",
     "trace",
 )
