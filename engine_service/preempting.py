@@ -155,6 +155,9 @@ class Preempting(Planning):
         """It has started, for the first time or again."""
         if sequence.request.num_hit_tokens is None:
             sequence.request.num_hit_tokens = hit_len
+            if self.waiting.shares is not None:  # what it computes again, once it gave way, is not its tenant's fault
+                num_tokens = len(sequence.token_ids) - hit_len
+                self.waiting.shares.start(sequence.request.tenant, num_tokens, self.waiting.now)
         if sequence.num_computed:
             self.costs.note_restart(hit_len, self._num_shareable(sequence))
             sequence.num_computed = 0
