@@ -17,9 +17,9 @@ from kvkeeper.service.process import first_of, run, stop_signals
 if TYPE_CHECKING:
     from engine_service.server import RunningServer
 
-# The forward pass runs in a thread beside the loop. By default whichever of them holds the interpreter may keep it for 5 ms,
-# which is a third of a small model's step; with this, the pause between two steps was measured at half.
-_SWITCH_INTERVAL_S = 0.0002
+# The forward pass runs in a thread beside the loop. By default whichever of them holds the interpreter may keep it for 5 ms, a
+# third of a small model's step. Measured in turns, 16 requests on two busy cores: 3 % more tokens a second; 0.2 ms gains less.
+_SWITCH_INTERVAL_S = 0.001
 
 
 def main(argv: Sequence[str] | None = None) -> int:

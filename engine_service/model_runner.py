@@ -140,7 +140,7 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Until the device has done all that it was asked to."""
-        if self._kv_view.is_cuda:
+        if self._kv_view.device.type == "cuda":
             torch.cuda.synchronize(self._kv_view.device)
 
     def _current_device(self) -> AbstractContextManager[None]:

@@ -1,9 +1,9 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU, float32 without retention is computed by sparse_decode.py. Everything else gathers the keys and values of a
-group of sequences with one index_select per layer and runs torch's fused attention on them, the query heads of one KV
-head as the rows of one small matrix. Which slots to read is the same for all layers and is planned once per step.
-Sequences of similar length share a group, because a group is padded to its longest.
+On a CPU, float32 is computed by sparse_decode.py. Everything else gathers the keys and values of a group of sequences
+with one index_select per layer and runs torch's fused attention on them, the query heads of one KV head as the rows of
+one small matrix. Which slots to read is the same for all layers and is planned once per step. Sequences of similar length
+share a group, because a group is padded to its longest.
 """
 
 import itertools
@@ -88,23 +88,26 @@ def plan_decode(
         return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device))
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
-    if dtype is torch.float32 and retention is None and lens.sum() <= _MOST_SPARSE_TOKENS:
-        starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-        sparse = SparseDecode(tables, starts, lens, kv_layer)
+    kept = kept_of(_OP, retention, lens)
+    starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+    spans = lens - starts
+    if kept is not None:
+        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
+        spans = kept.sinks + lens - starts
+    if dtype is torch.float32 and spans.sum() <= _MOST_SPARSE_TOKENS:
+        own_sinks = kept.sinks if kept is not None and kept.sinks.any() else None
+        sparse = SparseDecode(tables, starts, lens, kv_layer, own_sinks)
         return DecodePlan((), None, None, None, scratch or Scratch(), sparse)
     empty = np.flatnonzero(lens == 0)
     if len(empty):  # one slot is read for them and thrown away: let it be the null block's
         tables = np.pad(tables, ((0, 0), (0, 1)))
         tables[empty] = NULL_BLOCK_ID
-    starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-    slot_elements, kept = 2 * kv_layer.shape[3] * kv_layer.shape[4], kept_of(_OP, retention, lens)
+    slot_elements = 2 * kv_layer.shape[3] * kv_layer.shape[4]
+    spans = np.maximum(spans, 1)
     if kept is None:
-        spans = np.maximum(lens - starts, 1)
         order = np.argsort(-spans, kind="stable")
         bounds = _group_bounds(spans[order], slot_elements)
     else:
-        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
-        spans = np.maximum(kept.sinks + lens - starts, 1)
         order = np.lexsort((-spans, kept.windows > 0))
         num_whole = int(np.count_nonzero(kept.windows == 0))
         bounds = _group_bounds(spans[order[:num_whole]], slot_elements) if num_whole else [0]
@@ -187,7 +190,7 @@ def paged_attention_decode(
         options = Options(scale, window, soft_cap, retention, q_sink)
         return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch)
     if plan.sparse is not None:
-        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap)
+        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
         q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)

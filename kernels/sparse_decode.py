@@ -3,7 +3,12 @@
 The scores of a step are a sparse matrix: a row for every query head of every sequence, a column for every slot of the layer, an
 entry where the sequence has a token there. torch's sampled_addmm computes exactly those entries and embedding_bag adds up the
 values that they weigh; both walk an index, and nothing is gathered. Measured in a decoder, 16 sequences of 180 tokens, 8 heads
-over 4, one thread: 480 us a layer, against 780 for gathering keys and values and torch's fused attention on them.
+over 4, one thread: 480 us a layer, against 780 for gathering keys and values and torch's fused attention on them. It wins
+wherever up to four query heads share a KV head, more so with several threads; with eight and contexts beyond a thousand tokens
+it takes up to half as long again on one thread, because each query head reads the keys for itself.
+
+Where sequences have sinks (retention.py), each head has two rows of scores in turn, its sinks' and its window's, with a query
+each. Entries stay in order of position, so nothing else differs.
 """
 
 import warnings
@@ -25,7 +30,7 @@ class HeadPattern:
     """Where a step's entries are, for one number of heads; S sequences, N heads, E entries, row by row in order of position.
 
     Attributes:
-        scores: sparse CSR float32 [S * N, num rows of keys]; every layer overwrites its values.
+        scores: sparse CSR float32 [S * N, num rows of keys], or [S * N * 2, ...] with sinks; every layer overwrites its values.
         kv_rows: int64 [E], each entry's row among a layer's keys, and among its values.
         row_starts: int64 [S * N], each row's first entry.
         padded: float32 [S * N, longest row], the scores as softmax takes them; -inf where a row has no entry, for good.
@@ -42,12 +47,25 @@ class HeadPattern:
 class SparseDecode:
     """What a step's decode attention reads: the same for all layers, and for any number of heads."""
 
-    def __init__(self, tables: Int64Array, starts: Int64Array, lens: Int64Array, kv_layer: torch.Tensor) -> None:
-        """Sequence s, with blocks tables[s], sees its tokens [starts[s], lens[s])."""
-        self._spans = lens - starts
+    def __init__(
+        self,
+        tables: Int64Array,
+        starts: Int64Array,
+        lens: Int64Array,
+        kv_layer: torch.Tensor,
+        sinks: Int64Array | None = None,
+    ) -> None:
+        """Sequence s, with blocks tables[s], sees its tokens [0, sinks[s]) and [starts[s], lens[s])."""
+        self.sinks = sinks
+        self._spans = lens - starts if sinks is None else sinks + lens - starts
         seqs = np.repeat(np.arange(len(lens)), self._spans)
         _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
-        blocks, offsets = np.divmod(_ranks(self._spans) + starts[seqs], block_size)
+        positions = _ranks(self._spans)
+        if sinks is None:
+            positions += starts[seqs]
+        else:
+            positions += np.where(positions < sinks[seqs], 0, (starts - sinks)[seqs])
+        blocks, offsets = np.divmod(positions, block_size)
         slots = tables[seqs, blocks] * (kv_layer.stride(0) // (num_kv_heads * head_dim)) + offsets
         self._first_rows = slots * num_kv_heads  # [T], of each token's heads
         self._num_kv_heads = num_kv_heads
@@ -70,25 +88,42 @@ class SparseDecode:
         first_tokens = np.repeat(np.cumsum(self._spans) - self._spans, num_heads)
         kv_rows = self._first_rows[np.repeat(first_tokens, counts) + ranks] + np.repeat(kv_heads, counts)
         columns = torch.from_numpy(kv_rows)
-        bounds = torch.from_numpy(np.concatenate(([0], ends)))
-        size = (num_seqs * num_heads, self._num_rows)
+        num_rows, row_starts = num_seqs * num_heads, ends - counts
+        bounds = np.concatenate(([0], ends))
+        if self.sinks is not None:
+            bounds = np.append(np.stack((row_starts, row_starts + np.repeat(self.sinks, num_heads)), 1), len(kv_rows))
+        size = (len(bounds) - 1, self._num_rows)
+        values = torch.zeros(len(kv_rows))
         return HeadPattern(
-            scores=torch.sparse_csr_tensor(bounds, columns, torch.zeros(len(kv_rows)), size=size, check_invariants=False),
+            scores=torch.sparse_csr_tensor(torch.from_numpy(bounds), columns, values, size=size, check_invariants=False),
             kv_rows=columns,
-            row_starts=bounds[:-1],
-            padded=torch.full((size[0], longest), -torch.inf),
-            places=torch.from_numpy(np.repeat(np.arange(size[0]) * longest, counts) + ranks),
+            row_starts=torch.from_numpy(row_starts),
+            padded=torch.full((num_rows, longest), -torch.inf),
+            places=torch.from_numpy(np.repeat(np.arange(num_rows) * longest, counts) + ranks),
         )
 
 
 def sparse_decode(
-    q: torch.Tensor, kv_layer: torch.Tensor, plan: SparseDecode, *, scale: float, soft_cap: float | None
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: SparseDecode,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    q_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros."""
+    """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros.
+
+    q_sink: like q, scores the sinks, where the plan has such.
+    """
     pattern = plan.pattern(q.shape[1])
     rows = slot_rows(kv_layer, q.shape[2])
     keys, values = rows[: pattern.scores.shape[1]], rows[plan.first_value :]
-    queries = q.reshape(-1, q.shape[2])
+    queries = q
+    if plan.sinks is not None:
+        assert q_sink is not None, "sinks come with the query that scores them"
+        queries = torch.stack((q_sink, q), 2)
+    queries = queries.reshape(-1, q.shape[2])
     torch.sparse.sampled_addmm(pattern.scores, queries, keys.t(), beta=0.0, alpha=scale, out=pattern.scores)
     scores = pattern.scores.values()
     if soft_cap is not None:

@@ -120,7 +120,9 @@ async def test_continuations_stand_under_their_headings(services: Services) -> N
     assert headings == [f"--- continuation {number} of 3 ---" for number in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("how", [("--best-of", "4"), ("--beams", "4", "--length-penalty", "0.5", "--early-stopping")])
+@pytest.mark.parametrize(
+    "how", [("--best-of", "4", "--temperature", "2"), ("--beams", "4", "--length-penalty", "0.5", "--early-stopping")]
+)
 async def test_the_likeliest_come_first(services: Services, how: tuple[str, ...]) -> None:
     flags = ("--n", "2", "--max-tokens", "6", "--ignore-eos", "--seed", "1", "--engine", services.engine, "--json")
     outcome = await kvkeeper("generate", PROMPT, *flags, *how)

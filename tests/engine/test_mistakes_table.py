@@ -30,7 +30,7 @@ MISTAKES = {
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
         PAST,
-        "test_who_gives_way_computes_nothing_in_the_step_that_takes_its_blocks",
+        "test_who_gives_way_computes_nothing_from_then_on",
     ),
     "submit's check and enqueue in two steps": (PAST_E2E, "test_of_many_that_come_at_once_as_many_are_taken_as_may_wait"),
     "an id's check and its taking in two steps": (PAST_E2E, "test_of_twins_that_come_at_once_one_is_taken"),

@@ -71,6 +71,14 @@ def check_prefill(world: World, kept: list[tuple[int, int]], num_queries: list[i
     return num_holes
 
 
+@pytest.fixture(params=["sparse", "gathering"])
+def decode_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which float32 is computed, by the size of the step."""
+    if request.param == "gathering":
+        monkeypatch.setattr("kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
+
+
+@pytest.mark.usefixtures("decode_path")
 @pytest.mark.parametrize(("sink", "window"), KEPT)
 def test_decode_reads_sinks_and_window_and_no_hole(sink: int, window: int) -> None:
     lengths = sorted({1, sink + window, sink + window + 1, *edge_lengths(4, 7)})
@@ -106,6 +114,7 @@ def test_dtypes_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:
     check_prefill(make_world(lengths, block_size=block_size, dtype=dtype), kept, [-(-n // 3) for n in lengths])
 
 
+@pytest.mark.usefixtures("decode_path")
 def test_capped_scores() -> None:
     lengths = edge_lengths(4, 5)
     check_decode(make_world(lengths), [(3, 4)] * len(lengths), soft_cap=0.5)
@@ -114,6 +123,7 @@ def test_capped_scores() -> None:
 
 def test_decode_keeps_retained_sequences_out_of_the_groups_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.paged_attention_decode._PADDING_ELEMENTS", 64)
+    monkeypatch.setattr("kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
     kept = [(0, 0), (2, 5), (0, 0), (0, 3), (4, 4), (2, 30), (0, 0)]
     world = make_world([3, 40, 30, 38, 33, 31, 0])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
@@ -125,12 +135,24 @@ def test_decode_keeps_retained_sequences_out_of_the_groups_of_the_others(monkeyp
     check_decode(world, kept)
 
 
+def test_those_that_keep_everything_are_computed_as_without_the_others() -> None:
+    """And with only what each of them sees."""
+    kept = [(0, 0), (2, 5), (0, 3)]
+    world = make_world([30, 40, 38])
+    plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
+    assert plan.sparse is not None
+    assert plan.sparse.pattern(2).kv_rows.shape == (2 * (30 + 7 + 3),)
+    check_decode(world, kept)
+
+
 def test_no_sequence_that_sees_all_its_keys_costs_anything() -> None:
     world = make_world([9, 12])
-    plan = plan_decode(
-        world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns([(4, 8), (0, 0)])
-    )
-    assert [group.sinks for group in plan.groups] == [None]
+    args = (world.block_tables, world.seq_lens, world.layer)
+    gathered = plan_decode(*args, torch.float16, None, retention=columns([(4, 8), (0, 0)]))
+    assert [group.sinks for group in gathered.groups] == [None]
+    sparse = plan_decode(*args, torch.float32, None, retention=columns([(4, 8), (0, 0)])).sparse
+    assert sparse is not None
+    assert sparse.sinks is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -144,6 +166,7 @@ def test_mixed_batches_in_any_blocks(data: st.DataObject) -> None:
     check_prefill(make_world(lengths, block_size=size, seed=seed), kept, queries)
 
 
+@pytest.mark.usefixtures("decode_path")
 def test_chunks_give_what_one_prefill_and_decodes_give() -> None:
     world, kept = make_world([23]), columns([(3, 6)])
     q, q_sink = both_queries(world, [(3, 6)], [23])

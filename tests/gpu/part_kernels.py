@@ -1,0 +1,166 @@
+"""Part b: every kernel against its reference in bfloat16 and float16, with NaN in all memory that belongs to nobody.
+
+The interpreter has shown the same kernels right in float32 and float16; here they run as they are compiled, in the types that
+they are for. A rehearsal takes the CPU's path in float32, at one shape.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kernels import reference
+from kernels.copy_blocks import copy_blocks
+from kernels.gelu_and_mul import gelu_and_mul
+from kernels.paged_attention_decode import paged_attention_decode
+from kernels.paged_attention_prefill import paged_attention_prefill
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.sampling import SamplingTensors, sample_rows
+from kernels.silu_and_mul import silu_and_mul
+from kernels.store_kv import store_kv
+from tests.gpu.checks import Check
+from tests.kernels.worlds import World, make_world, random_queries
+
+# Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
+_MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_LENGTHS = [1, 16, 17, 64, 65, 129, 150]
+_QUERIES = [1, 2, 17, 1, 30, 66, 7]
+_KEPT = [(0, 0), (4, 8), (0, 9), (16, 16), (1, 1), (64, 64), (4, 100)]
+_SCALE = 0.2
+
+
+def run(is_dry: bool) -> Iterator[Check]:
+    """One check for each op, type and shape."""
+    device = "cpu" if is_dry else "cuda"
+    for dtype in (torch.float32,) if is_dry else (torch.bfloat16, torch.float16):
+        for name, case in _cases(dtype, device, (64,) if is_dry else (64, 80, 96, 128, 256), (16,) if is_dry else (16, 32, 64)):
+            yield _guarded(name, dtype, case)
+
+
+def _guarded(name: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
+    label = f"{name}_{str(dtype).removeprefix('torch.')}"
+    try:
+        error = case()
+    except Exception as failure:  # a kernel that does not compile or launch, whatever it raises: the others are still told
+        return Check(label, False, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}")
+    return Check(label, error <= _MOST_ERROR[dtype], {"max_error": error})
+
+
+def _cases(
+    dtype: torch.dtype, device: str, head_dims: tuple[int, ...], block_sizes: tuple[int, ...]
+) -> Iterator[tuple[str, Callable[[], float]]]:
+    for head_dim in head_dims:
+        for block_size in block_sizes:
+            shape = f"d{head_dim}_b{block_size}"
+            yield f"decode_{shape}", lambda d=head_dim, b=block_size: _attention(dtype, device, d, b)
+            yield f"prefill_{shape}", lambda d=head_dim, b=block_size: _attention(dtype, device, d, b, queries=_QUERIES)
+        yield f"store_kv_d{head_dim}", lambda d=head_dim: _store(dtype, device, d)
+        yield f"rotary_d{head_dim}", lambda d=head_dim: _rotary(dtype, device, d)
+    for group in (1, 2, 8):
+        yield f"decode_group{group}", lambda g=group: _attention(dtype, device, 128, 16, group=g)
+    for label, options in {"window": {"window": 70}, "cap": {"soft_cap": 5.0}, "both": {"window": 33, "soft_cap": 0.5}}.items():
+        yield f"decode_{label}", lambda o=options: _attention(dtype, device, 128, 16, **o)
+        yield f"prefill_{label}", lambda o=options: _attention(dtype, device, 128, 16, queries=_QUERIES, **o)
+    yield "decode_retention", lambda: _attention(dtype, device, 128, 16, kept=_KEPT)
+    yield "prefill_retention", lambda: _attention(dtype, device, 128, 16, queries=_QUERIES, kept=_KEPT)
+    yield "copy_blocks", lambda: _copy(dtype, device)
+    for length in (64, 1000, 4096):
+        yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
+        yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
+    yield "sampling", lambda: _sampling(device)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference; infinite where one of both is not a number."""
+    difference = (found.cpu().double() - expected.double()).abs()
+    return float("inf") if bool(difference.isnan().any()) else float(difference.max())
+
+
+def _attention(
+    dtype: torch.dtype,
+    device: str,
+    head_dim: int,
+    block_size: int,
+    *,
+    group: int = 4,
+    queries: list[int] | None = None,
+    kept: list[tuple[int, int]] | None = None,
+    **options: float,
+) -> float:
+    world = make_world(_LENGTHS, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    num_tokens = len(_LENGTHS) if queries is None else sum(queries)
+    both = random_queries(2 * num_tokens, 2 * group, head_dim, dtype)
+    tensors = [both[:num_tokens], world.layer, world.block_tables, world.seq_lens]
+    if queries is not None:
+        tensors.append(torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    name = "paged_attention_decode" if queries is None else "paged_attention_prefill"
+    retention = None if kept is None else tuple(torch.tensor(column, dtype=torch.int32) for column in zip(*kept, strict=True))
+    q_sink = None if kept is None else both[num_tokens:]
+    expected = getattr(reference, name)(*tensors, scale=_SCALE, retention=retention, q_sink=q_sink, **options)
+    there = [tensor.to(device) for tensor in _with_layer(world, tensors, device)]
+    sinks = None if retention is None else tuple(column.to(device) for column in retention)
+    op = paged_attention_decode if queries is None else paged_attention_prefill
+    sunk = None if q_sink is None else q_sink.to(device)
+    return _error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)
+
+
+def _with_layer(world: World, tensors: list[torch.Tensor], device: str) -> list[torch.Tensor]:
+    """The layer as a view of its arena there too, with the strides of one."""
+    return [tensors[0], world.arena.to(device)[:, world.layout.num_layers // 2], *tensors[2:]]
+
+
+def _store(dtype: torch.dtype, device: str, head_dim: int) -> float:
+    arenas = [make_world([200], block_size=16, head_dim=head_dim, dtype=dtype).arena for _ in range(2)]
+    slots = torch.randperm(arenas[0].shape[0] * 16)[:100].int()
+    slots[::7] = -1
+    k, v = random_queries(200, 2, head_dim, dtype).view(2, 100, 2, head_dim)
+    reference.store_kv(k, v, arenas[0][:, 1], slots)
+    there = arenas[1].to(device)
+    store_kv(k.to(device), v.to(device), there[:, 1], slots.to(device))
+    return _error(there.nan_to_num(7), arenas[0].nan_to_num(7))
+
+
+def _rotary(dtype: torch.dtype, device: str, head_dim: int) -> float:
+    x = random_queries(40, 6, head_dim, dtype)
+    angles = torch.linspace(0, 6, 20 * head_dim).view(40, head_dim // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
+    expected = reference.rotary(x, cos, sin)
+    return _error(rotary(x.to(device), cos.to(device), sin.to(device)), expected)
+
+
+def _copy(dtype: torch.dtype, device: str) -> float:
+    arena = make_world([500], block_size=16, head_dim=64, dtype=dtype).arena.nan_to_num(3)
+    pairs = [(1, 2), (2, 3), (4, 1), (5, 6), (7, 8), (8, 9)]
+    there = arena.to(device, copy=True)
+    copy_blocks(there, pairs)
+    reference.copy_blocks(arena, pairs)
+    return _error(there, arena)
+
+
+def _norm(dtype: torch.dtype, device: str, length: int) -> float:
+    x, residual = random_queries(80, 1, length, dtype).view(2, 40, length)
+    weight = random_queries(1, 1, length, dtype).view(length)
+    expected = reference.rms_norm(x.clone(), weight, 1e-5, residual)
+    found = rms_norm(x.to(device, copy=True), weight.to(device), 1e-5, residual.to(device))
+    # In units of the largest value: rounding is relative, and these go beyond one.
+    return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in zip(found, expected, strict=True))
+
+
+def _gates(dtype: torch.dtype, device: str, length: int) -> float:
+    x = random_queries(40, 1, 2 * length, dtype).view(40, 2 * length)
+    pairs = [(op(x.to(device)), getattr(reference, op.__name__)(x)) for op in (silu_and_mul, gelu_and_mul)]
+    return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in pairs)
+
+
+def _sampling(device: str) -> float:
+    """Share of rows that draw another token than the CPU does: the same number decides, up to the last bits of sums."""
+    logits = random_queries(256, 1, 4096).view(256, 4096) * 3
+    columns = [torch.full((256,), value, dtype=torch.float64) for value in (0.8, 40, 0.9, 0.02, 1.0)]
+    columns[1] = columns[1].long()
+    columns[1][::3], columns[2][::5], columns[3][::2] = 0, 1.0, 0.0
+    uniforms = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    expected = sample_rows(logits, SamplingTensors(*columns), uniforms)
+    there = SamplingTensors(*(column.to(device) for column in columns))
+    found = sample_rows(logits.to(device), there, uniforms.to(device)).cpu()
+    return float((found != expected).double().mean()) / 1e3  # one row of 256 may differ

@@ -1,0 +1,212 @@
+"""Part c: every kernel against this machine's own ceilings, and attention against torch's and FlashInfer's.
+
+Figures are reported beside their aims; none fails the run. A rehearsal takes tiny shapes on the CPU.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.copy_blocks import copy_blocks
+from kernels.layout import KvLayout
+from kernels.paged_attention_decode import paged_attention_decode
+from kernels.paged_attention_prefill import paged_attention_prefill
+from kernels.rms_norm import rms_norm
+from kernels.sampling import SamplingTensors, sample_rows
+from kernels.store_kv import store_kv
+from tests.gpu.checks import Check
+from tests.gpu.stopwatch import Ceilings, Stopwatch
+
+_BLOCK_SIZE = 16
+_HEADS, _KV_HEADS = 32, 8
+_DTYPE = torch.bfloat16
+
+
+def run(is_dry: bool) -> Iterator[Check]:
+    """All figures. What cannot be measured is a check that says why."""
+    watch = Stopwatch("cpu" if is_dry else "cuda")
+    ceilings = watch.ceilings()
+    figures = {"read_gb_s": ceilings.read / 1e9, "copy_gb_s": ceilings.copy / 1e9, "matmul_tflop_s": ceilings.matmul / 1e12}
+    yield Check("ceilings", None, figures)
+    shapes = [(2, 64, 16)] if is_dry else [(1, 131_072, 128), (32, 4096, 128), (256, 1024, 128), (64, 4096, 64)]
+    for num_seqs, seq_len, head_dim in shapes:
+        yield _told(lambda n=num_seqs, s=seq_len, d=head_dim: _decode(watch, ceilings, n, s, d))
+    for seq_len in (64,) if is_dry else (2048, 8192):
+        yield _told(lambda s=seq_len: _prefill(watch, ceilings, s))
+    for measure in (_store, _copy, _norm, _swap, _sampling):
+        yield _told(lambda one=measure: one(watch, ceilings))
+
+
+def _told(measure: Callable[[], Check]) -> Check:
+    try:
+        return measure()
+    except Exception as failure:  # of one figure: the others are still told
+        return Check("figure", False, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}")
+
+
+def _paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer's view of an arena with scattered blocks, and the block tables."""
+    per_seq = -(-seq_len // _BLOCK_SIZE)
+    layout = KvLayout(1, _KV_HEADS, head_dim, _DTYPE, _BLOCK_SIZE)
+    arena = torch.randn(num_seqs * per_seq + 1, *layout.view_shape, device=watch.device, dtype=_DTYPE)
+    tables = torch.randperm(num_seqs * per_seq, device=watch.device).add_(1).int().view(num_seqs, per_seq)
+    return arena[:, 0], tables
+
+
+def _random(watch: Stopwatch, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=watch.device, dtype=_DTYPE)
+
+
+def _decode(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, seq_len: int, head_dim: int) -> Check:
+    layer, tables = _paged(watch, num_seqs, seq_len, head_dim)
+    lens = torch.full((num_seqs,), seq_len, device=watch.device, dtype=torch.int32)
+    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+    seconds = watch.seconds(lambda: paged_attention_decode(q, layer, tables, lens, scale=scale))
+    num_bytes = 2 * num_seqs * seq_len * _KV_HEADS * head_dim * _DTYPE.itemsize
+    k, v = (_random(watch, num_seqs, _KV_HEADS, seq_len, head_dim) for _ in range(2))
+    by_torch = watch.seconds(lambda: scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True))
+    figures = {
+        "us": seconds * 1e6,
+        "kv_mb": num_bytes / 1e6,
+        "of_read_bandwidth": num_bytes / seconds / ceilings.read,
+        "times_torch_sdpa": by_torch / seconds,
+        **_flashinfer_decode(watch, q, layer, tables, seq_len, seconds),
+    }
+    return Check(
+        f"decode_{num_seqs}x{seq_len}_d{head_dim}", None, figures, "aim: 0.85 of reading from 256 MB on, 0.95x FlashInfer"
+    )
+
+
+def _flashinfer_decode(
+    watch: Stopwatch, q: torch.Tensor, layer: torch.Tensor, tables: torch.Tensor, seq_len: int, seconds: float
+) -> dict[str, Any]:
+    """Nothing where its wheel is not there."""
+    if watch.device != "cuda" or find_spec("flashinfer") is None:
+        return {}
+    flashinfer = import_module("flashinfer")
+    num_seqs, per_seq = tables.shape
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "NHD")
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * per_seq
+    last = torch.full((num_seqs,), (seq_len - 1) % _BLOCK_SIZE + 1, dtype=torch.int32, device="cuda")
+    head_dim = q.shape[2]
+    wrapper.plan(starts, tables.flatten(), last, _HEADS, _KV_HEADS, head_dim, _BLOCK_SIZE, q_data_type=_DTYPE)
+    return {"times_flashinfer": watch.seconds(lambda: wrapper.run(q, layer)) / seconds}
+
+
+def _prefill(watch: Stopwatch, ceilings: Ceilings, seq_len: int) -> Check:
+    head_dim = 128 if watch.device == "cuda" else 16
+    layer, tables = _paged(watch, 1, seq_len, head_dim)
+    lens = torch.tensor([seq_len], device=watch.device, dtype=torch.int32)
+    locs = torch.tensor([0, seq_len], device=watch.device, dtype=torch.int32)
+    q, scale = _random(watch, seq_len, _HEADS, head_dim), head_dim**-0.5
+
+    def attend(tables: torch.Tensor) -> float:
+        return watch.seconds(lambda: paged_attention_prefill(q, layer, tables, lens, locs, scale=scale))
+
+    seconds, in_order = attend(tables), attend(tables.sort(dim=1).values)
+    flop = 2 * 2 * _HEADS * head_dim * seq_len * (seq_len + 1) / 2
+    k, v = (_random(watch, 1, _KV_HEADS, seq_len, head_dim) for _ in range(2))
+    heads = q.transpose(0, 1)[None].contiguous()
+    by_torch = watch.seconds(lambda: scaled_dot_product_attention(heads, k, v, is_causal=True, enable_gqa=True))
+    figures = {
+        "us": seconds * 1e6,
+        "tflop_s": flop / seconds / 1e12,
+        "of_matmul_rate": flop / seconds / ceilings.matmul,
+        "scattered_over_in_order": seconds / in_order,
+        "times_torch_sdpa": by_torch / seconds,
+        **_flex_attention(watch, heads, k, v, seconds),
+    }
+    return Check(f"prefill_{seq_len}_d{head_dim}", None, figures, "aim: 0.55 of the matrix rate, scattered 1.10 of in order")
+
+
+def _flex_attention(watch: Stopwatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seconds: float) -> dict[str, Any]:
+    """torch's compiled attention with the same causal mask; compiling takes its time, so only on a device."""
+    if watch.device != "cuda":
+        return {}
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = q.shape[2]
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, length, length, device="cuda")
+    compiled = torch.compile(flex_attention)
+    return {"times_flex_attention": watch.seconds(lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)) / seconds}
+
+
+def _store(watch: Stopwatch, ceilings: Ceilings) -> Check:
+    num_tokens = 16_384 if watch.device == "cuda" else 32
+    layer, tables = _paged(watch, 1, num_tokens, 128)
+    k, v = (_random(watch, num_tokens, _KV_HEADS, 128) for _ in range(2))
+    offsets = torch.arange(_BLOCK_SIZE, device=watch.device)
+    slots = (tables[0].long()[:, None] * _BLOCK_SIZE + offsets).flatten()[:num_tokens]
+    seconds = watch.seconds(lambda: store_kv(k, v, layer, slots))
+    rate = 2 * (k.nbytes + v.nbytes) / seconds
+    return Check("store_kv", None, {"us": seconds * 1e6, "of_copy_bandwidth": rate / ceilings.copy}, "aim: 0.85")
+
+
+def _copy(watch: Stopwatch, ceilings: Ceilings) -> Check:
+    """Blocks of Llama-3.1-8B's size, half of them to the other half."""
+    num_blocks, layers = (256, 32) if watch.device == "cuda" else (4, 1)
+    layout = KvLayout(layers, _KV_HEADS, 128, _DTYPE, _BLOCK_SIZE)
+    arena = torch.randn(2 * num_blocks + 1, *layout.view_shape, device=watch.device, dtype=_DTYPE)
+    pairs = [(1 + index, 1 + num_blocks + index) for index in range(num_blocks)]
+    seconds = watch.seconds(lambda: copy_blocks(arena, pairs))
+    rate = 2 * num_blocks * layout.block_bytes / seconds
+    return Check("copy_blocks", None, {"us": seconds * 1e6, "of_copy_bandwidth": rate / ceilings.copy}, "aim: 0.90")
+
+
+def _norm(watch: Stopwatch, ceilings: Ceilings) -> Check:
+    rows = 16_384 if watch.device == "cuda" else 4
+    x, residual, weight = _random(watch, rows, 4096), _random(watch, rows, 4096), _random(watch, 4096)
+    seconds = watch.seconds(lambda: rms_norm(x, weight, 1e-5, residual))
+    rate = 4 * x.nbytes / seconds  # both are read, the sum and its norm written
+    return Check("rms_norm", None, {"us": seconds * 1e6, "of_copy_bandwidth": rate / ceilings.copy})
+
+
+def _swap(watch: Stopwatch, ceilings: Ceilings) -> Check:
+    """Scattered blocks of 2 MiB each way, against one plain copy of the same bytes; and both ways at once."""
+    is_cuda = watch.device == "cuda"
+    num_blocks, block_bytes = (128, 2 << 20) if is_cuda else (4, 1 << 10)
+    device = torch.empty(2 * num_blocks, block_bytes, dtype=torch.uint8, device=watch.device)
+    host = torch.empty(2 * num_blocks, block_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+    chosen = torch.randperm(2 * num_blocks)[:num_blocks].tolist()
+
+    def scattered(target: torch.Tensor, source: torch.Tensor) -> None:
+        for index in chosen:
+            target[index].copy_(source[index], non_blocking=True)
+
+    plain = [
+        watch.seconds(lambda t=t, s=s: t[:num_blocks].copy_(s[:num_blocks]), runs=5)
+        for t, s in ((host, device), (device, host))
+    ]
+    out, back = watch.seconds(lambda: scattered(host, device), runs=5), watch.seconds(lambda: scattered(device, host), runs=5)
+    figures = {
+        "plain_out_gb_s": num_blocks * block_bytes / plain[0] / 1e9,
+        "out_of_plain": plain[0] / out,
+        "in_of_plain": plain[1] / back,
+    }
+    if is_cuda:
+        streams, other = [torch.cuda.Stream() for _ in range(2)], torch.empty_like(device)
+
+        def both() -> None:
+            for stream, pair in zip(streams, ((host, device), (other, host)), strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    scattered(*pair)
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+
+        figures["both_ways_gb_s"] = 2 * num_blocks * block_bytes / watch.seconds(both, runs=5) / 1e9
+    return Check("swap", None, figures, "aim: 0.90 of a plain copy")
+
+
+def _sampling(watch: Stopwatch, ceilings: Ceilings) -> Check:
+    rows, vocab_size = (128, 131_072) if watch.device == "cuda" else (4, 512)
+    logits = torch.randn(rows, vocab_size, device=watch.device) * 3
+    columns = [torch.full((rows,), value, dtype=torch.float64, device=watch.device) for value in (0.7, 40, 0.9, 0.0, 1.0)]
+    columns[1] = columns[1].long()
+    uniforms = torch.rand(rows, dtype=torch.float64, device=watch.device)
+    seconds = watch.seconds(lambda: sample_rows(logits, SamplingTensors(*columns), uniforms))
+    return Check("sampling_128x131072", None, {"ms": seconds * 1e3}, "aim: 0.2 ms")

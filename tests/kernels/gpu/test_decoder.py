@@ -1,0 +1,72 @@
+"""A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, and every kernel."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine_service.model import decoder
+from engine_service.model.loader import load_model
+from engine_service.model_runner import ModelRunner, kv_layout_of
+from engine_service.upload import PackedUpload
+from tests.kernels.gpu.pretend import PretendCuda, on_cuda
+from tests.support.batches import ScheduledRow, WantLogits, build_batch
+from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+BLOCK_SIZE, NUM_BLOCKS = 16, 24
+BOUND = 2e-5
+CHOSEN = [model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2")]
+
+
+OPS = ("attend", "gelu_and_mul", "linear", "rms_norm", "rotary", "silu_and_mul")
+
+
+@pytest.fixture(autouse=True)
+def all_claim_to_be_on_cuda(monkeypatch):
+    """What is uploaded, and what an op makes of it: where that is new memory, it has forgotten the claim."""
+    upload = PackedUpload.__call__
+
+    def upload_all(self, arrays):
+        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
+
+    def claiming(op):
+        def run(x, *args):
+            made = op(x, *args)
+            parts = made if isinstance(made, tuple) else (made,)
+            parts = tuple(part.as_subclass(type(x)) for part in parts)
+            return parts if isinstance(made, tuple) else parts[0]
+
+        return run
+
+    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
+    for name in OPS:
+        monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))
+
+
+def runners(folder):
+    """The same model on the CPU's path and on the kernels', each on an arena that is NaN where nothing was written."""
+    model, _ = load_model(folder, progress=False)
+    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    memory = [torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8) for _ in range(2)]
+    views = [layout.view(each).fill_(float("nan")) for each in memory]
+    return [ModelRunner(model, view, layout) for view in (views[0], *on_cuda(views[1]))]
+
+
+@pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
+def test_logits_are_those_of_the_cpu(model, tmp_path):
+    pair = runners(build_model_folder(tmp_path, model))
+    texts = [random_tokens(40, seed) for seed in range(3)]
+    tables = [np.arange(1 + 4 * seq, 5 + 4 * seq, dtype=np.int32)[::-1] for seq in range(3)]
+    steps = [  # (sequence, first, last): a prompt, its end beside another one, decodes beside a chunk
+        [(0, 0, 20)],
+        [(0, 20, 33), (1, 0, 17)],
+        [(0, 33, 34), (1, 17, 18), (2, 0, 9)],
+        [(0, 34, 35), (1, 18, 19), (2, 9, 10)],
+    ]
+    for step in steps:
+        rows = [ScheduledRow(texts[seq][first:last], first, tables[seq], WantLogits.ALL) for seq, first, last in step]
+        batch = build_batch(rows, BLOCK_SIZE)
+        expected, found = (runner.forward(batch) for runner in pair)
+        assert isinstance(found, PretendCuda)
+        assert float((found.as_subclass(torch.Tensor) - expected).abs().max()) <= BOUND
