@@ -59,6 +59,10 @@ async def has_ended(engine: RunningEngine) -> bool:
     return before
 
 
+async def has_computed_all(engine: RunningEngine) -> bool:
+    return not engine.engine.generations
+
+
 async def test_a_stream_is_sent_to_its_end_before_the_engine_goes(world: Services) -> None:
     await world.start_cache(num_blocks=256)
     engine = await world.start_engine(drain_timeout=20.0)
@@ -81,6 +85,7 @@ async def test_a_client_that_does_not_read_holds_nothing_up(world: Services) -> 
     engine = await world.start_engine(drain_timeout=0.2)
     async with grpc.aio.insecure_channel(engine.address, options=SMALL_WINDOW) as channel:
         await anext(aiter(call_unread(channel)))
+        await until(lambda: has_computed_all(engine))
         with structlog.testing.capture_logs() as logs:
             await engine.drain()
             await engine.stop()
