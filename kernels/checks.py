@@ -24,12 +24,6 @@ def on_cuda(op: str, tensor: torch.Tensor) -> bool:
     raise UnsupportedDeviceError(op, str(tensor.device))
 
 
-def require_cpu(op: str, tensor: torch.Tensor) -> None:
-    """Raise UnsupportedDeviceError unless `tensor` is on the CPU, for an op that is implemented nowhere else."""
-    if not tensor.is_cpu:
-        raise UnsupportedDeviceError(op, str(tensor.device))
-
-
 def require_index(op: str, argument: str, tensor: torch.Tensor, num_dims: int) -> None:
     """Raise unless `tensor` is an int32 or int64 tensor of `num_dims` dimensions."""
     fits = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == num_dims

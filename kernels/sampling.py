@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from kernels.checks import require, require_cpu
+from kernels.checks import on_cuda, require
 
 _OP: Final = "sample_rows"
 _MOST_CANDIDATES: Final = 1024  # a larger top_k is no cheaper than sorting the row
@@ -54,12 +54,19 @@ def sample_rows(logits: torch.Tensor, params: SamplingTensors, uniforms: torch.T
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
-        UnsupportedDeviceError: not on a CPU.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
-    require_cpu(_OP, logits)
+    cuda = on_cuda(_OP, logits)
     require(logits.dim() == 2 and logits.dtype is torch.float32, _OP, "logits", "must be float32 [R, V]")
     fits = uniforms.shape == params.top_k.shape == logits.shape[:1] and uniforms.dtype is torch.float64
     require(fits, _OP, "uniforms", "must be float64 {}, are {} {}", logits.shape[:1], uniforms.dtype, uniforms.shape)
+    if cuda:
+        from kernels.gpu import sampling as gpu
+
+        require(logits.stride(1) == 1, _OP, "logits", "must be contiguous in their last dimension")
+        columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, uniforms)
+        require(all(column.is_contiguous() for column in columns), _OP, "params", "and uniforms must be contiguous")
+        return gpu.sample_rows(logits, *columns)
     vocab_size = logits.shape[1]
     top_k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab_size), vocab_size)
     short = top_k <= min(_MOST_CANDIDATES, vocab_size - 1)

@@ -6,6 +6,7 @@ import torch
 
 import kernels.gpu.paged_attention_decode as gpu_decode
 from kernels.copy_blocks import copy_blocks
+from kernels.gather_blocks import gather_blocks
 from kernels.gelu_and_mul import gelu_and_mul
 from kernels.layout import KvLayout
 from kernels.paged_attention_decode import paged_attention_decode
@@ -13,6 +14,8 @@ from kernels.paged_attention_prefill import paged_attention_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.rotary_store_kv import rotary_store_kv
+from kernels.sampling import SamplingTensors, sample_rows
+from kernels.scatter_blocks import scatter_blocks
 from kernels.silu_and_mul import silu_and_mul
 from kernels.store_kv import store_kv
 from tests.kernels.gpu.pretend import nowhere
@@ -78,6 +81,19 @@ def _attend(
         paged_attention_prefill(*tensors, _ints(num_seqs + 1), **options)
 
 
+def _swap() -> None:
+    arena = _arena(128, 16, torch.bfloat16)
+    staged = nowhere(2, *arena.shape[1:])
+    gather_blocks(arena, [1, 2], staged)
+    scatter_blocks(staged, [1, 2], arena)
+
+
+def _sample(vocab_size: int) -> None:
+    doubles = [nowhere(128, dtype=torch.float64) for _ in range(5)]
+    params = SamplingTensors(doubles[0], nowhere(128, dtype=torch.int64), *doubles[1:4])
+    sample_rows(nowhere(128, vocab_size, dtype=torch.float32), params, doubles[4])
+
+
 def _add(name: str, launch: Callable[..., object], *args: object, **options: object) -> None:
     LAUNCHES[name] = lambda: launch(*args, **options)
 
@@ -114,3 +130,6 @@ for label, dtype in DTYPES.items():
     for head_dim in (64, 128, 256):
         _add(f"norm of heads d{head_dim} {label}", _head_norm, head_dim, dtype)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
+_add("gather and scatter blocks", _swap)
+for vocab_size in (32_000, 50_257, 131_072, 262_144):
+    _add(f"sample {vocab_size}", _sample, vocab_size)
