@@ -21,6 +21,7 @@ NAMES = (
     "preempt",
     "speculation",
     "trace",
+    "policies",
 )
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 from engine_service.plan import Work
 from engine_service.preemption_cost import Preemption
+from engine_service.retention import Retention
 from tests.support.scheduler_world import World, make_request, tiered
 
 NUM_SEEDS = 120
@@ -28,10 +29,11 @@ def mixed(dice: random.Random) -> World:
         for _ in range(dice.choice([0, 0, 1, 3])):
             world.step()
         length, new = dice.randint(1, 9), dice.randint(1, 12)
-        if length + new > world.limits.max_len:
+        kept = Retention(dice.randint(0, 4), dice.randint(1, 5)) if dice.random() < 0.3 else None
+        if length + new > world.limits.max_len_of(kept):
             continue
         prompt, n, priority = [dice.randrange(3) for _ in range(length)], dice.randint(1, 3), dice.choice([0, 0, 1, 1000])
-        request = world.submit(make_request(prompt, new, n, priority, look_up=dice.random() < 0.6))
+        request = world.submit(make_request(prompt, new, n, priority, look_up=dice.random() < 0.6, retention=kept))
         for sequence in request.sequences:
             if dice.random() < 0.2 and not guesses:
                 world.stop_after[sequence] = dice.randint(1, new)

@@ -1,4 +1,4 @@
-"""A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, and every kernel."""
+"""A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, every kernel, and sampling."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from engine_service.model import decoder
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
+from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
 from engine_service.upload import PackedUpload
 from tests.kernels.gpu.pretend import PretendCuda, on_cuda
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
@@ -70,3 +71,15 @@ def test_logits_are_those_of_the_cpu(model, tmp_path):
         expected, found = (runner.forward(batch) for runner in pair)
         assert isinstance(found, PretendCuda)
         assert float((found.as_subclass(torch.Tensor) - expected).abs().max()) <= BOUND
+
+
+def test_what_is_drawn_is_what_the_cpu_draws():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
+    logits[4, 7] = float("nan")
+    chosen = [GREEDY, SamplingParams(), SamplingParams(top_k=0, top_p=1.0, repetition_penalty=1.0), SamplingParams(min_p=0.1),
+              SamplingParams(), SamplingParams(frequency_penalty=0.5, presence_penalty=0.2)]  # fmt: skip
+    history = np.array([5, 6, 5, 9], np.int32)
+    rows = [SamplingRow(params, 11, 0, history, 2) for params in chosen]
+    expected, found = sample(logits, rows), sample(on_cuda(logits)[0], rows)
+    assert (found.bad_rows, found.stuck_rows) == (expected.bad_rows, expected.stuck_rows) == ((4,), ())
+    assert np.delete(found.token_ids, 4).tolist() == np.delete(expected.token_ids, 4).tolist()
