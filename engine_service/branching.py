@@ -71,6 +71,8 @@ class Branching(Answering):
                 running.num_left[sequence.row] -= 1
                 sequence.num_output += 1
         request.sequences = lists
+        if self.waiting.shares is not None:
+            self.waiting.shares.charge(request.tenant, len(branches))
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence that the cache service should be told of; see WaitingSequences.

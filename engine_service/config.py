@@ -159,7 +159,7 @@ _HELP = {
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
-    "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
+    "drain_timeout": "seconds that requests have to end, and clients to hear of it, once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "trace_endpoint": "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces (default: none)",
     "reflection": "answer gRPC server reflection",

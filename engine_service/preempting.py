@@ -47,14 +47,14 @@ class Preempting(Planning):
         running.ended[row] = True
         running.swapping[row] = self._prefers_swap(victim, row)
         if running.swapping[row]:
-            self.room.note_swap_out(int(running.num_blocks[row]))
+            self.room.note_swap_out(running.num_held(row))
 
     def _swaps(self, victim: Sequence) -> bool:
         """Whether one that was just preempted is to be swapped out."""
         return victim.row is not None and bool(self.running.swapping[victim.row])
 
     def _prefers_swap(self, victim: Sequence, row: int) -> bool:
-        limits, num_blocks = self.limits, int(self.running.num_blocks[row])
+        limits, num_blocks = self.limits, self.running.num_held(row)
         cost = Victim(victim.num_computed, self._num_shareable(victim), num_blocks, len(self.running.live) + 1)
         return self.costs.prefers_swap(cost, limits.preemption, limits.num_host_blocks, limits.block_bytes)
 
