@@ -16,7 +16,7 @@ BUNDLE := gpu-bundle
 .PHONY: help install proto up demo lint format test bench soak gpu-check gpu-bundle clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
 
 $(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \

@@ -58,6 +58,7 @@ class Answering(Preempting):
         news = News(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
         work = assemble_work(running, rows, num_new, plan.guesses, answer, news)
         running.num_computing[rows] = num_new
+        self.num_plans += 1
         running.num_drawing[work.sample_rows] = 1
         return work
 
@@ -159,6 +160,7 @@ class Answering(Preempting):
                 self.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
+                self.waiting.refused(sequence)
         if plan.started or plan.swapped_in:
-            self.room.note_starts(sorted(refused, key=self.waiting.sequences.index))
+            self.room.note_starts(refused)
         return np.array(rows, np.intp)

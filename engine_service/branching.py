@@ -22,12 +22,12 @@ from engine_service.request import Int32Array, Request, Sequence, SequenceState
 class Branching(Answering):
     """See the module; a part of the scheduler."""
 
-    def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
+    def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
         """As Planning's, but when nobody can go on, a list that rests gives its blocks back first."""
-        plan = super().schedule(guesses)
+        plan = super().schedule(now, guesses)
         if self.running.num_searching and self._stands_still(plan):
             self._preempt(self._resting()[-1])
-            plan = super().schedule(guesses)
+            plan = super().schedule(now, guesses)
         return plan
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
@@ -71,6 +71,8 @@ class Branching(Answering):
                 running.num_left[sequence.row] -= 1
                 sequence.num_output += 1
         request.sequences = lists
+        if self.waiting.shares is not None:
+            self.waiting.shares.charge(request.tenant, len(branches))
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence that the cache service should be told of; see WaitingSequences.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.policies import POLICY_NAMES
 from engine_service.preemption_cost import Preemption
 from kvkeeper.service.config import (
     LOG_LEVELS,
@@ -38,7 +39,11 @@ class EngineConfig:
     model: str = str(DEMO_MODEL_DIR)
     cache: str = "127.0.0.1:7410"
     listen: str = "127.0.0.1:7411"
-    token_budget: int = 2048
+    policy: str = "adaptive"
+    fair_share: bool = False
+    token_budget: int = 4096
+    prefill_budget: int = 2048
+    decode_budget: int | None = None
     max_sequences: int = 256
     chunk_size: int = 512
     block_size: int = 16
@@ -68,7 +73,11 @@ class EngineConfig:
         check_address("listen", self.listen)
         check_metrics_address(self.metrics_listen)
         check_trace_endpoint(self.trace_endpoint)
+        check_choice("policy", self.policy, POLICY_NAMES)
         check_range("token_budget", self.token_budget, 1, 1 << 20)
+        check_range("prefill_budget", self.prefill_budget, 1, 1 << 20)
+        if self.decode_budget is not None:
+            check_range("decode_budget", self.decode_budget, 1, 1 << 12)
         check_range("max_sequences", self.max_sequences, 1, 1 << 12)  # more would not fit a Step message of 256 KiB
         check_range("chunk_size", self.chunk_size, 1, 1 << 20)
         check_range("block_size", self.block_size, 1, 1024)
@@ -98,7 +107,11 @@ _PARSERS: dict[str, Any] = {
     "model": str,
     "cache": str,
     "listen": str,
+    "policy": str,
+    "fair_share": parse_switch,
     "token_budget": int,
+    "prefill_budget": int,
+    "decode_budget": int,
     "max_sequences": int,
     "chunk_size": int,
     "block_size": int,
@@ -126,7 +139,11 @@ _HELP = {
     "model": "folder of a Hugging Face model (default: the embedded demo model)",
     "cache": "address of the cache service",
     "listen": "loopback host:port, or unix:/path",
+    "policy": "order in which waiting requests start: " + ", ".join(POLICY_NAMES),
+    "fair_share": "of requests that a policy ranks alike, those of the tenant served least start first",
     "token_budget": "most tokens computed in a step",
+    "prefill_budget": "of them, most prompt tokens",
+    "decode_budget": "most sequences that decode in a step; they take turns (default: all that run)",
     "max_sequences": "most sequences in a step",
     "chunk_size": "most prompt tokens of one sequence in a step",
     "block_size": "tokens per block; engines share KV only where it is equal",
@@ -142,7 +159,7 @@ _HELP = {
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
-    "drain_timeout": "seconds that running requests have to end once the service is asked to stop",
+    "drain_timeout": "seconds that requests have to end, and clients to hear of it, once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",
     "trace_endpoint": "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces (default: none)",
     "reflection": "answer gRPC server reflection",

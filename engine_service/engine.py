@@ -9,6 +9,7 @@ that the device does not wait for the cache service. Only its tokens have to be 
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -22,7 +23,7 @@ from engine_service.device import Device
 from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
-from engine_service.plan import Limits, Work
+from engine_service.plan import Limits, Plan, Work
 from engine_service.planning import NO_GUESSES
 from engine_service.refusals import (
     CacheServiceDown,
@@ -40,6 +41,7 @@ from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
 from engine_service.tracing import EngineTracing
+from engine_service.waiting import WaitingSequences
 from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
@@ -52,12 +54,18 @@ _RENEW_SHARE = 1 / 3  # of the lease
 class Engine:
     """Requests in, pieces of text out. run_session serves on one session until it is lost or the engine is stopped."""
 
-    def __init__(self, max_waiting: int, proposer: Proposer | None = None, tracing: EngineTracing | None = None) -> None:
-        """proposer: guesses next tokens; None: every token takes a step."""
+    def __init__(
+        self,
+        max_waiting: int,
+        proposer: Proposer | None = None,
+        tracing: EngineTracing | None = None,
+        waiting: WaitingSequences | None = None,
+    ) -> None:
+        """proposer: guesses next tokens; None: every token takes a step. waiting: by arrival, by default."""
         self._tracing = tracing or EngineTracing(None)
         self.stats = EngineStats()
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
-        self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0))
+        self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0), waiting)
         self.memory: KvMemory | None = None  # of the session that is served on
         self.last_iteration: Iteration | None = None
         self.kv_utilization = 0.0  # as of the last step
@@ -98,7 +106,7 @@ class Engine:
             raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
-        self.scheduler.add(request)
+        self.scheduler.add(request, time.monotonic())
         self._tracing.begin(generation)
         self._wake_up()
 
@@ -149,6 +157,7 @@ class Engine:
             "num_preempted_requests": states.count(RequestState.PREEMPTED),
             "num_preemptions": scheduler.num_preemptions,
             "num_swapped_out": scheduler.num_swapped_out,
+            "num_policy_switches": scheduler.waiting.ordering.num_switches,
             "num_guessed_tokens": self.speculator.switch.num_guessed if self.speculator else 0,
             "num_kept_guesses": self.speculator.switch.num_kept if self.speculator else 0,
             "acceptance_rate": self.speculator.switch.acceptance_rate if self.speculator else 0.0,
@@ -189,7 +198,7 @@ class Engine:
             await self._finish(memory)  # guesses start from the tokens that are computed now
         await device.wait_until_due(session.ttl_ms / 1000 * _RENEW_SHARE)
         self._take_in()
-        plan = self.scheduler.schedule(await self._guess(session) if is_guessing else NO_GUESSES)
+        plan = self._schedule(await self._guess(session) if is_guessing else NO_GUESSES)
         wants_step = not plan.is_empty or (bool(self.scheduler.loading) and device.in_flight is None)
         if not wants_step and device.in_flight is None:
             return await self._idle(memory)
@@ -235,6 +244,14 @@ class Engine:
         if self._creator is not None:
             self._creator.proceed()
         self._end_closed()
+
+    def _schedule(self, guesses: Mapping[int, Int32Array]) -> Plan:
+        ordering = self.scheduler.waiting.ordering
+        num_switches = ordering.num_switches
+        plan = self.scheduler.schedule(time.monotonic(), guesses)
+        if ordering.num_switches > num_switches:
+            log.info("policy_switched", policy=ordering.policy.name, num_waiting=self.scheduler.num_waiting)
+        return plan
 
     def _rows(self, work: Work) -> StepRows:
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]

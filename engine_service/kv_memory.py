@@ -176,13 +176,16 @@ def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:
 def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
     """What the scheduler may do on this pool."""
     most = config.max_tokens_per_sequence or pool.max_tokens_with_retention
+    max_running = min(config.max_sequences, pool.max_sequences)
     return Limits(
         block_size=pool.block_size,
         max_len=min(most, model.max_len, pool.max_tokens_per_sequence, (pool.num_blocks - 1) * pool.block_size),
         max_known_sequences=pool.max_sequences,
-        max_running=min(config.max_sequences, pool.max_sequences),
+        max_running=max_running,
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,
+        prefill_budget=config.prefill_budget,
+        decode_budget=config.decode_budget or max_running,
         preemption=Preemption(config.preemption),
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,

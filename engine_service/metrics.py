@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.utils import floatToGoString
 
 from engine_service.engine import Engine
+from engine_service.policies import POLICIES
 from engine_service.timings import BOUNDS, Timings
 
 _GAUGES = {
@@ -29,6 +30,7 @@ _COUNTERS = {
     "num_cancelled_requests": "Requests cancelled, or whose client went away.",
     "num_preemptions": "Preemptions.",
     "num_swapped_out": "Preemptions that kept K and V in the host tier.",
+    "num_policy_switches": "Times that the adaptive policy chose another one.",
     "num_cached_tokens": "Prompt tokens taken from the cache.",
     "num_prefill_tokens": "Prompt tokens computed.",
     "num_new_tokens": "Tokens sampled.",
@@ -46,6 +48,10 @@ def engine_metrics(engine: Engine, num_kept_results: int) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"kvkeeper_engine_{name.removeprefix('num_')}", text, value=counts[name])
     for name, text in _COUNTERS.items():
         yield CounterMetricFamily(f"kvkeeper_engine_{name.removeprefix('num_')}", text, value=counts[name])
+    policies = GaugeMetricFamily("kvkeeper_engine_scheduling_policy", "1 for the policy in force.", labels=["policy"])
+    for name in POLICIES:
+        policies.add_metric([name], name == engine.scheduler.waiting.ordering.policy.name)
+    yield policies
     stats = engine.stats
     for timings, own, standard, text in (
         (stats.first_token, "time_to_first_token", "gen_ai_server_time_to_first_token", "From arrival to the first token."),

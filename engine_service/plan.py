@@ -27,8 +27,10 @@ class Limits:
     max_len: int  # most tokens of one sequence, so few that one alone always fits the pool
     max_known_sequences: int  # that the pool can know at once
     max_running: int = 256
-    token_budget: int = 2048
+    token_budget: int = 4096  # tokens of a step
     chunk_size: int = 512
+    prefill_budget: int = 2048  # of them, those of prompts, and those that are computed again after a preemption
+    decode_budget: int = 256  # sequences that decode in a step
     preemption: Preemption = Preemption.AUTO
     num_host_blocks: int = 0  # null block included; 0: there is no host tier
     block_bytes: int = 0

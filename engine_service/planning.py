@@ -1,7 +1,7 @@
 """Planning: which tokens of which sequences the next step computes.
 
-Served in order of arrival, running sequences before starts; room.py has the rules for when blocks are short. While a step is
-computed the next one is planned, counting on the tokens that will come. Pure; changes nothing but the next id.
+Running sequences come before starts, which come in the order of the policy in force (policies.py); room.py has the rules for
+when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
 """
 
 from collections import Counter
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 
 from engine_service.plan import Int64Array, Limits, Plan
 from engine_service.preemption_cost import Costs
@@ -23,20 +24,23 @@ NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
 class Planning:
     """See the module; a part of the scheduler."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
+        """waiting: those of no tenant in particular, by arrival, by default."""
         self.limits = limits
         self.running = make_rows(limits)
-        self.waiting = WaitingSequences()
+        self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each has a row to come
         self._unforked: dict[Sequence, None] = {}  # those with a token of their own, behind what their parents have committed
         self._num_arrivals = 0
         self.num_preemptions = self.num_swapped_out = 0
+        self.num_plans = 0  # that were answered
         self.costs = Costs()
         self.room = Room()
 
-    def schedule(self, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
-        """Plan a step; changes nothing but the next id.
+    def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
+        """Plan a step; changes nothing but the next id and, with the load, the order of the waiting.
 
+        now: seconds of the clock that add is told.
         guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
         """
         running = self.running
@@ -45,13 +49,15 @@ class Planning:
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
         num_free_rows = running.num_rows - len(live) - len(self.loading)
+        self.waiting.now = max(now, self.waiting.now)
+        self.waiting.measure(min(self.limits.prefill_budget, self.limits.token_budget))
         promised = self._promised_rows()
         num_resting = self._num_resting()
         live = live[running.num_left[live] > running.num_drawing[live]]
         forks = self._plan_forks(num_free_rows - promised.total())
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([self.waiting.draw_id() for _ in forks], np.int64)
-        num_new, budget = self._share_budget(live, len(forks))
+        num_new, budget, prompt_budget = self._share_budget(live, len(forks))
         if running.num_retaining:
             self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
@@ -66,7 +72,7 @@ class Planning:
         starts: dict[Sequence, int] = {}
         swapped_in: list[Sequence] = []
         if (len(running.live) == num_resting and not self.loading) or self.room.allows_starts(num_growing):
-            starts, swapped_in = self._plan_starts(budget, num_free_rows - len(forks), promised)
+            starts, swapped_in = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
         swap_rows = ended_rows[running.swapping[ended_rows]]
@@ -102,21 +108,29 @@ class Planning:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int]:
-        """Tokens to compute for each live row, decodes before prompts, and what is left of the budget beside the forks."""
+    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int]:
+        """Tokens to compute for each live row, decodes before prompts; what is left beside the forks, and of it for prompts."""
         limits, running = self.limits, self.running
-        known = running.num_tokens[live] + running.num_drawing[live]
-        remaining = known - running.num_computed[live] - running.num_computing[live]
-        num_new = np.minimum(remaining, limits.chunk_size)
-        token_budget = limits.token_budget - num_forks
-        left = token_budget - int(num_new.sum())
-        if left >= 0:
-            return num_new, left
-        decodes = remaining == 1
-        prompts = np.where(decodes, 0, num_new)
-        left = token_budget - int(decodes.sum())
-        before = np.cumsum(prompts) - prompts
-        return np.where(decodes, 1, np.clip(left - before, 0, prompts)).astype(np.int32), 0
+        computed = running.num_computed[live] + running.num_computing[live]
+        remaining = running.num_tokens[live] + running.num_drawing[live] - computed
+        decodes = (remaining == 1) & (computed >= running.num_prompt[live])
+        prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
+        if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
+            decodes[self._out_of_turn(decodes)] = False
+            num_decodes = limits.decode_budget
+        left = limits.token_budget - num_forks - num_decodes
+        prompt_left = min(limits.prefill_budget, left)
+        num_prompt = int(prompts.sum())
+        if num_prompt > prompt_left:
+            before = np.cumsum(prompts) - prompts
+            prompts = np.clip(prompt_left - before, 0, prompts)
+            num_prompt = prompt_left
+        return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
+
+    def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
+        """Of more decodes than may be, those that have to wait: with every step the turn goes on by as many as may."""
+        at, budget = np.flatnonzero(decodes), self.limits.decode_budget
+        return np.roll(at, -budget * self.num_plans % len(at))[budget:]
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
@@ -185,11 +199,9 @@ class Planning:
         starts: dict[Sequence, int] = {}
         swapped_in: list[Sequence] = []
         num_free_rows -= promised.total()
-        for sequence in self.waiting.sequences:
+        for sequence in self.waiting.in_order():
             if not budget or (num_free_rows <= 0 and not promised.total()):
                 break
-            if sequence.state not in (SequenceState.WAITING, SequenceState.SWAPPED):
-                continue
             request = sequence.request
             if promised[request]:
                 promised[request] -= 1

@@ -47,15 +47,15 @@ class Preempting(Planning):
         running.ended[row] = True
         running.swapping[row] = self._prefers_swap(victim, row)
         if running.swapping[row]:
-            self.room.note_swap_out(int(running.num_blocks[row]))
+            self.room.note_swap_out(running.num_held(row))
 
     def _swaps(self, victim: Sequence) -> bool:
         """Whether one that was just preempted is to be swapped out."""
         return victim.row is not None and bool(self.running.swapping[victim.row])
 
     def _prefers_swap(self, victim: Sequence, row: int) -> bool:
-        limits = self.limits
-        cost = Victim(victim.num_computed, self._num_shareable(victim), int(self.running.num_blocks[row]))
+        limits, num_blocks = self.limits, self.running.num_held(row)
+        cost = Victim(victim.num_computed, self._num_shareable(victim), num_blocks, len(self.running.live) + 1)
         return self.costs.prefers_swap(cost, limits.preemption, limits.num_host_blocks, limits.block_bytes)
 
     def _num_shareable(self, sequence: Sequence) -> int:
@@ -155,6 +155,9 @@ class Preempting(Planning):
         """It has started, for the first time or again."""
         if sequence.request.num_hit_tokens is None:
             sequence.request.num_hit_tokens = hit_len
+            if self.waiting.shares is not None:  # what it computes again, once it gave way, is not its tenant's fault
+                num_tokens = len(sequence.token_ids) - hit_len
+                self.waiting.shares.start(sequence.request.tenant, num_tokens, self.waiting.now)
         if sequence.num_computed:
             self.costs.note_restart(hit_len, self._num_shareable(sequence))
             sequence.num_computed = 0

@@ -1,8 +1,9 @@
 """What it costs to take a sequence's blocks away and to bring it back: computed again, or moved to the host tier and back.
 
-Both are seconds that the device is busy with nothing new. The rates are measured and come in as values: tokens that prompts
-were computed at, bytes that transfer orders moved, and how much of what preempted sequences left in the prefix cache was
-still there when they started again: in a pool that is short of blocks others may have evicted it by then. Pure.
+Both are seconds that the device is busy with nothing new; a swap also frees its blocks, and has them back, some steps later
+than a release and a start do, and a row's part of these is lost. The rates are measured and come in as values: tokens that
+prompts were computed at, bytes that transfer orders moved, seconds of a step, and how much of what preempted sequences left
+in the prefix cache was still there when they started again: where blocks are short, others may have evicted it by then. Pure.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from enum import StrEnum
 
 _SMOOTHING = 0.1
 _NUM_PER_ROW = 4  # tokens for each row from which on a step is mostly prompts
+_NUM_LATE_STEPS = 4  # two until the blocks are known to be free, and two until they are known to be back
 _FORGETS = 1 / 32  # of what is known of hits, with every swap: then one is computed again, and it is measured anew
 
 
@@ -23,11 +25,15 @@ class Preemption(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Who gives way. num_shareable: of its computed tokens, those in full blocks that it may hit when it starts again."""
+    """Who gives way, of num_running.
+
+    num_shareable: of its computed tokens, those in full blocks that it may hit when it starts again.
+    """
 
     num_computed: int
     num_shareable: int
     num_blocks: int
+    num_running: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +49,10 @@ def recompute_seconds(victim: Victim, tokens_per_second: float, hit_share: float
     return (victim.num_computed - hit_share * victim.num_shareable) / tokens_per_second
 
 
-def swap_seconds(victim: Victim, block_bytes: int, bytes_per_second: float) -> float:
-    """To move all blocks out, and in again."""
-    return 2 * victim.num_blocks * block_bytes / bytes_per_second
+def swap_seconds(victim: Victim, block_bytes: int, bytes_per_second: float, step_seconds: float) -> float:
+    """To move all blocks out, and in again, and to wait for it."""
+    waiting = _NUM_LATE_STEPS * step_seconds / victim.num_running
+    return 2 * victim.num_blocks * block_bytes / bytes_per_second + waiting
 
 
 class Rate:
@@ -70,10 +77,13 @@ class Costs:
     def __init__(self) -> None:
         self.compute = Rate()  # tokens
         self.moves = Rate()  # bytes
+        self.steps = Rate()
         self.hit_share = 1.0
 
     def note_step(self, num_rows: int, num_tokens: int, seconds: float, moved: Moved) -> None:
         """A step was computed. seconds: of all that the device did for it."""
+        if num_rows:
+            self.steps.note(1, seconds)
         if moved.num_bytes:
             self.moves.note(moved.num_bytes, moved.seconds)
         if num_rows and num_tokens >= _NUM_PER_ROW * num_rows:
@@ -97,4 +107,5 @@ class Costs:
         compute, moves = self.compute.per_second, self.moves.per_second
         if not compute or not moves:
             return bool(compute)  # the first swap measures how fast it is
-        return swap_seconds(victim, block_bytes, moves) < recompute_seconds(victim, compute, self.hit_share)
+        step_seconds = 1 / self.steps.per_second if self.steps.per_second else 0.0
+        return swap_seconds(victim, block_bytes, moves, step_seconds) < recompute_seconds(victim, compute, self.hit_share)

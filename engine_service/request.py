@@ -70,11 +70,8 @@ class Sequence:
     num_computed: int = 0  # when it was preempted, until it computes again
     num_known: int = 0  # while it is swapped: tokens of which the cache service knows the ids
     parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Order of arrival."""
-        return self.request.arrival, self.index
+    had_turn: bool = False  # it ran before, or was refused a start: nobody who comes later overtakes it
+    place: tuple[float, int, int] = (0.0, 0, 0)  # while it waits: rank, then arrival, then index; the smallest is first
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +88,8 @@ class Request:
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     retention: Retention | None = None  # None: everything is kept
-    arrival: int = 0  # rank, given by Scheduler.add
+    arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
+    arrived_at: float = 0.0  # seconds of the engine's clock
     start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
     num_copied_blocks: int = 0

@@ -1,11 +1,12 @@
 """Room: what the cache service's answers said of room in the pool, and who starts and who gives way because of it.
 
-Rules. Who is refused a start or a swap-in keeps its place, and nobody overtakes it twice. When running sequences run out of
-blocks, the youngest of the lowest priority gives its blocks back, and nothing starts until another sequence has ended, so that
-equals do not take turns. A critical one gives way only where none that runs could go on otherwise. While the blocks of one that
-is swapped out are being moved, nobody else gives way for want of them. The only one that runs keeps its blocks, however long
-it waits: the cache service knows which sequence of all engines is the eldest, and tells the others to give back, which they do,
-one sequence a step, until it has what it is owed. So two engines never wait for each other. Pure.
+Rules. Who is refused a start or a swap-in keeps its place, and nobody overtakes it twice, but where a policy heeds priorities
+who has a higher one. When running sequences run out of blocks, the youngest of the lowest priority gives its blocks back, and
+nothing starts until another sequence has ended, so that equals do not take turns. A critical one gives way only where none that
+runs could go on otherwise. While the blocks of one that is swapped out are being moved, nobody else gives way for want of them.
+The only one that runs keeps its blocks, however long it waits: the cache service knows which sequence of all engines is the
+eldest, and tells the others to give back, which they do, one sequence a step, until it has what it is owed. So two engines
+never wait for each other. Pure.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -36,7 +37,7 @@ class Room:
         return not (self._starts_are_held or is_short)
 
     def was_refused(self, sequence: Sequence) -> bool:
-        """It found no room when it was first in the queue: nobody behind it may try."""
+        """It found no room when its turn had come: nobody behind it may try."""
         return sequence is self._refused
 
     @property
@@ -58,8 +59,11 @@ class Room:
             self._coming = [item for item in self._coming if item[0] > self._num_answers]
 
     def note_starts(self, refused: SequenceOf[Sequence]) -> None:
-        """Who of the starts of a step that had some was refused."""
-        self._refused = refused[0] if refused else None
+        """Who of the starts of a step that had some was refused.
+
+        The cache service grants nobody else's start before that of the eldest, by its own order: so that one is waited for.
+        """
+        self._refused = min(refused, key=_claim, default=None)
 
     def note_end(self) -> None:
         """A sequence gave its blocks back because it had ended."""
@@ -95,3 +99,7 @@ class Room:
         self._waited_for_fences = False
         self._starts_are_held = True
         return running[-1] if running else None
+
+
+def _claim(sequence: Sequence) -> tuple[int, int, tuple[float, int, int]]:
+    return -sequence.request.priority, sequence.request.start_number, sequence.place

@@ -117,6 +117,10 @@ class RunningSequences:
         self._free_rows.append(row)
         self._order = None
 
+    def num_held(self, row: int) -> int:
+        """Blocks that a row's table names, holes of retention taken off."""
+        return int(np.count_nonzero(self.tables[row, : self.num_blocks[row]]))
+
     def append_blocks(self, rows: IndexArray, item_idx: Int32Array, block_ids: Int32Array) -> None:
         """Append new blocks to tables: block_ids[i] belongs to rows[item_idx[i]]; item_idx ascends."""
         counts = np.bincount(item_idx, minlength=len(rows)).astype(np.int32)

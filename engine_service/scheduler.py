@@ -23,14 +23,20 @@ class Scheduler(Branching):
 
     # -- arrivals and ends
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Its first sequence must be created in the cache service before it can start."""
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that came now, in seconds of any clock that does not go back.
+
+        Its first sequence must be created in the cache service before it can start.
+        """
         assert 0 < len(request.prompt) < request.max_len <= self.limits.max_len_of(request.retention)
         request.arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
-        self.waiting.put(request.sequences[0])
+        request.arrived_at = self.waiting.now = max(now, self.waiting.now)
+        self.waiting.put(request.sequences[0], is_new=True)
 
     def end(self, sequence: Sequence, *, discard: bool = False) -> None:
         """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
+        if sequence in self.waiting.sequences:
+            self.waiting.remove(sequence)
         state, sequence.state = sequence.state, SequenceState.ENDED
         if state in (SequenceState.RUNNING, SequenceState.LEAVING):
             assert sequence.row is not None
@@ -45,8 +51,6 @@ class Scheduler(Branching):
             assert sequence.sequence_id is not None
             del self.loading[sequence.sequence_id]
             self.waiting.releases.append(sequence.sequence_id)
-        if state in (SequenceState.NEW, SequenceState.CREATING, SequenceState.WAITING, SequenceState.SWAPPED):
-            self.waiting.remove(sequence)
         self._unforked.pop(sequence, None)
 
     def reset(self, limits: Limits) -> list[Request]:
@@ -100,6 +104,8 @@ class Scheduler(Branching):
             sequence.num_output += len(token_ids)
             if sequence.row is not None:
                 running.num_left[sequence.row] -= len(token_ids)
+            if self.waiting.shares is not None:
+                self.waiting.shares.charge(sequence.request.tenant, len(token_ids))
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             if child.state is not SequenceState.ENDED:  # it may have, while this was computed

@@ -17,12 +17,15 @@ from engine_service.door import CONTRACT
 from engine_service.draft_model import DraftModel
 from engine_service.engine import Engine
 from engine_service.errors import ModelError
+from engine_service.fair_share import FairShare
+from engine_service.policies import make_ordering
 from engine_service.refusals import Draining
 from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
 from engine_service.tracing import EngineTracing
+from engine_service.waiting import WaitingSequences
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.service.door import Door
@@ -114,7 +117,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id))
+        shares = FairShare() if config.fair_share else None
+        waiting = WaitingSequences(make_ordering(config.policy), shares)
+        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         service = EngineService(config, served, engine)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)

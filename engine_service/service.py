@@ -149,6 +149,7 @@ class EngineService:
             time_to_first_token_p99_ms=stats.first_token.percentile_ms(99),
             time_between_tokens_p50_ms=stats.between_tokens.percentile_ms(50),
             time_between_tokens_p99_ms=stats.between_tokens.percentile_ms(99),
+            scheduling_policy=engine.scheduler.waiting.ordering.policy.name,
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
             **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )

@@ -18,8 +18,10 @@ NAMES = (
     "beams",
     "reuse",
     "chunking",
+    "preempt",
     "speculation",
     "trace",
+    "policies",
 )
 
 

@@ -52,7 +52,15 @@ def call_unread(channel: grpc.aio.Channel) -> Any:
 
 
 async def has_ended(engine: RunningEngine) -> bool:
-    return engine.has_ended_requests
+    """And had the time to go."""
+    async with AsyncEngineClient(engine.address) as client:
+        before = engine.has_ended_requests
+        await client.stats()
+    return before
+
+
+async def has_computed_all(engine: RunningEngine) -> bool:
+    return not engine.engine.generations
 
 
 async def test_a_stream_is_sent_to_its_end_before_the_engine_goes(world: Services) -> None:
@@ -77,6 +85,7 @@ async def test_a_client_that_does_not_read_holds_nothing_up(world: Services) -> 
     engine = await world.start_engine(drain_timeout=0.2)
     async with grpc.aio.insecure_channel(engine.address, options=SMALL_WINDOW) as channel:
         await anext(aiter(call_unread(channel)))
+        await until(lambda: has_computed_all(engine))
         with structlog.testing.capture_logs() as logs:
             await engine.drain()
             await engine.stop()

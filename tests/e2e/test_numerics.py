@@ -81,7 +81,7 @@ class Class:
             tokens = np.array(self.lessons.prompts[prompt], np.int32)
             requests.append(Request(f"r{prompt}", tokens, NUM_NEW, n=n))
             self.prompt_of[requests[-1]] = prompt
-            self.scheduler.add(requests[-1])
+            self.scheduler.add(requests[-1], 0.0)
         for _ in range(2000):
             if self.scheduler.is_empty:
                 return requests
@@ -93,7 +93,7 @@ class Class:
             assert sequence.sequence_id is not None
             await self.memory.session.create_sequence(sequence.sequence_id, sequence.token_ids, sequence.request.max_len)
             self.scheduler.waiting.created(sequence)
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(0.0)
         work = self.scheduler.apply(plan, await self.memory.step(plan))
         self.memory.runner.copy_blocks(work.copies)
         if work.batch is None:

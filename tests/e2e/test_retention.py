@@ -58,6 +58,21 @@ async def test_what_is_kept_and_what_keeps_everything_share_a_batch_and_a_pool(w
     assert (await client.stats()).num_preemptions > 0
 
 
+async def test_what_is_swapped_out_comes_back_with_its_holes(world: Services) -> None:
+    await world.start_cache(num_blocks=12, num_host_blocks=65)
+    client = await world.client(await world.start_engine(chunk_size=5, preemption="swap"))
+    prompts = [[place + 1, *PROMPT] for place in range(5)]
+    chosen = [None if place == 2 else Retention(place, 5 + place) for place in range(5)]
+    outputs = await asyncio.gather(
+        *(generate(client, prompt, 25, retention=chosen[place], skip_look_up=True) for place, prompt in enumerate(prompts))
+    )
+    for prompt, output, kept in zip(prompts, outputs, chosen, strict=True):
+        assert output.token_ids == [toy_output(prompt, 25, kept)]
+    stats = await client.stats()
+    assert stats.num_swapped_out > 0
+    assert stats.num_prefill_tokens == sum(map(len, prompts)), "each prompt once"
+
+
 async def test_a_prompt_shares_what_lies_below_sink_and_window(world: Services) -> None:
     await world.start_cache()
     client = await world.client(await world.start_engine())

@@ -5,7 +5,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine_service.beams import BeamOptions
+from engine_service.fair_share import NEW_TOKEN_WEIGHT, FairShare
 from engine_service.request import RequestState, SequenceState
+from engine_service.waiting import WaitingSequences
 from tests.support.beam_world import BeamWorld
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache
@@ -79,6 +81,19 @@ def test_the_last_list_that_computes_is_not_the_one_to_give_way() -> None:
     world = BeamWorld(num_blocks=4, block_size=3, max_sequences=4, token_budget=3, chunk_size=1, max_running=3)
     world.submit_search([0, 0], 3, BeamOptions(3, 0.0), 3)
     check(world)
+
+
+def test_its_tenant_s_share_is_charged_for_every_list() -> None:
+    shares = FairShare()
+    world = BeamWorld(waiting=WaitingSequences(shares=shares), make_cache=CoreCache)
+    request = world.submit_search(PROMPT, 4, BeamOptions(3), 3)
+    num_going = 0
+    while world.busy:
+        before = request.sequences
+        world.step()
+        num_going += 0 if request.sequences is before else len(request.sequences)
+    world.check_searches()
+    assert shares.served(request.tenant) == len(PROMPT) + NEW_TOKEN_WEIGHT * num_going
 
 
 def test_two_searches_in_rows_for_one_do_not_wait_for_each_other() -> None:

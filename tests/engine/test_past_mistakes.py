@@ -61,7 +61,7 @@ def test_a_refused_start_stays_first_in_the_queue() -> None:
     for _ in range(3):
         world.step()
         assert [sequence.request for sequence in world.scheduler.waiting.sequences] == [big, small]
-        assert world.scheduler.schedule().started == (big.sequences[0],), "nobody behind it tries meanwhile"
+        assert world.scheduler.schedule(world.now).started == (big.sequences[0],), "nobody behind it tries meanwhile"
     world.cache.blocks = blocks
     world.run()
     world.check_outputs()

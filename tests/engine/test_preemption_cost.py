@@ -27,7 +27,18 @@ def test_what_is_still_cached_is_not_computed_again() -> None:
 
 
 def test_a_swap_moves_every_block_twice() -> None:
-    assert swap_seconds(victim(), BLOCK_BYTES, bytes_per_second=63 * BLOCK_BYTES) == 2.0
+    assert swap_seconds(victim(), BLOCK_BYTES, bytes_per_second=63 * BLOCK_BYTES, step_seconds=0) == 2.0
+
+
+def test_a_row_waits_for_its_part_of_some_steps() -> None:
+    alone, one_of_four = (Victim(1000, 992, 63, num_running) for num_running in (1, 4))
+    assert swap_seconds(alone, BLOCK_BYTES, 63 * BLOCK_BYTES, step_seconds=0.5) == 4.0
+    assert swap_seconds(one_of_four, BLOCK_BYTES, 63 * BLOCK_BYTES, step_seconds=0.5) == 2.5
+    measured = costs(1e4, 1e9, 0.0)
+    assert measured.prefers_swap(alone, AUTO, 100, BLOCK_BYTES)
+    measured.note_step(num_rows=1, num_tokens=1, seconds=0.1, moved=Moved())
+    assert not measured.prefers_swap(alone, AUTO, 100, BLOCK_BYTES)
+    assert measured.prefers_swap(Victim(1000, 992, 63, 32), AUTO, 100, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(

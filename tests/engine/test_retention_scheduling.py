@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_service.plan import Limits
+from engine_service.preemption_cost import Preemption
 from engine_service.retention import Retention
 from tests.support.core_cache import CoreCache
-from tests.support.scheduler_world import World, make_request
+from tests.support.scheduler_world import World, make_request, tiered
 
 KEPT = [(0, 1), (0, 4), (1, 1), (3, 2), (4, 3), (4, 4), (5, 8), (9, 1)]
 
@@ -63,6 +64,21 @@ def test_a_long_prompt_makes_nobody_give_way_to_blocks_that_come_back_at_once() 
     world.run()
     world.check_outputs()
     assert world.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_swapped_out_takes_no_more_than_it_holds(overlap: bool) -> None:
+    """The host tier has room for what it keeps, not for as many blocks as its table has entries."""
+    kept = Retention(2, 5)
+    world = tiered(12, 4, num_host_blocks=smallest(kept) + 1, overlap=overlap, preemption=Preemption.SWAP)
+    long = world.submit(make_request([0] * 60, 60, retention=kept, look_up=False))
+    while long.num_new_tokens < 10:
+        world.step()
+    world.submit(make_request([1] * 5, 35, priority=1))
+    world.run()
+    world.check_outputs()
+    assert (long.num_preemptions, world.scheduler.num_swapped_out) == (1, 1)
+    assert max(world.computed.values()) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])

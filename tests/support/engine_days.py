@@ -34,6 +34,7 @@ class DaysCounts:
     num_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0
     num_given_back: int = 0  # answers that asked an engine for blocks
     num_refused_starts: int = 0
     num_impossible: int = 0  # requests that were refused at once
@@ -54,20 +55,22 @@ class EngineDays:
         self.block_size = rng.choice([1, 2, 4])
         self.num_blocks = rng.choice([4, 5, 9, 20])
         num_engines, max_sequences = rng.choice([1, 2, 2, 3, 4]), rng.choice([3, 8, 64])
-        config = PoolConfig(self.num_blocks + 1, self.block_size, max_sequences, 10_000, rng.choice([0.0, 0.1, 0.2]))
-        self.manager = Manager(config)
+        watermark, num_hosts = rng.choice([0.0, 0.1, 0.2]), rng.choice([0, 0, self.num_blocks, 4 * self.num_blocks])
+        size = self.num_blocks + 1
+        self.manager = Manager(PoolConfig(size, self.block_size, max_sequences, 10_000, watermark, num_host_blocks=num_hosts))
         self._num_sessions = 0
         budget, chunk = rng.choice([8, 64]), rng.choice([2, 5, 8])
-        sizes = (self.num_blocks + 1, self.block_size, max_sequences, budget, chunk)
+        sizes = (size, self.block_size, max_sequences, budget, chunk)
+        options: dict[str, Any] = {"make_cache": self._make_cache, "num_host_blocks": num_hosts}
         kinds: list[dict[str, Any]] = [{}, {"overlap": True}, {"overlap": True}, {"guess": self._guess}]
-        self.worlds = [World(*sizes, make_cache=self._make_cache, **rng.choice(kinds)) for _ in range(num_engines)]
+        self.worlds = [World(*sizes, **options, **rng.choice(kinds)) for _ in range(num_engines)]
         for world in self.worlds[1:]:
-            world.memory = self.worlds[0].memory  # one arena
+            world.memory, world.host = self.worlds[0].memory, self.worlds[0].host  # one arena
         self._slowness = [rng.choice([1, 1, 2, 4]) for _ in self.worlds]
         self._next_at = [0.0 for _ in self.worlds]  # when each engine's step begins; they run side by side
         self._last_token_at = 0.0
 
-    def _make_cache(self, *_: int) -> CoreCache:
+    def _make_cache(self, *_: int, **host: int) -> CoreCache:
         """A session of the pool."""
         self._num_sessions += 1
         session = SessionId(f"session {self._num_sessions}")
@@ -173,6 +176,7 @@ class EngineDays:
             world.cache.report()
             assert not world.cache.sequences
             self.counts.num_preemptions += sum(request.num_preemptions for request in world.requests)
+            self.counts.num_swapped_out = sum(other.scheduler.num_swapped_out for other in self.worlds)
             world.forget()
         stats = self.manager.stats()
         assert stats.num_owed_blocks == 0

@@ -31,7 +31,7 @@ class FakeCuda:
     can_pin: bool = True
     pinned: set[int] = field(default_factory=set)
     made: dict[int, tuple[Path, mmap.mmap, int]] = field(default_factory=dict)  # by pointer
-    opened: dict[int, mmap.mmap] = field(default_factory=dict)  # by base
+    opened: dict[int, tuple[str, mmap.mmap]] = field(default_factory=dict)  # by base
     num_freed: int = 0
     num_opens: int = 0
     _numbers: itertools.count = field(default_factory=itertools.count)  # type: ignore[type-arg]
@@ -67,9 +67,12 @@ class FakeCuda:
             raise CudaError("cudaIpcOpenMemHandle", "cudaErrorDeviceUninitialized")
         if not path.exists():
             raise CudaError("cudaIpcOpenMemHandle", "cudaErrorInvalidResourceHandle")
+        for base, (name, _) in self.opened.items():
+            if name == path.name:
+                return base
         self.num_opens += 1
         mapping = _map(path)
-        self.opened[_address(mapping)] = mapping
+        self.opened[_address(mapping)] = path.name, mapping
         return _address(mapping)
 
     def close(self, device: int, base: int) -> None:

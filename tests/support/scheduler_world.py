@@ -15,10 +15,12 @@ from engine_service.preemption_cost import Preemption
 from engine_service.request import Request, Sequence, SequenceState
 from engine_service.retention import Retention
 from engine_service.scheduler import Scheduler
+from engine_service.waiting import WaitingSequences
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 
 NUM_TOKENS = 3
+STEP_S = 0.01
 _SWAP_OUT = 1  # TransferKind of the protocol
 MAX_RETAINED_LEN = 1000
 
@@ -73,6 +75,9 @@ class World:
         overlap: bool = False,
         num_host_blocks: int = 0,
         preemption: Preemption = Preemption.SWAP,
+        waiting: WaitingSequences | None = None,
+        prefill_budget: int = 64,
+        decode_budget: int = 32,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
         the next one was asked for; needs CoreCache, as does a host tier."""
@@ -86,7 +91,7 @@ class World:
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limit = (num_blocks - 1) * block_size
         limits = Limits(
-            *(block_size, limit, max_sequences, max_running, token_budget, chunk_size),
+            *(block_size, limit, max_sequences, max_running, token_budget, chunk_size, prefill_budget, decode_budget),
             num_usable_blocks=num_blocks - 1,
             max_distance=MAX_RETAINED_LEN,
             max_retained_len=MAX_RETAINED_LEN,
@@ -96,7 +101,8 @@ class World:
         )
         self.limits = limits
         self.num_usable_blocks = num_blocks - 1
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, waiting)
+        self.now = 0.0  # seconds; a step takes STEP_S
         self.memory: dict[int, tuple[object, ...]] = {}
         self.computed: Counter[tuple[int, int, int]] = Counter()  # (arrival, continuation, position)
         self.outputs: dict[Sequence, list[int]] = {}
@@ -108,7 +114,7 @@ class World:
         self.num_steps = self.num_guessed = self.num_kept = 0
 
     def submit(self, request: Request) -> Request:
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.now)
         self.requests.append(request)
         for sequence in request.sequences:
             self.outputs[sequence] = []
@@ -148,8 +154,9 @@ class World:
         if not self._overlap or self.num_steps % 2:  # then a step is still computed
             self._cancel_due()
         self.num_steps += 1
+        self.now += STEP_S
         self.create_all()
-        plan = self.scheduler.schedule(self._guesses())
+        plan = self.scheduler.schedule(self.now, self._guesses())
         if self._overlap:
             self.cache.has_step_in_flight = self._in_flight is not None
         answer = self.cache.step(plan)
@@ -279,6 +286,7 @@ class World:
             return
         assert len(batch.token_ids) <= self.limits.token_budget
         assert len(work.rows) <= self.limits.max_running
+        assert work.num_prompt_tokens <= self.limits.prefill_budget
         writes: dict[int, tuple[object, ...]] = {}
         guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
         for item, sequence in enumerate(self.scheduler.running.at(work.rows)):

@@ -1,14 +1,13 @@
-"""A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, and every kernel."""
+"""A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, every kernel, and sampling."""
 
 import numpy as np
 import pytest
 import torch
 
-from engine_service.model import decoder
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
-from engine_service.upload import PackedUpload
-from tests.kernels.gpu.pretend import PretendCuda, on_cuda
+from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
+from tests.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 
@@ -18,30 +17,9 @@ BOUND = 2e-5
 CHOSEN = [model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2")]
 
 
-OPS = ("attend", "gelu_and_mul", "linear", "rms_norm", "rotary", "silu_and_mul")
-
-
 @pytest.fixture(autouse=True)
 def all_claim_to_be_on_cuda(monkeypatch):
-    """What is uploaded, and what an op makes of it: where that is new memory, it has forgotten the claim."""
-    upload = PackedUpload.__call__
-
-    def upload_all(self, arrays):
-        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
-
-    def claiming(op):
-        def run(x, *args):
-            made = op(x, *args)
-            parts = made if isinstance(made, tuple) else (made,)
-            parts = tuple(part.as_subclass(type(x)) for part in parts)
-            return parts if isinstance(made, tuple) else parts[0]
-
-        return run
-
-    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
-    for name in OPS:
-        monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))
+    pretend_model_on_cuda(monkeypatch)
 
 
 def runners(folder):
@@ -70,3 +48,15 @@ def test_logits_are_those_of_the_cpu(model, tmp_path):
         expected, found = (runner.forward(batch) for runner in pair)
         assert isinstance(found, PretendCuda)
         assert float((found.as_subclass(torch.Tensor) - expected).abs().max()) <= BOUND
+
+
+def test_what_is_drawn_is_what_the_cpu_draws():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
+    logits[4, 7] = float("nan")
+    chosen = [GREEDY, SamplingParams(), SamplingParams(top_k=0, top_p=1.0, repetition_penalty=1.0), SamplingParams(min_p=0.1),
+              SamplingParams(), SamplingParams(frequency_penalty=0.5, presence_penalty=0.2)]  # fmt: skip
+    history = np.array([5, 6, 5, 9], np.int32)
+    rows = [SamplingRow(params, 11, 0, history, 2) for params in chosen]
+    expected, found = sample(logits, rows), sample(on_cuda(logits)[0], rows)
+    assert (found.bad_rows, found.stuck_rows) == (expected.bad_rows, expected.stuck_rows) == ((4,), ())
+    assert np.delete(found.token_ids, 4).tolist() == np.delete(expected.token_ids, 4).tolist()

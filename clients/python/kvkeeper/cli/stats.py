@@ -88,6 +88,7 @@ def _show_engine(stats: Any) -> str:
     rows: list[tuple[str, object]] = [
         ("up for", f"{stats.uptime_seconds:,.0f} s"),
         ("requests waiting, running", f"{stats.num_waiting_requests:,}, {stats.num_running_requests:,}"),
+        ("they start by, policy switches", f"{stats.scheduling_policy}, {stats.num_policy_switches:,}"),
         ("requests completed", stats.num_completed_requests),
         ("requests failed, cancelled", f"{stats.num_failed_requests:,}, {stats.num_cancelled_requests:,}"),
         ("preemptions, of them swapped out", f"{stats.num_preemptions:,}, {stats.num_swapped_out:,}"),

@@ -1,0 +1,59 @@
+"""FairShare: how many tokens each tenant was served, so that whoever was served least starts next.
+
+The counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): prompt tokens that are computed count
+once, new ones twice, for they cost about so much more; what is cached costs nothing. A tenant that has had nothing waiting
+comes back at the least of those who have, so that it cannot save its share up. Then of two tenants who both always have
+something waiting none gets more ahead of the other than what one of them can have running. Pure.
+"""
+
+NEW_TOKEN_WEIGHT = 2
+_FEW = 64
+
+
+class FairShare:
+    """Served tokens, weighted, by tenant. Forgets those whose count says nothing any more."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+        self._since: dict[str, float] = {}  # those with something waiting: when they last had a start, or came
+        self._num_waiting: dict[str, int] = {}
+        self._floor = 0.0  # what the last to start had been served; stands for the waiting ones while there are none
+
+    def served(self, tenant: str) -> float:
+        return self._served[tenant]
+
+    def waited(self, tenant: str, now: float) -> float:
+        """Seconds for which a tenant that has something waiting has had no start."""
+        return now - self._since[tenant]
+
+    def join(self, tenant: str, now: float) -> None:
+        """One more of its sequences waits."""
+        if tenant not in self._num_waiting:
+            floor = min((self._served[other] for other in self._num_waiting), default=self._floor)
+            self._served[tenant] = max(self._served.get(tenant, 0), floor)
+            self._since[tenant] = now
+            self._forget(floor)
+        self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """One less waits."""
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant], self._since[tenant]
+
+    def start(self, tenant: str, num_tokens: int, now: float) -> None:
+        """One of its sequences, that waited until now, starts with so many tokens to compute."""
+        self._floor = self._served.get(tenant, self._floor)
+        self._served[tenant] = self._floor + num_tokens
+        if tenant in self._since:
+            self._since[tenant] = now
+
+    def charge(self, tenant: str, num_new: int) -> None:
+        """It got so many new tokens."""
+        self._served[tenant] = self._served.get(tenant, self._floor) + NEW_TOKEN_WEIGHT * num_new
+
+    def _forget(self, floor: float) -> None:
+        """Who has nothing waiting and would come back at the floor anyway."""
+        if len(self._served) > 2 * len(self._num_waiting) + _FEW:
+            kept = {name: count for name, count in self._served.items() if name in self._num_waiting or count > floor}
+            self._served = kept
