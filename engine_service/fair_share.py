@@ -32,8 +32,9 @@ class FairShare:
             floor = min((self._served[other] for other in self._num_waiting), default=self._floor)
             self._served[tenant] = max(self._served.get(tenant, 0), floor)
             self._since[tenant] = now
+            self._num_waiting[tenant] = 0
             self._forget(floor)
-        self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
+        self._num_waiting[tenant] += 1
 
     def leave(self, tenant: str) -> None:
         """One less waits."""

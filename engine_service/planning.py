@@ -225,7 +225,8 @@ class Planning:
         promised: Counter[Request] = Counter()
         if not self.running.num_searching and not self.loading:
             return promised
-        held = (*self.running.at(self.running.searching), *self.loading.values())
+        loading = (sequence for sequence in self.loading.values() if sequence.request.num_beams is not None)
+        held = (*self.running.at(self.running.searching), *loading)
         for request, num_held in Counter(sequence.request for sequence in held).items():
             promised[request] = request.num_rows - num_held
         return promised

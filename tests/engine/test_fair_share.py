@@ -95,6 +95,15 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
     assert len(shares._served) < 200
 
 
+def test_however_many_tenants_come_once_each_is_served() -> None:
+    world = world_of("fcfs", max_running=4)
+    for place in range(80):
+        world.submit(request_of(f"t{place}", 1))
+        world.step()
+    world.run()
+    world.check_outputs()
+
+
 def test_a_refused_start_of_a_tenant_that_is_served_more_keeps_its_place() -> None:
     world = world_of("sjf", num_blocks=9, max_running=8, block_size=16)
     world.submit(request_of("a", 1, 12))
