@@ -14,28 +14,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import structlog
 
-from engine_service.beams import Candidates
-from engine_service.computing import Computed, StepRows
 from engine_service.device import Device
 from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
-from engine_service.plan import Limits, Plan, Work
+from engine_service.open_requests import OpenRequests
+from engine_service.plan import Limits, Plan
 from engine_service.planning import NO_GUESSES
 from engine_service.refusals import (
     CacheServiceDown,
     Draining,
-    DuplicateRequest,
     NeverFits,
-    QueueFull,
-    Refusal,
-    RequestFailed,
-    UnknownRequest,
 )
-from engine_service.request import Int32Array, Request, RequestState, Sequence, SequenceState
+from engine_service.request import Int32Array, RequestState
 from engine_service.scheduler import Scheduler
 from engine_service.sequence_creator import SequenceCreator
 from engine_service.speculator import Proposer, Speculator
@@ -64,18 +57,14 @@ class Engine:
         """proposer: guesses next tokens; None: every token takes a step. waiting: by arrival, by default."""
         self._tracing = tracing or EngineTracing(None)
         self.stats = EngineStats()
-        self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self.scheduler = Scheduler(Limits(block_size=1, max_len=0, max_known_sequences=0), waiting)
+        self.requests = OpenRequests(self.scheduler, self.stats, self._tracing, max_waiting, self._wake_up)
         self.memory: KvMemory | None = None  # of the session that is served on
         self.last_iteration: Iteration | None = None
         self.kv_utilization = 0.0  # as of the last step
-        self._max_waiting = max_waiting
-        self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
-        self._closed: list[Generation] = []
-        self._news: dict[Generation, None] = {}  # those whose pieces are not delivered yet
         self._creator: SequenceCreator | None = None
         self._num_reported = 0
-        self.speculator = None if proposer is None else Speculator(proposer, self._may_guess)
+        self.speculator = None if proposer is None else Speculator(proposer, self.requests.may_guess)
         self._wake = asyncio.Event()
         self._device = Device()
         self._stopping = False
@@ -92,29 +81,7 @@ class Engine:
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
         self.check_open()
-        request = generation.request
-        max_len = self.scheduler.limits.max_len_of(request.retention)
-        if request.request_id in self.generations:
-            raise DuplicateRequest("a live request has this id")
-        if request.max_len > max_len:
-            text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
-            raise NeverFits(text, requested=request.max_len, limit=max_len)
-        if request.num_rows > (limit := self.scheduler.limits.num_rows):
-            text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
-            raise NeverFits(text, requested=request.num_rows, limit=limit)
-        if self.scheduler.num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
-        generation.on_close = self._note_close
-        self.generations[request.request_id] = self._by_request[request] = generation
-        self.scheduler.add(request, time.monotonic())
-        self._tracing.begin(generation)
-        self._wake_up()
-
-    def cancel(self, request_id: str) -> None:
-        """End an open request: its stream is told at once, its blocks go back with the next step."""
-        if request_id not in self.generations:
-            raise UnknownRequest("no live request has this id")
-        self.generations[request_id].cancel()
+        self.requests.submit(generation)
 
     def stop(self) -> None:
         """Take no more requests; run_session ends once the open ones have."""
@@ -136,15 +103,10 @@ class Engine:
             self._wake.clear()
             await self._pause(left)
 
-    def fail_all(self, refusal: Refusal) -> None:
-        """End all open requests. While there is a session, their blocks go back with the next step."""
-        for generation in list(self.generations.values()):
-            generation.fail(refusal)
-
     def counts(self) -> dict[str, float]:
         """What GetStats and the metrics tell, by the protocol's names."""
         stats, scheduler = self.stats, self.scheduler
-        states = [generation.state for generation in self.generations.values()]
+        states = [generation.state for generation in self.requests.generations.values()]
         names = (
             *("num_completed_requests", "num_failed_requests", "num_cancelled_requests", "num_cached_tokens"),
             *("num_prefill_tokens", "num_new_tokens", "num_steps", "num_copied_blocks"),
@@ -172,24 +134,24 @@ class Engine:
         tell_ready is awaited once requests are taken, so that nobody who was told is refused.
         """
         self.memory, self._num_reported = memory, 0
-        self._end_closed()
+        self.requests.end_closed()
         for request in self.scheduler.reset(limits):
             limit = limits.max_len_of(request.retention)
             refusal = NeverFits("too much for the pool as it is now", requested=request.max_len, limit=limit)
-            self._by_request[request].fail(refusal)
-        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self._fail, self._tracing)
+            self.requests.fail(request, refusal)
+        self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self.requests.fail, self._tracing)
         try:
             await tell_ready()
-            while not (self._stopping and not self.generations and self.scheduler.is_empty):
+            while not (self._stopping and not self.requests.generations and self.scheduler.is_empty):
                 await self.step(memory)
         finally:
             self.memory = None
-            self._deliver()
+            self.requests.deliver()
             await self._creator.close()
             self._creator = None
             await self._device.drop()
             self._tracing.drop_steps()
-            self._end_closed()
+            self.requests.end_closed()
 
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
@@ -212,10 +174,10 @@ class Engine:
             work = self.scheduler.apply(plan, answer)
             self._tracing.note_computing(work.sequences)
             run_orders = partial(memory.run_orders, answer)
-            device.start(session.step_id, work, memory.runner, self._rows(work), run_orders, is_guessing=is_guessing)
+            device.start(session.step_id, work, memory.runner, self.requests.rows(work), run_orders, is_guessing=is_guessing)
             if work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids):
                 await self._pause(_PACE_S)
-        self._deliver()
+        self.requests.deliver()
         return None
 
     async def _finish(self, memory: KvMemory) -> None:
@@ -229,8 +191,8 @@ class Engine:
         work = flight.work
         self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), flight.seconds, memory.take_moved())
         self._tracing.end_step(flight)
-        taken = self._emit(work, computed)
-        self._end_closed()
+        taken = self.requests.emit(work, computed)
+        self.requests.end_closed()
         if self.speculator is not None and taken:
             self.speculator.note(work, taken, flight.seconds + flight.idle_seconds, was_guessing=flight.is_guessing)
         if work.batch is not None or work.news.is_move:
@@ -243,7 +205,7 @@ class Engine:
         self._wake.clear()
         if self._creator is not None:
             self._creator.proceed()
-        self._end_closed()
+        self.requests.end_closed()
 
     def _schedule(self, guesses: Mapping[int, Int32Array]) -> Plan:
         ordering = self.scheduler.waiting.ordering
@@ -252,16 +214,6 @@ class Engine:
         if ordering.num_switches > num_switches:
             log.info("policy_switched", policy=ordering.policy.name, num_waiting=self.scheduler.num_waiting)
         return plan
-
-    def _rows(self, work: Work) -> StepRows:
-        drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
-        sampled = [
-            self._by_request[sequence.request].sampling_row(sequence.index, tokens)
-            for sequence, tokens in zip(drawing, self.scheduler.histories(work), strict=True)
-        ]
-        tokens_of = self.scheduler.tokens_of
-        searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
-        return StepRows(sampled, searched)
 
     def _is_guessing(self) -> bool:
         """Whether the next step may get guesses, or the one that is computed has some: how many tokens it gives is open then.
@@ -282,101 +234,12 @@ class Engine:
             return NO_GUESSES
         return await self._while_renewing(session, self._device.call(asking)) if self.speculator.is_slow else asking()
 
-    def _may_guess(self, sequence: Sequence) -> bool:
-        generation = self._by_request.get(sequence.request)
-        return generation is not None and generation.is_open and not generation.constraints and generation.search is None
-
-    def _emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
-        """Take the tokens over, as text for the streams. Answers those that each of work.sampled got."""
-        if computed is None:
-            for sequence in self.scheduler.running.at(work.rows):
-                self._fail(sequence.request, RequestFailed("the forward pass failed"))
-            self.scheduler.fail(work)
-            return []
-        taken = self.scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
-        for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
-            if (generation := self._by_request.get(score.sequence.request)) is not None:
-                generation.take_prompt_logprobs(score.first_position, found)
-        self.stats.count_step(work, taken)
-        row = 0
-        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
-            self._take_tokens(sequence, token_ids.tolist(), row, computed)
-            row += len(guesses) + 1
-        for sequence, candidates in zip(work.searched, computed.candidates, strict=True):
-            self._take_candidates(sequence, candidates)
-        for index in computed.broken:
-            self._fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
-        self.stats.note_times()
-        return taken
-
-    def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
-        """One sequence's next tokens, drawn from first_row on."""
-        generation = self._by_request.get(sequence.request)
-        if generation is None:
-            return  # it ended while this was computed
-        for row, token_id in enumerate(token_ids, first_row):
-            if row in computed.sampled.bad_rows:
-                generation.fail(RequestFailed("the logits are not finite"))
-            elif row in computed.sampled.stuck_rows:
-                generation.fail(RequestFailed("the constraint allows no token"))
-            if not generation.is_open:
-                continue
-            self._news[generation] = None
-            self.stats.time_token(generation, sequence.index)
-            if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
-                self.scheduler.end(sequence)
-                break
-
-    def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
-        """What may follow a list of a search. Once that is known of all its lists, the likeliest go on."""
-        generation = self._by_request.get(sequence.request)
-        if generation is None or not generation.is_open:
-            return None
-        if candidates is None:
-            return generation.fail(RequestFailed("the logits are not finite"))
-        branches = generation.take_candidates(sequence.index, candidates)
-        if branches is not None:
-            self._news[generation] = None
-            self.stats.time_token(generation, 0)
-        if branches:
-            self.stats.num_new_tokens += len(branches)
-            self.scheduler.branch(generation.request, branches)
-        return None
-
-    def _deliver(self) -> None:
-        """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
-        for generation in self._news:
-            generation.deliver()
-        self._news.clear()
-
-    def _end_closed(self) -> None:
-        """Sequences of requests that ended give their blocks back; a failed one's last work is not to be shared."""
-        for generation in self._closed:
-            for sequence in generation.request.sequences:
-                if sequence.state is not SequenceState.ENDED:
-                    self.scheduler.end(sequence, discard=generation.has_failed)
-            del self._by_request[generation.request]
-        self._closed.clear()
-
-    def _fail(self, request: Request, refusal: Refusal) -> None:
-        if (generation := self._by_request.get(request)) is not None:
-            generation.fail(refusal)
-
-    def _note_close(self, generation: Generation) -> None:
-        """A request ended, in a step or outside of one."""
-        del self.generations[generation.request.request_id]
-        self.stats.count_end(generation)
-        self._tracing.end(generation)
-        log.info("request_ended", **generation.summary())
-        self._closed.append(generation)
-        self._wake_up()
-
     # -- waiting
 
     async def _idle(self, memory: KvMemory) -> None:
         """Nothing to compute: tell that the last step is done, then renew the lease until there is something."""
         session = memory.session
-        self._deliver()
+        self.requests.deliver()
         self._device.rest()
         if self._num_reported != session.step_id or memory.has_ended_orders:
             self._num_reported = session.step_id

@@ -86,7 +86,7 @@ class RunningServer:
                 await asyncio.wait((self._serving,))
                 await self.service.wait_heard()
         except TimeoutError:
-            log.warning("drain_timeout", num_requests=len(self.engine.generations))
+            log.warning("drain_timeout", num_requests=len(self.engine.requests.generations))
 
     async def stop(self) -> None:
         """End what still runs, close the session and remove the socket. Idempotent."""
@@ -94,7 +94,7 @@ class RunningServer:
             return
         self._is_stopped = True
         self.engine.stop()
-        self.engine.fail_all(Draining("the service is stopping"))
+        self.engine.requests.fail_all(Draining("the service is stopping"))
         await asyncio.wait((self._serving,), timeout=_LAST_STEP_S)
         if self.metrics is not None:
             await self.metrics.stop()

@@ -99,7 +99,7 @@ class EngineService:
         return pb.GetIterationPlanResponse() if last is None else iteration_plan(last)
 
     async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
-        self._engine.cancel(request.request_id)
+        self._engine.requests.cancel(request.request_id)
         return pb.CancelRequestResponse()
 
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
@@ -108,7 +108,7 @@ class EngineService:
         wanted = request.session_id
         later = [
             other
-            for other in self._engine.generations.values()
+            for other in self._engine.requests.generations.values()
             if other.request.arrival > after and wanted in ("", other.session_id)
         ]
         rows = [request_info(generation, now) for generation in later[:page_size]]

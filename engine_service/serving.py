@@ -51,12 +51,12 @@ async def keep_serving(
             is_away = error.code in _AWAY
             if not is_away and error.reason not in _SESSION_GONE:
                 # Our steps are refused: going on with the same requests would be refused again.
-                engine.fail_all(RequestFailed("the cache service refused a step"))
+                engine.requests.fail_all(RequestFailed("the cache service refused a step"))
         except Exception:
             # A bug in the loop: nothing will move these requests any more, and whoever runs the service is to end it.
             log.exception("broken_invariant")
             engine.stop()
-            engine.fail_all(BrokenInvariant("the service found itself inconsistent; its log says more"))
+            engine.requests.fail_all(BrokenInvariant("the service found itself inconsistent; its log says more"))
             raise
         finally:
             await tell(False)
@@ -76,7 +76,7 @@ async def _open(
             if may_refuse and error.code not in _AWAY:
                 raise CacheServiceRefused(f"the cache service refuses this model: {error}") from None
         if time.monotonic() > give_up_at:
-            engine.fail_all(CacheServiceDown("the cache service does not answer"))
+            engine.requests.fail_all(CacheServiceDown("the cache service does not answer"))
         await engine.wait_for_stop(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return None

@@ -62,5 +62,5 @@ async def test_a_crowd(world: Services, options: dict[str, int], num_engines: in
     assert pool.num_hits > 0
     assert pool.num_copies_on_write > 0
     for engine in engines:
-        assert not engine.engine.generations
+        assert not engine.engine.requests.generations
         assert engine.engine.scheduler.is_empty

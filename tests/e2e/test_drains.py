@@ -60,7 +60,7 @@ async def has_ended(engine: RunningEngine) -> bool:
 
 
 async def has_computed_all(engine: RunningEngine) -> bool:
-    return not engine.engine.generations
+    return not engine.engine.requests.generations
 
 
 async def test_a_stream_is_sent_to_its_end_before_the_engine_goes(world: Services) -> None:

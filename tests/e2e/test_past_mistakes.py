@@ -84,8 +84,8 @@ class HalfRight:
         }
 
 
-# Fields that need a world of their own.
-ELSEWHERE = {"scheduling_policy", "num_policy_switches"}
+# Fields that need a world of their own: test_policies.py
+ELSEWHERE = {"num_policy_switches"}
 
 
 async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:

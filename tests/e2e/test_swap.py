@@ -113,7 +113,7 @@ async def test_who_ends_while_it_is_swapped_out_holds_nothing(world: Services, e
         for sequence in engine.scheduler.waiting.sequences:
             if sequence.state is SequenceState.SWAPPED and not ended:
                 ended.append(sequence.request.prompt.tolist())
-                generation = engine.generations[sequence.request.request_id]
+                generation = engine.requests.generations[sequence.request.request_id]
                 generation.cancel() if end == "cancelled" else generation.fail(TimedOut("it took too long"))
 
     engine._finish = end_one  # type: ignore[method-assign]

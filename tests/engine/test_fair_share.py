@@ -95,14 +95,27 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
     assert len(shares._served) < 200
 
 
-def test_a_refused_start_of_a_tenant_that_was_served_much_keeps_its_place() -> None:
-    world = world_of("sjf", num_blocks=9, max_running=8)
-    world.submit(request_of("a", 7, 6))
+def test_a_refused_start_of_a_tenant_that_is_served_more_keeps_its_place() -> None:
+    world = world_of("sjf", num_blocks=9, max_running=8, block_size=16)
+    world.submit(request_of("a", 1, 12))
     world.step()
+    blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
     world.submit(request_of("a", 12))
     world.step()
-    for _ in range(5):
-        world.submit(request_of("b", 1))
+    world.submit(request_of("b", 1))
+    for _ in range(4):
         world.step()
+    shares = world.scheduler.waiting.shares
+    assert shares is not None
+    assert shares.served("b") < shares.served("a")
+    world.cache.blocks = blocks
     world.run()
-    assert tenants(world)[:2] == "aa"
+    assert tenants(world) == "aab"
+
+
+def test_starts_of_one_step_take_turns() -> None:
+    world = world_of("fcfs", max_running=6)
+    for tenant in "aaabbb":
+        world.submit(request_of(tenant, 4))
+    world.step()
+    assert tenants(world) == "ababab"

@@ -88,7 +88,8 @@ def test_only_who_is_more_important_goes_before_a_refused_start() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_equals_do_not_take_turns_and_who_gave_way_keeps_its_place(policy: str) -> None:
+def test_equals_do_not_take_turns_and_who_gave_way_keeps_its_place(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.scheduler_world.STEP_S", 0.0)  # so that what is shorter has the better rank
     world = world_of(policy, num_blocks=20, max_running=8)
     old, young = (world.submit(make_request([place, 2, 0, 1], 28, look_up=False)) for place in range(2))
     while not young.num_preemptions:

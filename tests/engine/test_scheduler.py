@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_service.fair_share import FairShare
+from engine_service.policies import POLICY_NAMES, make_ordering
 from engine_service.request import RequestState, SequenceState
+from engine_service.waiting import WaitingSequences
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache
 from tests.support.scheduler_world import World, expected_output, make_request
@@ -273,6 +276,8 @@ arrivals = st.lists(
     max_running=st.sampled_from([1, 2, 3, 32]),
     max_sequences=st.sampled_from([1, 2, 4, 64]),
     refused_forks=st.integers(0, 3),
+    policy=st.tuples(st.sampled_from(POLICY_NAMES), st.sampled_from([None, FairShare])),
+    budgets=st.tuples(st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 64])),
     make_cache=st.sampled_from([NaiveCache, CoreCache]),
 )
 def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
@@ -284,16 +289,23 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     max_running: int,
     max_sequences: int,
     refused_forks: int,
+    policy: tuple[str, type[FairShare] | None],
+    budgets: tuple[int, int],
     make_cache: type[NaiveCache] | type[CoreCache],
 ) -> None:
     longest = max(len(prompt) + max_new for prompt, max_new, *_ in arrivals)
     num_blocks = 1 + -(-longest // block_size) + spare_blocks
-    world = World(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running, make_cache)
+    name, make_shares = policy
+    waiting = WaitingSequences(make_ordering(name), make_shares() if make_shares else None)
+    sizes = (num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running)
+    world = World(*sizes, make_cache, waiting=waiting, prefill_budget=budgets[0], decode_budget=budgets[1])
     world.cache.num_refused_forks_to_come = refused_forks
     for prompt, max_new, n, priority, delay, cancel_after in arrivals:
         for _ in range(delay):
             world.step()
-        request = world.submit(make_request(prompt, max_new, n, priority))
+        request = make_request(prompt, max_new, n, priority)
+        request.tenant = "ab"[len(prompt) % 2]
+        world.submit(request)
         if cancel_after is not None:
             world.cancel(request, after=cancel_after)
     world.run(most_steps=3000)

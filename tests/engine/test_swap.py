@@ -126,10 +126,12 @@ def test_whoever_ends_while_it_is_away_leaves_nothing_behind(state: SequenceStat
     _, young = two(world)
     until(world, young, state)
     world.cancel(young)
+    num_had = young.num_new_tokens
     late = world.submit(make_request([2, 2, 1], 4))
     world.run()
     world.check_outputs()
     assert late.num_new_tokens == 4
+    assert young.num_new_tokens == num_had
     assert world.cache.manager.stats().num_held_host_blocks == 0
 
 
@@ -229,6 +231,9 @@ def test_a_critical_one_gives_way_only_where_nothing_goes_on_otherwise(overlap: 
     world.run()
     assert (critical.num_preemptions, low.num_preemptions) == (0, 1)
     pair = [world.submit(make_request([2, place, 1], 9, priority=1000, look_up=False)) for place in range(2)]
+    while not pair[1].num_preemptions:
+        work = world.step()
+    assert not len(work.rows), "the elder one would have gone on"
     world.run()
     world.check_outputs()
     assert [request.num_preemptions for request in pair] == [0, 1]

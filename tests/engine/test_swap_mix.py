@@ -6,9 +6,12 @@ A seed replays everything: forks, stops, cancellations, late arrivals, guesses, 
 import random
 from collections import Counter
 
+from engine_service.beams import BeamOptions
 from engine_service.plan import Work
 from engine_service.preemption_cost import Preemption
 from engine_service.retention import Retention
+from tests.support.beam_world import BeamWorld
+from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, make_request, tiered
 
 NUM_SEEDS = 120
@@ -63,3 +66,27 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         happened["cancelled"] += len(world.cancelled)
     names = ("out", "in", "recomputed", "failed", "cancelled")
     assert min(happened[name] for name in names) > 15, happened
+
+
+def test_searches_beside_others_find_what_they_would_alone() -> None:
+    num_swapped_out = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        sizes = (dice.randint(14, 26), dice.choice([1, 2, 4]))
+        tier = {"num_host_blocks": dice.choice([5, 60]), "preemption": Preemption.SWAP}
+        world = BeamWorld(*sizes, chunk_size=3, overlap=dice.random() < 0.5, make_cache=CoreCache, **tier)
+        for _ in range(4):
+            for _ in range(dice.choice([0, 0, 1, 4])):
+                world.step()
+            prompt, new = [dice.randrange(1, 3) for _ in range(dice.randint(1, 6))], dice.randint(1, 6)
+            if dice.random() < 0.6:
+                request = world.submit_search(prompt, new, BeamOptions(dice.randint(2, 4)))
+            else:
+                request = world.submit(make_request(prompt, new, 2, look_up=False))
+            if dice.random() < 0.2:
+                world.cancel(request, after=dice.randint(1, 15))
+        world.run()
+        world.check_searches()
+        assert world.cache.manager.stats().num_held_host_blocks == 0, seed
+        num_swapped_out += world.scheduler.num_swapped_out
+    assert num_swapped_out > 10

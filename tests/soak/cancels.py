@@ -130,7 +130,7 @@ class _Cancels:
         assert (await generate(self._client, prompt)).token_ids == [toy_output(prompt, 8)]
 
         async def engine_at_rest() -> bool:
-            return self._engine.engine.scheduler.is_empty and not self._engine.engine.generations
+            return self._engine.engine.scheduler.is_empty and not self._engine.engine.requests.generations
 
         await until(engine_at_rest)
         pool = await self._world.wait_idle()

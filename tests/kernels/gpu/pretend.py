@@ -2,6 +2,9 @@
 
 import torch
 
+from engine_service.model import decoder
+from engine_service.upload import PackedUpload
+
 
 class PretendCuda(torch.Tensor):
     """A CPU or meta tensor whose views, and what torch makes of it, also claim to be on CUDA."""
@@ -18,3 +21,27 @@ def on_cuda(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor of any size without memory, claiming to be on CUDA: for launches that are compiled, not run."""
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(PretendCuda)
+
+
+_OPS = ("attend", "gelu_and_mul", "linear", "rms_norm", "rotary", "silu_and_mul")
+
+
+def pretend_model_on_cuda(monkeypatch):
+    """A model's uploads, and what an op makes of them, claim to be on CUDA: new memory has forgotten the claim."""
+    upload = PackedUpload.__call__
+
+    def upload_all(self, arrays):
+        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
+
+    def claiming(op):
+        def run(x, *args):
+            made = op(x, *args)
+            parts = tuple(part.as_subclass(type(x)) for part in (made if isinstance(made, tuple) else (made,)))
+            return parts if isinstance(made, tuple) else parts[0]
+
+        return run
+
+    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
+    for name in _OPS:
+        monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.model import decoder
 from engine_service.model.loader import load_model
 from engine_service.model_runner import ModelRunner, kv_layout_of
 from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
-from engine_service.upload import PackedUpload
-from tests.kernels.gpu.pretend import PretendCuda, on_cuda
+from tests.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 
@@ -19,30 +17,9 @@ BOUND = 2e-5
 CHOSEN = [model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2")]
 
 
-OPS = ("attend", "gelu_and_mul", "linear", "rms_norm", "rotary", "silu_and_mul")
-
-
 @pytest.fixture(autouse=True)
 def all_claim_to_be_on_cuda(monkeypatch):
-    """What is uploaded, and what an op makes of it: where that is new memory, it has forgotten the claim."""
-    upload = PackedUpload.__call__
-
-    def upload_all(self, arrays):
-        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
-
-    def claiming(op):
-        def run(x, *args):
-            made = op(x, *args)
-            parts = made if isinstance(made, tuple) else (made,)
-            parts = tuple(part.as_subclass(type(x)) for part in parts)
-            return parts if isinstance(made, tuple) else parts[0]
-
-        return run
-
-    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
-    for name in OPS:
-        monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))
+    pretend_model_on_cuda(monkeypatch)
 
 
 def runners(folder):

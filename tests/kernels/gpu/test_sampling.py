@@ -49,7 +49,8 @@ def normal(num_rows, vocab_size=300, seed=0):
         {"min_p": 1.0},
         {"typical_p": 0.4},
         {"typical_p": 1e-6},
-        {"top_k": 40, "top_p": 0.9, "temperature": 0.7},
+        {"top_k": 10, "top_p": 0.6, "temperature": 4.0},  # most of the mass is not among the ten
+        {"top_k": 40, "min_p": 0.5, "temperature": 4.0},
         {"top_k": 40, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8, "temperature": 1.7},
     ],
     ids=str,

@@ -1,0 +1,97 @@
+"""Policies through both services: the order in which requests end, and what the engine tells of it."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvkeeper.client import AsyncEngineClient, KvkeeperError
+from tests.e2e.test_metrics import ANY_PORT, scrape
+from tests.support.odd_models import GATE_TOKEN
+from tests.support.service_pair import Services, generate, toy_output, until
+
+# Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait.
+JOBS: dict[str, tuple[list[int], int, str]] = {
+    "long": ([1] * 40, 0, "a"),
+    "next": ([2] * 12, 0, "a"),
+    "short": ([3] * 3, -100, "a"),
+    "high": ([4] * 20, 100, "b"),
+}
+
+
+async def order_of(client: AsyncEngineClient, gate: threading.Event) -> list[str]:
+    """Names of the jobs as they end."""
+    ended: list[str] = []
+
+    async def run(name: str, prompt: list[int], **options: Any) -> None:
+        assert (await generate(client, prompt, 2, **options)).token_ids == [toy_output(prompt, 2)]
+        ended.append(name)
+
+    def is_waiting(count: int) -> Any:
+        async def check() -> bool:
+            stats = await client.stats()
+            return stats.num_waiting_requests == count and (count > 0 or stats.num_running_requests > 0)
+
+        return check
+
+    tasks = [asyncio.create_task(run("first", [GATE_TOKEN], tenant="a"))]
+    await until(is_waiting(0))
+    for count, (name, (prompt, priority, tenant)) in enumerate(JOBS.items(), 1):
+        tasks.append(asyncio.create_task(run(name, prompt, priority=priority, tenant=tenant)))
+        await until(is_waiting(count))
+    gate.set()
+    await asyncio.gather(*tasks)
+    return ended[1:]
+
+
+@pytest.mark.parametrize(
+    ("policy", "fair_share", "expected"),
+    [
+        ("fcfs", False, ["long", "next", "short", "high"]),
+        ("sjf", False, ["short", "next", "high", "long"]),
+        ("priority", False, ["high", "long", "next", "short"]),
+        ("fcfs", True, ["high", "long", "next", "short"]),
+        ("sjf", True, ["high", "short", "next", "long"]),
+    ],
+)
+async def test_requests_end_in_the_order_of_the_policy(
+    world: Services, policy: str, fair_share: bool, expected: list[str]
+) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(policy=policy, fair_share=fair_share, max_sequences=1)
+    client = await world.client(engine)
+    assert await order_of(client, gate) == expected
+    stats = await client.stats()
+    assert (stats.scheduling_policy, stats.num_policy_switches) == (policy, 0)
+
+
+async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(max_sequences=1, prefill_budget=8, metrics_listen=ANY_PORT)
+    client = await world.client(engine)
+    assert (await client.stats()).scheduling_policy == "fcfs"
+    with capture_logs() as lines:
+        assert await order_of(client, gate) == ["short", "next", "high", "long"]
+    stats = await client.stats()
+    assert stats.num_policy_switches >= 1
+    switched = [line["policy"] for line in lines if line["event"] == "policy_switched"]
+    assert switched[0] == "sjf"
+    assert len(switched) == stats.num_policy_switches
+    assert engine.metrics is not None
+    told = await scrape(engine.metrics.address)
+    assert told["kvkeeper_engine_policy_switches_total"] == stats.num_policy_switches
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "adaptive"])
+async def test_what_can_never_fit_is_refused_and_blocks_nobody(world: Services, policy: str) -> None:
+    await world.start_cache(num_blocks=9)
+    client = await world.client(await world.start_engine(policy=policy, decode_budget=1))
+    ended = await asyncio.gather(
+        generate(client, [1] * 40, 8, priority=1000), generate(client, [1, 2, 3]), return_exceptions=True
+    )
+    assert isinstance(ended[0], KvkeeperError)
+    assert ended[0].reason == "NEVER_FITS"
+    assert not isinstance(ended[1], BaseException)
+    assert ended[1].token_ids == [toy_output([1, 2, 3], 8)]
