@@ -7,6 +7,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 import contextlib
 import gc
 import time
+from collections.abc import Callable
 
 import grpc
 import numpy as np
@@ -41,6 +42,26 @@ def arena_tensor(arena: Arena) -> torch.Tensor:
     return torch.from_numpy(arena.array)
 
 
+def _take_time(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Begins to take time; the first call ends it, the second gives the seconds, once the device has got so far."""
+    if device.type == "cuda":
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+
+        def end() -> Callable[[], float]:
+            last.record()
+            return lambda: first.elapsed_time(last) / 1000
+
+        return end
+    begun_at = time.perf_counter()
+
+    def stop() -> Callable[[], float]:
+        seconds = time.perf_counter() - begun_at
+        return lambda: seconds
+
+    return stop
+
+
 class KvMemory:
     """See the module. Make it with open_memory."""
 
@@ -55,7 +76,8 @@ class KvMemory:
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
         self._failed_now: list[int] = []
-        self._moved = Moved()  # by the orders of the step that is computed
+        self._num_moved_bytes = 0  # by the orders of the step that is computed
+        self._moving_seconds: Callable[[], float] = float  # that this took
 
     @property
     def runner(self) -> Runner:
@@ -92,7 +114,7 @@ class KvMemory:
         """
         if not len(answer.transfer_ids):
             return
-        begun_at = time.perf_counter()
+        took = _take_time(self._blocks.device)
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
             try:
@@ -104,7 +126,7 @@ class KvMemory:
             except IndexError:
                 log.error("transfer_failed", order_id=order_id)
                 self._failed_now.append(order_id)
-        self._moved = Moved(len(self._done_now) * self._blocks.shape[1], time.perf_counter() - begun_at)
+        self._num_moved_bytes, self._moving_seconds = len(self._done_now) * self._blocks.shape[1], took()
 
     def note_ended_orders(self) -> bool:
         """The step has been computed: its orders are to be reported. Whether one has failed."""
@@ -116,7 +138,8 @@ class KvMemory:
 
     def take_moved(self) -> Moved:
         """What the orders of the step that has been computed moved."""
-        moved, self._moved = self._moved, Moved()
+        moved = Moved(self._num_moved_bytes, self._moving_seconds()) if self._num_moved_bytes else Moved()
+        self._num_moved_bytes = 0
         return moved
 
     def _take_ended(self) -> tuple[list[int], list[int]]:

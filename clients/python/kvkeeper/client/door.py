@@ -169,7 +169,7 @@ class AsyncStream:
     def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
         self._patience = Patience(options, time.monotonic())
         self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
-        self._received = False
+        self._received = self._is_cancelled = False
         self._start()
 
     def _start(self) -> None:
@@ -184,7 +184,7 @@ class AsyncStream:
             try:
                 message = await self._messages.__anext__()
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = error_of(failure, is_ours=self._is_cancelled)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -198,6 +198,7 @@ class AsyncStream:
                 return message
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         self._call.cancel()
 
 

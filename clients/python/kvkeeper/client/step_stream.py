@@ -94,11 +94,12 @@ class StepStream:
                 await call.write(request)
             answer = await call.read()
         except BaseException as failure:
+            is_ours = self._call is not call
             self._end_call()
             if self._is_late and not _is_cancelled():
                 raise _late() from None
             if isinstance(failure, grpc.RpcError):
-                raise error_of(failure) from None
+                raise error_of(failure, is_ours=is_ours) from None
             raise
         if answer is EOF:
             self._end_call()
