@@ -34,6 +34,7 @@ class Planning:
         self._num_arrivals = 0
         self.num_preemptions = self.num_swapped_out = 0
         self.num_plans = 0  # that were answered
+        self._loads_have_failed = False  # some, since the last plan was made
         self.costs = Costs()
         self.room = Room()
 
@@ -44,6 +45,7 @@ class Planning:
         guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
         """
         running = self.running
+        self._loads_have_failed = False
         order = running.order
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]

@@ -20,6 +20,7 @@ class Preempting(Planning):
 
     def give_up_loads(self) -> None:
         """A transfer has failed: a sequence that was being swapped in would hear of that no more, so it is computed again."""
+        self._loads_have_failed = True
         for sequence_id, sequence in list(self.loading.items()):
             if sequence.state is SequenceState.RETURNING:
                 del self.loading[sequence_id]
@@ -119,6 +120,10 @@ class Preempting(Planning):
             if result == _OK:
                 assert sequence.sequence_id is not None
                 self.waiting.remove(sequence)
+                if self._loads_have_failed:  # it may wait for the very order that failed, of a sequence it shares a block with
+                    sequence.num_computed = 0
+                    self._recompute(sequence)
+                    continue
                 sequence.state = SequenceState.RETURNING
                 self.loading[sequence.sequence_id] = sequence
                 done += (Task(sequence, sequence.num_computed, 0),)
