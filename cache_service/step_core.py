@@ -193,7 +193,10 @@ class StepCore(CreateCalls):
     def _swap_in(self, owner: Owner, swapping: Swapping, slot: int) -> bool:
         """A swap-in claims as a start does, and leaves alone what is kept for elder sequences."""
         progress, num_apart = self.tables.progress, self._num_spare()
-        done = swapping.swap_in(owner, slot, num_apart + (progress.num_kept_from(slot) if progress.claims else 0))
+        num_kept = progress.num_kept_from(slot) if progress.claims else 0
+        # Blocks that are still on their way out would only be taken back; an elder sequence that misses some has them first.
+        is_owed = num_kept > self.tables.pool.num_available and bool(self.tables.sequences.keeps_table[slot])
+        done = not is_owed and swapping.swap_in(owner, slot, num_apart + num_kept)
         if done:
             progress.forget(slot)
         else:

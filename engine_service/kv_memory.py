@@ -123,7 +123,7 @@ class KvMemory:
                 else:
                     self._blocks[destination].copy_(self._hosts[source], non_blocking=True)
                 self._done_now.append(order_id)
-            except IndexError:
+            except (IndexError, RuntimeError):  # torch raises the latter for all else that can be wrong with a copy
                 log.error("transfer_failed", order_id=order_id)
                 self._failed_now.append(order_id)
         self._num_moved_bytes, self._moving_seconds = len(self._done_now) * self._blocks.shape[1], took()

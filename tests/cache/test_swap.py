@@ -292,3 +292,30 @@ def test_a_copy_is_not_shared_once_its_source_may_have_been_written() -> None:
     churn(pool)
     pool.step(done=pool.run(pool.step(ins=[1])))
     assert pool.bytes(1)[1] == 77
+
+
+def test_blocks_on_their_way_out_are_not_taken_back_while_an_elder_sequence_is_owed_some() -> None:
+    """Else two engines on one pool could wait for ever: one gives back, and takes it again before it has come free."""
+    pool = TierPool(num_blocks=6)
+    pool.prefill(1, range(8))
+    pool.prefill(2, range(100, 112), session=B)
+    out = pool.step(B, outs=[2])
+    assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [8]
+    assert pool.step(B, ins=[2]).swap_in_results.tolist() == [NO_ROOM]
+    assert pool.state_of(2, session=B) is SequenceState.SWAPPED
+    pool.step(B, done=pool.run(out))
+    pool.step(B)
+    assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [9]
+    pool.step(releases=[1])
+    assert pool.step(B, ins=[2]).swap_in_results.tolist() == [OK]
+
+
+def test_blocks_on_their_way_out_are_taken_back_by_the_eldest_and_where_nothing_is_missed() -> None:
+    pool = TierPool(num_blocks=6)
+    pool.prefill(1, range(12))
+    pool.prefill(2, range(100, 108), session=B)
+    pool.step(outs=[1])
+    assert pool.step(B, reserves=[(2, 9, 9)]).reserve_reserved.tolist() == [8]
+    assert pool.step(ins=[1]).swap_in_results.tolist() == [OK]  # it is elder than the claim
+    pool.step(B, outs=[2])
+    assert pool.step(B, ins=[2]).swap_in_results.tolist() == [OK]  # nobody claims

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
-from tests.support.service_pair import DEADLINE_S, Services, toy_output
+from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
 
 NUM_REQUESTS = 60
 
@@ -56,6 +56,8 @@ async def test_a_crowd(world: Services, options: dict[str, int], num_engines: in
     async with asyncio.timeout(2 * DEADLINE_S):
         ends = await asyncio.gather(*(one(clients[seed % num_engines], seed) for seed in range(NUM_REQUESTS)))
     assert set(ends) == {"ended", "left"}
+    # Alone, whose forks find slots and room: in a crowd with few of both it may be that none does.
+    assert (await generate(clients[0], [0, 1, 2, 0, 1], 4, n=2)).token_ids == [toy_output([0, 1, 2, 0, 1], 4)] * 2
     pool = await world.wait_idle()
     assert pool.num_referenced_blocks == 0
     assert pool.num_free_blocks + pool.num_cached_blocks == options["num_blocks"] - 1
