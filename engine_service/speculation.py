@@ -19,7 +19,7 @@ LEAST_AHEAD, MOST_AHEAD, FIRST_AHEAD = 2, 8, 4
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2
 _PATIENCE = 4  # runs without a kept guess before a request stops guessing for a while
 _REST_TOKENS = 32  # that it then generates plainly
-_SMOOTHING = 0.2  # so that one trial is enough to change the mind
+_SMOOTHING = 0.05  # so that a stretch without matches is not yet a change of mind
 _TRIAL_STEPS = 8  # of each kind before they are compared, and again each time the losing kind gets another chance
 _CHECK_EVERY = 256  # steps
 _LEAST_GAIN = 0.95  # so that noise does not count as one
@@ -112,8 +112,11 @@ class Switch:
             return True
         if self._without.num_steps < _TRIAL_STEPS:
             return False
-        pays = self._with.seconds_per_token < _LEAST_GAIN * self._without.seconds_per_token
-        return pays != (self._num_steps % _CHECK_EVERY < _TRIAL_STEPS)
+        return self._pays
+
+    @property
+    def _pays(self) -> bool:
+        return self._with.seconds_per_token < _LEAST_GAIN * self._without.seconds_per_token
 
     @property
     def acceptance_rate(self) -> float:
@@ -127,3 +130,5 @@ class Switch:
         self.num_kept += num_kept
         if num_tokens:
             (self._with if was_guessing else self._without).take(seconds, num_tokens)
+        if self._num_steps % _CHECK_EVERY == 0 and min(self._with.num_steps, self._without.num_steps) >= _TRIAL_STEPS:
+            (self._without if self._pays else self._with).num_steps = 0  # another trial, of which alone it is judged
