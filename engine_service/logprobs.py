@@ -31,7 +31,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
     """
     if not len(token_ids):
         return []
-    tokens = torch.tensor(token_ids)[:, None]
+    tokens = torch.tensor(token_ids, device=logits.device)[:, None]
     of_token = logits.gather(1, tokens)
     ranks = (logits > of_token).sum(1) + 1
     totals = logits.logsumexp(1)
