@@ -100,3 +100,14 @@ def test_a_step_that_the_machine_held_up_does_not_change_its_mind() -> None:
         seconds = (1.3 if is_on else 1.0) * (20 if step % 50 == 49 else 1)
         switch.note(0, 0, 1, seconds, was_guessing=is_on)
     assert num_waited < 120
+
+
+def test_a_stretch_without_a_match_does_not_turn_it_off() -> None:
+    """Fourteen steps give 5 tokens each, fourteen look in vain, and so on: 0.42 a token on the whole, against 1."""
+    switch, num_waited = Switch(), 0
+    for _ in range(1200):
+        is_on = switch.is_on
+        num_waited += is_on
+        num_tokens = 5 if is_on and num_waited % 28 < 14 else 1
+        switch.note(4 if is_on else 0, num_tokens - 1, num_tokens, 1.25 if is_on else 1.0, was_guessing=is_on)
+    assert num_waited > 1100
