@@ -34,6 +34,7 @@ _NUM_BLOCKS = 128
 _MOST_AWAITS = 200  # that any of the calls has
 _TURNS = 40  # calls that are cancelled after some turns of the loop
 _STORM = 60
+_STORM_TURN_S = 0.002
 _NUM_UNREAD, _UNREAD_TOKENS = 3, 60
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))  # a reader that is behind stops the writer
 _PREFIX = "/kvkeeper.engine.v1.EngineService/"
@@ -173,8 +174,9 @@ class _Cancels:
         """Many streams at once, each at its own time, on a pool that has not room for all."""
         async with grpc.aio.insecure_channel(self._engine.address) as channel:
             stub = pb_grpc.EngineServiceStub(channel)
-            num_turns = max(await asyncio.gather(*(self._cancelled_after(None, stub) for _ in range(_STORM))))
-            await asyncio.gather(*(self._cancelled_after(self._rng.randrange(num_turns), stub) for _ in range(_STORM)))
+            turns = await asyncio.gather(*(self._cancelled_after(None, stub, _STORM_TURN_S) for _ in range(_STORM)))
+            ends = [self._rng.randrange(max(turns)) for _ in range(_STORM)]
+            await asyncio.gather(*(self._cancelled_after(end, stub, _STORM_TURN_S) for end in ends))
 
     async def unread(self) -> None:
         """Clients that stop reading: their requests end all the same, and others' go on."""
@@ -226,13 +228,16 @@ class _Cancels:
                 return
             self.count += 1
 
-    async def _cancelled_after(self, num_turns: int | None, stub: Any) -> int:
-        """A stream that is cancelled after so many turns of the loop, or read to its end. The turns that it lasted."""
+    async def _cancelled_after(self, num_turns: int | None, stub: Any, turn_s: float = 0.0) -> int:
+        """A stream that is cancelled after so many turns of the loop, or read to its end. The turns that it lasted.
+
+        turn_s: how long a turn is at least; many that spin at once would leave the engine's thread no time to compute.
+        """
         call = stub.Generate(generate_request(self._prompt(), self._options(n=self._rng.choice([1, 2]))), timeout=60)
         reading = asyncio.create_task(_read_all(call))
         count = 0
         while not reading.done() and count != num_turns:
-            await asyncio.sleep(0)
+            await asyncio.sleep(turn_s)
             count += 1
         self.count += call.cancel()
         await reading
