@@ -77,6 +77,7 @@ ifneq ($(wildcard $(BUNDLE)/*.whl),)
 	PYTHONPATH=$(CURDIR)/$(BUNDLE)/site $(PYTHON) -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
 else
 	$(MAKE) $(VENV)/.dev $(GENERATED)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cuda]'
 	$(BIN)/python -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
 endif
 

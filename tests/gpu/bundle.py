@@ -15,6 +15,7 @@ MOST_BYTES = 60 << 20
 _PYTHONS = ("3.11", "3.12")
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 _OF_THE_HOST = {"torch", "triton", "numpy"}
+_CUDA_BINDINGS = "cuda-bindings==13.0.3"  # of the oldest driver that it is to meet; torch brings its own where it is installed
 # What our dependencies need in turn: --no-deps keeps torch out, so they are named.
 _FURTHER = (
     "googleapis-common-protos",
@@ -58,7 +59,7 @@ def install(folder: Path, target: Path) -> None:
 
 def _requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["cuda"], *_FURTHER]
+    asked = [*project["dependencies"], _CUDA_BINDINGS, *_FURTHER]
     names = [text.split(";")[0].strip() for text in asked]
     return [name for name in names if not any(name.startswith(own) for own in _OF_THE_HOST)]
 

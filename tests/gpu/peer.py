@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ class _Calls:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        self._stop = threading.Event()
 
     def allocate(self, num_bytes: int) -> int:
         pointer = self._runtime.allocate(DEVICE, num_bytes)
@@ -107,7 +107,8 @@ class _Calls:
 
     def _write_for_ever(self, pointer: int, num_bytes: int, begun: threading.Event) -> None:
         value = 0
-        while not self._stop.wait(0.001):
+        while True:
+            time.sleep(0.001)
             value = (value + 1) % 256
             ctypes.memset(pointer, value, num_bytes)
             begun.set()

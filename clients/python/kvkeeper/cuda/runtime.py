@@ -73,10 +73,9 @@ class BoundRuntime:
         self._runtime: ModuleType | None = None
 
     def device_uuids(self) -> list[str]:
-        runtime = self._load()
+        self._load()
         count = self._call("cudaGetDeviceCount")
         properties = [self._call("cudaGetDeviceProperties", device) for device in range(count)]
-        assert runtime is not None
         return [bytes(shown.uuid.bytes).hex() for shown in properties]
 
     def allocate(self, device: int, num_bytes: int) -> int:
