@@ -1,9 +1,6 @@
 """What transformers' generate finds by beam search, to be compared with."""
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ import torch
 import transformers
 
 from kvkeeper.client import BeamSearch, GenerateOptions, Piece, Sampling
+from tests.support.tiny_models import quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class SearchCase:
 
 def references(folder: Path, cases: Sequence[SearchCase]) -> list[list[Found]]:
     """One answer per case, the best list first; float32."""
-    with _quiet():
+    with quiet_transformers():
         dtype = torch.float32
         network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
         network.generation_config.eos_token_id = None
@@ -99,17 +97,3 @@ def check_told(case: SearchCase, pieces: Sequence[Piece], expected: Sequence[Fou
     for piece, found in zip(pieces, expected, strict=True):
         assert piece.cumulative_logprob is not None
         assert abs(piece.cumulative_logprob - found.logprob) < 2e-4, case
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers logs and warns about settings that these searches do not use."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            transformers.logging.set_verbosity(before)

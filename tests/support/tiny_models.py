@@ -81,7 +81,7 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
     """Write config.json and safetensors of a random model; random biases and norms too, so that losing one shows."""
     config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})
     torch.manual_seed(seed)
-    with _quiet():
+    with quiet_transformers():
         network = getattr(transformers, f"{model.family.removesuffix('Text')}ForCausalLM")(config)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
@@ -193,15 +193,15 @@ def logits_of(
     folder: Path, cases: Sequence[NumericsCase], dtype: torch.dtype = torch.float32, attention: str = "eager"
 ) -> tuple[torch.Tensor, ...]:
     """Logits of transformers [T, vocab_size] of each case, float32, computed in dtype."""
-    with _quiet():
+    with quiet_transformers():
         network = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=dtype).eval()
     with torch.no_grad():
         return tuple(network(torch.tensor([case.tokens]), use_cache=False).logits[0].float() for case in cases)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers logs and warns about what these tests do on purpose."""
+def quiet_transformers() -> Iterator[None]:
+    """It logs and warns about what tests do on purpose."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()

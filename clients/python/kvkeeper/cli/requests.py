@@ -1,14 +1,12 @@
 """`kvkeeper requests`: what the engine is asked for now, of all conversations or of one."""
 
 import argparse
-import json
 from typing import Any
 
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.generate import utf8
+from kvkeeper.cli.lists import print_list
 from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
-from kvkeeper.cli.tables import table
 from kvkeeper.client import EngineClient
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -26,12 +24,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with EngineClient(args.engine, OPTIONS) as client:
         requests = client.list_requests(args.session_id)
-    if args.json:
-        print(json.dumps({"requests": [as_json(request) for request in requests]}))
-    elif requests:
-        print(table(_HEADERS, [_row(request) for request in requests]))
-    else:
-        print("no live requests")
+    print_list("requests", requests, _HEADERS, _row, is_json=args.json)
     return EXIT_OK
 
 

@@ -1,14 +1,12 @@
 """`kvkeeper sequences`: the live sequences of all sessions."""
 
 import argparse
-import json
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.addresses import add_cache_flag, add_json_flag
-from kvkeeper.cli.as_json import as_json
+from kvkeeper.cli.lists import print_list
 from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
-from kvkeeper.cli.tables import table
 from kvkeeper.client import CacheClient
 
 _HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "retention", "priority", "steps")
@@ -25,12 +23,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     with CacheClient(args.cache, OPTIONS) as client:
         sequences = client.list_sequences(args.session)
-    if args.json:
-        print(json.dumps({"sequences": [as_json(sequence) for sequence in sequences]}))
-    elif sequences:
-        print(table(_HEADERS, [_row(sequence) for sequence in sequences]))
-    else:
-        print("no live sequences")
+    print_list("sequences", sequences, _HEADERS, _row, is_json=args.json)
     return EXIT_OK
 
 
