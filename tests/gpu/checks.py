@@ -31,6 +31,12 @@ class PartResult:
         return not self.problem and bool(self.checks) and all(check.ok is not False for check in self.checks)
 
 
+def text_of(failure: Exception) -> str:
+    """Its type and the first line of what it says."""
+    first, *_ = [*str(failure).splitlines(), ""]
+    return f"{type(failure).__name__}: {first[:200]}"
+
+
 def write_checks(path: Path, checks: Iterable[Check]) -> None:
     """One JSON object a line, appended, so that what a part found is there even if it does not get to its end."""
     with path.open("a") as file:

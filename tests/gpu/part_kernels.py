@@ -18,7 +18,7 @@ from kernels.rotary import rotary
 from kernels.sampling import SamplingTensors, sample_rows
 from kernels.silu_and_mul import silu_and_mul
 from kernels.store_kv import store_kv
-from tests.gpu.checks import Check
+from tests.gpu.checks import Check, text_of
 from tests.kernels.worlds import World, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
@@ -42,7 +42,7 @@ def _guarded(name: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
     try:
         error = case()
     except Exception as failure:  # a kernel that does not compile or launch, whatever it raises: the others are still told
-        return Check(label, False, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}")
+        return Check(label, False, note=text_of(failure))
     return Check(label, error <= _MOST_ERROR[dtype], {"max_error": error})
 
 

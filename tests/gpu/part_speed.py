@@ -18,7 +18,7 @@ from kernels.paged_attention_prefill import paged_attention_prefill
 from kernels.rms_norm import rms_norm
 from kernels.sampling import SamplingTensors, sample_rows
 from kernels.store_kv import store_kv
-from tests.gpu.checks import Check
+from tests.gpu.checks import Check, text_of
 from tests.gpu.stopwatch import Ceilings, Stopwatch
 
 _BLOCK_SIZE = 16
@@ -34,18 +34,21 @@ def run(is_dry: bool) -> Iterator[Check]:
     yield Check("ceilings", None, figures)
     shapes = [(2, 64, 16)] if is_dry else [(1, 131_072, 128), (32, 4096, 128), (256, 1024, 128), (64, 4096, 64)]
     for num_seqs, seq_len, head_dim in shapes:
-        yield _told(lambda n=num_seqs, s=seq_len, d=head_dim: _decode(watch, ceilings, n, s, d))
+        yield _told(
+            f"decode_{num_seqs}x{seq_len}_d{head_dim}",
+            lambda n=num_seqs, s=seq_len, d=head_dim: _decode(watch, ceilings, n, s, d),
+        )
     for seq_len in (64,) if is_dry else (2048, 8192):
-        yield _told(lambda s=seq_len: _prefill(watch, ceilings, s))
+        yield _told(f"prefill_{seq_len}", lambda s=seq_len: _prefill(watch, ceilings, s))
     for measure in (_store, _copy, _norm, _swap, _sampling):
-        yield _told(lambda one=measure: one(watch, ceilings))
+        yield _told(measure.__name__.removeprefix("_"), lambda one=measure: one(watch, ceilings))
 
 
-def _told(measure: Callable[[], Check]) -> Check:
+def _told(name: str, measure: Callable[[], Check]) -> Check:
     try:
         return measure()
     except Exception as failure:  # of one figure: the others are still told
-        return Check("figure", False, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:200]}")
+        return Check(name, False, note=text_of(failure))
 
 
 def _paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
