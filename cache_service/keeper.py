@@ -3,19 +3,20 @@
 Everything here is synchronous but opening a session, and runs on one event loop, so the core needs no locks. Rules: a session
 is renewed by messages only; when it ends by itself (lease, grace, death of its process) or by CloseSession, its sequences
 are reclaimed at once, and what it may still write stays in quarantine until its mapping and running copies are gone, or
-until it says that it has drained. Knows nothing of gRPC.
+until it says that it has drained. What ends by itself ends by the clock that is handed in, which does not count time in which
+this service could not hear anybody. Knows nothing of gRPC.
 """
 
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
 from cache_service.arena.attach import AttachRefused, Grant
+from cache_service.clock import Clock, TimerHandle
 from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from cache_service.pool_core import CloseResult
 from cache_service.registry import Pool, PoolRegistry
@@ -32,20 +33,6 @@ MAX_UNATTACHED_TTL = 3600.0
 _MAX_REMEMBERED = 4096  # ended sessions whose CloseSession may come again
 _TICK = 1.0  # seconds between two looks at what falls due by itself in the pools
 _BETWEEN_SLICES = 0.01  # while a look left something to do
-
-
-class TimerHandle(Protocol):
-    """A callback that has not run yet."""
-
-    def cancel(self) -> object: ...
-
-
-class Clock(Protocol):
-    """Monotone seconds, and callbacks at a time. An event loop is one."""
-
-    def time(self) -> float: ...
-
-    def call_at(self, when: float, callback: Callable[[], None], /) -> TimerHandle: ...
 
 
 class Stream(Protocol):

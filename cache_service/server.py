@@ -18,9 +18,10 @@ from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.attach import AttachServer
 from cache_service.arena.memory_of import memory_of
 from cache_service.arena.private_directory import private_directory
+from cache_service.clock import Clock, RunClock
 from cache_service.config import CacheConfig
 from cache_service.door import make_door
-from cache_service.keeper import Clock, Keeper
+from cache_service.keeper import Keeper
 from cache_service.metrics import cache_metrics
 from cache_service.registry import Memory, PoolRegistry
 from cache_service.service import CacheService
@@ -44,6 +45,7 @@ class RunningServer:
     _endpoint: Endpoint
     _attach: AttachServer
     metrics: MetricsServer | None = None
+    _clock: RunClock | None = None  # where nobody handed in another
     _is_stopped: bool = False
 
     @property
@@ -73,6 +75,8 @@ class RunningServer:
         await self._attach.close()
         self.keeper.registry.close()
         self._endpoint.release()
+        if self._clock is not None:
+            self._clock.close()
         log.info("stopped")
 
 
@@ -81,15 +85,18 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     endpoint: Endpoint | None = None
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
+    loop = asyncio.get_running_loop()
+    own_clock = RunClock(loop) if clock is None else None
+    timing: Clock = clock or own_clock or loop
     try:
         registry = PoolRegistry(config, memory or memory_of(config.device))
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
-        keeper = Keeper(registry, clock or asyncio.get_running_loop(), time.time_ns() // 1000, config.max_sessions)
-        attach = AttachServer(_attach_path(config, endpoint.address), keeper)
+        keeper = Keeper(registry, timing, time.time_ns() // 1000, config.max_sessions)
+        attach = AttachServer(_attach_path(config, endpoint.address), keeper, timing)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, keeper))
-        door = make_door(CacheService(config, keeper, str(attach.path)), StepHandler(keeper))
+        door = make_door(CacheService(config, keeper, str(attach.path), (clock or loop).time), StepHandler(keeper))
         await endpoint.start(door, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -102,6 +109,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             await attach.close()
         if endpoint is not None:
             endpoint.release()
+        if own_clock is not None:
+            own_clock.close()
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         if isinstance(error, OutOfMemory):
@@ -110,7 +119,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach, metrics)
+    return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach, metrics, own_clock)
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:

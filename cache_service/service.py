@@ -39,11 +39,13 @@ class _OfSession(Protocol):
 class CacheService(Questions, PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
-    def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str) -> None:
+    def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str, time: Callable[[], float]) -> None:
+        """time: monotone seconds that also pass while the service is held up, for what it tells of itself."""
         super().__init__(keeper)
         self._config = config
         self._attach_path = attach_path
-        self._started = keeper.now()
+        self._time = time
+        self._started = time()
 
     async def get_capabilities(self, _: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
         return pb.GetCapabilitiesResponse(
@@ -248,7 +250,7 @@ class CacheService(Questions, PrefixService):
         pools, sessions = self._keeper.registry.pools, self._keeper.sessions
         return pb.GetStatsResponse(
             epoch=self._keeper.epoch,
-            uptime_seconds=now - self._started,
+            uptime_seconds=self._time() - self._started,
             pools=[pool.stats() for pool in pools],
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
             num_opened_sessions=self._keeper.num_opened,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from cache_service.clock import Clock, within
 from kvkeeper.service.listen import SocketLock
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
@@ -54,8 +55,10 @@ class AttachDesk(Protocol):
 class AttachServer:
     """Serves the attach socket at path on the running loop. Raises AddressInUse."""
 
-    def __init__(self, path: Path, desk: AttachDesk) -> None:
+    def __init__(self, path: Path, desk: AttachDesk, clock: Clock) -> None:
+        """clock: handshakes are timed by it, so that none is too slow because this service is."""
         self.path = path
+        self._clock = clock
         self._lock = SocketLock(path)
         self._desk = desk
         self._connections: set[asyncio.Task[None]] = set()
@@ -100,7 +103,7 @@ class AttachServer:
         with contextlib.closing(connection), contextlib.suppress(ConnectionError):
             try:
                 try:
-                    async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
+                    async with within(self._clock, _HANDSHAKE_TIMEOUT):
                         token = await _read_token(connection)
                 finally:
                     self._num_handshakes -= 1

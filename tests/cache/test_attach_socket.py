@@ -56,7 +56,7 @@ async def desk(arena: SharedMemoryArena) -> Desk:
 
 @pytest.fixture
 async def server(folder: Path, desk: Desk) -> AsyncIterator[AttachServer]:
-    served = AttachServer(folder / "a", desk)
+    served = AttachServer(folder / "a", desk, asyncio.get_running_loop())
     yield served
     await served.close()
     assert os.listdir(folder) == []

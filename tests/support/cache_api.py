@@ -74,6 +74,12 @@ class ManualClock:
             timer.run()
         self._now = end
 
+    def stall(self, seconds: float) -> None:
+        """Time passes while nothing runs; then all runs at once that fell due meanwhile."""
+        self._now += seconds
+        while self._timers and self._timers[0][0] <= self._now:
+            heapq.heappop(self._timers)[2].run()
+
 
 class _Timer:
     def __init__(self, callback: Callable[[], None]) -> None:
