@@ -35,7 +35,6 @@ from engine_service.speculator import Proposer, Speculator
 from engine_service.stats import EngineStats
 from engine_service.tracing import EngineTracing
 from engine_service.waiting import WaitingSequences
-from kvkeeper.client.cache import AsyncCacheSession
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class Engine:
             await self._finish(memory)  # guesses start from the tokens that are computed now
         await device.wait_until_due(session.ttl_ms / 1000 * _RENEW_SHARE)
         self._take_in()
-        plan = self._schedule(await self._guess(session) if is_guessing else NO_GUESSES)
+        plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
         wants_step = not plan.is_empty or (bool(self.scheduler.loading) and device.in_flight is None)
         if not wants_step and device.in_flight is None:
             return await self._idle(memory)
@@ -184,7 +183,8 @@ class Engine:
         """Take over what the device computes, when it has."""
         if (flight := self._device.in_flight) is None:
             return
-        computed = await self._while_renewing(memory.session, flight.computing)
+        computed = await self._while_renewing(memory, flight.computing)
+        await memory.require_lease()  # else what was computed may have read what others wrote: it is computed again
         self._device.take()
         if memory.note_ended_orders():
             self.scheduler.give_up_loads()
@@ -226,13 +226,13 @@ class Engine:
         has_guesses = flight is not None and any(len(guesses) for guesses in flight.work.guesses)
         return has_guesses or self.speculator.wants_to_guess(self.scheduler.running)
 
-    async def _guess(self, session: AsyncCacheSession) -> Mapping[int, Int32Array]:
+    async def _guess(self, memory: KvMemory) -> Mapping[int, Int32Array]:
         """Guesses for the sequences that decode. The loop alone appends tokens, so theirs stay as they are meanwhile."""
         assert self.speculator is not None
         asking = self.speculator.ask(self.scheduler.running)
         if asking is None:
             return NO_GUESSES
-        return await self._while_renewing(session, self._device.call(asking)) if self.speculator.is_slow else asking()
+        return await self._while_renewing(memory, self._device.call(asking)) if self.speculator.is_slow else asking()
 
     # -- waiting
 
@@ -245,7 +245,7 @@ class Engine:
             self._num_reported = session.step_id
             await memory.renew(session.step_id)
         elif not await self._pause(session.ttl_ms / 1000 * _RENEW_SHARE):
-            await session.renew()
+            await memory.renew()
 
     async def _pause(self, seconds: float) -> bool:
         """Wait until another task did something, or so long. Whether one did."""
@@ -255,13 +255,13 @@ class Engine:
         except TimeoutError:
             return False
 
-    async def _while_renewing(self, session: AsyncCacheSession, work: asyncio.Future[T]) -> T:
+    async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:
         """The work's result; the lease is renewed for as long as it takes."""
         while True:
-            done, _ = await asyncio.wait({work}, timeout=session.ttl_ms / 1000 * _RENEW_SHARE)
+            done, _ = await asyncio.wait({work}, timeout=memory.session.ttl_ms / 1000 * _RENEW_SHARE)
             if done:
                 return work.result()
-            await session.renew()
+            await memory.renew()
 
     def _wake_up(self) -> None:
         self._wake.set()

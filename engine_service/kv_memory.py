@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from engine_service.config import EngineConfig
+from engine_service.lease import Lease
 from engine_service.model_runner import Runner
 from engine_service.plan import Limits, Plan
 from engine_service.preemption_cost import Moved, Preemption
@@ -68,6 +69,7 @@ class KvMemory:
     def __init__(self, session: AsyncCacheSession, arena: Arena, memory: torch.Tensor, runner: Runner) -> None:
         """memory: arena_tensor of the arena."""
         self.session = session
+        self.lease = Lease(session.ttl_ms / 1000)
         self._runner: Runner | None = runner
         self._arena = arena
         self._blocks = memory.view(-1, session.pool.block_bytes)  # uint8 [num_blocks, block_bytes]
@@ -92,15 +94,25 @@ class KvMemory:
         if done or failed:
             columns["completed_transfers"] = np.array(done, np.int64)
             columns["failed_transfers"] = np.array(failed, np.int64)
-        return await self.session.step(StepItems(**columns), completed_step_id, traceparent)
+        sent_at = self.lease.now()
+        answer = await self.session.step(StepItems(**columns), completed_step_id, traceparent)
+        self.lease.renewed(sent_at)
+        return answer
 
     async def renew(self, completed_step_id: int = 0) -> None:
         """Renew the lease, and report what has ended. Raises KvkeeperError."""
         done, failed = self._take_ended()
+        sent_at = self.lease.now()
         if done or failed:
             await self.session.renew(completed_step_id, done, failed)
         else:
             await self.session.renew(completed_step_id)
+        self.lease.renewed(sent_at)
+
+    async def require_lease(self) -> None:
+        """What was read from the blocks until now was this session's to read. Raises KvkeeperError where it was not."""
+        if not self.lease.is_certain:
+            await self.renew()
 
     @property
     def has_ended_orders(self) -> bool:

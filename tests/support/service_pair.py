@@ -51,9 +51,11 @@ class Services:
         stack.push_async_callback(self.stop_cache)
 
     async def start_cache(self, **options: Any) -> RunningCache:
+        """options: fields of CacheConfig, and clock of start_server."""
         options = {"num_blocks": 64, "drain_timeout": 0.0, "pool_memory": 1 << 20, **options}
+        extras = {name: options.pop(name) for name in ("clock",) if name in options}
         config = CacheConfig(listen=f"unix:{self.folder}/cache", runtime_dir=self.folder / "run", **options)
-        self.cache = await start_cache(config)
+        self.cache = await start_cache(config, **extras)
         self._cache_is_up = True
         return self.cache
 
