@@ -28,6 +28,7 @@ from engine_service.tracing import EngineTracing
 from engine_service.waiting import WaitingSequences
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.retry import CallOptions
 from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
@@ -36,6 +37,7 @@ from kvkeeper.service.process import StartError
 
 log = structlog.get_logger()
 
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 10.0, 60.0  # for an answer of the cache service
 _LAST_STEP_S = 5.0  # for what computes when everything else has ended
 
 
@@ -143,9 +145,14 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             log.info("ready", address=endpoint.address, model=served.model_id)
             ready.set()
 
-    client = AsyncCacheClient(config.cache)
+    client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
     return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics)
+
+
+def call_options(config: EngineConfig) -> CallOptions:
+    """Of calls to the cache service: where it stands still for a while it goes on with all in place, which is worth a wait."""
+    return CallOptions(timeout_s=min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:

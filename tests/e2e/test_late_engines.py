@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from cache_service.server import RunningServer as RunningCache
+from engine_service.config import HASH_TOY, EngineConfig
 from engine_service.kv_memory import KvMemory
 from engine_service.lease import GRACE_S, Lease
 from engine_service.server import RunningServer as RunningEngine
+from engine_service.server import call_options
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncCacheSession
 from tests.support.cache_api import ManualClock, blocks_of
@@ -46,6 +48,13 @@ def test_a_short_lease_is_certain_for_no_longer_than_it_lasts() -> None:
     assert lease.is_certain
     clock.advance(GRACE_S / 4)
     assert not lease.is_certain
+
+
+def test_an_answer_is_waited_for_as_long_as_the_cache_service_itself() -> None:
+    """By default longer than a lease: a cache service that stands still ends no lease, so it is worth the wait."""
+    assert call_options(EngineConfig(model=HASH_TOY)).timeout_s == EngineConfig(model=HASH_TOY).reconnect_timeout == 20
+    assert call_options(EngineConfig(model=HASH_TOY, reconnect_timeout=0.0)).timeout_s == 10
+    assert call_options(EngineConfig(model=HASH_TOY, reconnect_timeout=3600.0)).timeout_s == 60
 
 
 class _Late:

@@ -6,6 +6,7 @@ or by the end of a process, nothing by time. The model is the hash toy where no 
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -42,6 +43,19 @@ class Service:
                     raise RuntimeError(f"ended with {self.process.returncode} before {event}:\n{self.tail}")
                 self._news.clear()
                 await self._news.wait()
+
+    async def until_stopped(self) -> None:
+        """Until a signal has stopped it, its own or another's. It goes on with resume."""
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WSTOPPED)
+
+    async def stop(self) -> None:
+        """SIGSTOP, and until all its threads stand still."""
+        self.process.send_signal(signal.SIGSTOP)
+        await self.until_stopped()
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:
         """SIGKILL, and until it is gone."""
@@ -89,7 +103,14 @@ def _core_wait_s(pid: str) -> float:
 class Fleet:
     """See the module."""
 
-    def __init__(self, folder: Path, num_engines: int, cache_flags: dict[str, Any], engine_flags: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_engines: int,
+        cache_flags: dict[str, Any],
+        engine_flags: dict[str, Any],
+        first_flags: dict[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
         self.cache_address = f"unix:{folder}/cache"
         self.engine_addresses = [f"unix:{folder}/engine{number}" for number in range(num_engines)]
@@ -100,6 +121,7 @@ class Fleet:
             "model": "hash-toy", "block_size": BLOCK_SIZE, "token_budget": 64, "chunk_size": 16, "threads": 1,
             "reconnect_timeout": DEADLINE_S, "drain_timeout": DEADLINE_S,
         } | engine_flags  # fmt: skip
+        self._first_flags = first_flags
         self._all: list[Service] = []
 
     async def start(self) -> None:
@@ -119,8 +141,10 @@ class Fleet:
         await self.engines[number].until("ready")
 
     async def spawn_engine(self, number: int) -> Service:
-        address = self.engine_addresses[number]
-        return await self._spawn("engine_service", listen=address, cache=self.cache_address, **self._engine_flags)
+        module, flags = "engine_service", self._engine_flags | {"listen": self.engine_addresses[number]}
+        if number == 0 and self._first_flags is not None:
+            module, flags = "tests.support.stopping_engine", flags | self._first_flags
+        return await self._spawn(module, cache=self.cache_address, **flags)
 
     async def _spawn(self, module: str, **flags: Any) -> Service:
         words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -144,10 +168,18 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(num_engines: int, cache_flags: dict[str, Any] | None = None, **engine_flags: Any) -> AsyncIterator[Fleet]:
-    """Serves when the block begins; a failure in it is told with the ends of the logs."""
+async def fleet(
+    num_engines: int,
+    cache_flags: dict[str, Any] | None = None,
+    first_flags: dict[str, Any] | None = None,
+    **engine_flags: Any,
+) -> AsyncIterator[Fleet]:
+    """Serves when the block begins; a failure in it is told with the ends of the logs.
+
+    first_flags: of the first engine, which then is one of stopping_engine.py.
+    """
     with short_folder() as folder:
-        found = Fleet(folder, num_engines, cache_flags or {}, engine_flags)
+        found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags)
         try:
             await found.start()
             yield found

@@ -1,0 +1,200 @@
+"""Engines that are stopped past their lease in the middle of a step: their clients get right tokens alone.
+
+Real processes on one small pool. The first engine stops itself in its steps, before they read K and V or when they have; while
+it stands still its lease ends, and the second one takes and overwrites what it had. Then it goes on: what it was computing is
+lost with its session, and computed again. The oracle is the second engine, asked the same before anything stops; a model of
+floating-point numbers may say either of two tokens that are the likeliest alike (see demo_kills.py).
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine_service.config import HASH_TOY
+from engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, Sampling
+from tests.soak.demo_kills import GAP
+from tests.soak.row import Counts
+from tests.support.fleet import DEADLINE_S, Fleet, fleet
+
+LEASE_MS = 500
+_BLOCK_SIZE, _NUM_BLOCKS = 8, 40
+_NUM_REQUESTS = 6  # on each engine at once
+_OTHERS_TOKENS = 60  # that the second engine gives while the first stands still
+_STOP_EVERY = 8  # calls of the model
+_NUM_WORDS = 250  # tokens that both models know
+_SEARCHES = 0.3  # of the requests
+_TIMEOUT_MS = 900_000
+_APART = 1e-3  # that other batches may bring a log probability
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    options: GenerateOptions
+
+
+@dataclass
+class _Output:
+    """What one continuation has given."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # between the two likeliest tokens, at each token's place
+
+
+def toy_briefly(seed: int) -> Counts:
+    """Counts stops; the fault is a session that a stopped engine lost. Worst: the largest gap at a token that differs."""
+    return asyncio.run(_run(random.Random(seed), HASH_TOY, num_stops=3))
+
+
+def demo_briefly(seed: int) -> Counts:
+    """The same with the demo model."""
+    return asyncio.run(_run(random.Random(seed), str(DEMO_MODEL_DIR), num_stops=3))
+
+
+def toy(seed: int) -> Counts:
+    """More of both."""
+    return asyncio.run(_run(random.Random(seed), HASH_TOY, num_stops=50))
+
+
+def demo(seed: int) -> Counts:
+    """More of both."""
+    return asyncio.run(_run(random.Random(seed), str(DEMO_MODEL_DIR), num_stops=50))
+
+
+async def _run(rng: random.Random, model: str, num_stops: int) -> Counts:
+    asked = [[_request(rng, has_searches=model == HASH_TOY) for _ in range(_NUM_REQUESTS)] for _ in range(2)]
+    stops = {"stop_every": _STOP_EVERY, "stop_seed": rng.randrange(1 << 30)}
+    flags = {"model": model, "block_size": _BLOCK_SIZE, "token_budget": 128, "lease_ms": LEASE_MS}
+    options = CallOptions(timeout_s=DEADLINE_S, retry_s=0)
+    async with fleet(2, {"num_blocks": _NUM_BLOCKS, "max_sequences": 128}, stops, **flags) as services:
+        first, second = services.engine_addresses
+        async with AsyncEngineClient(first, options) as stopped, AsyncEngineClient(second, options) as other:
+            expected = [await asyncio.gather(*(_outputs(other, request) for request in requests)) for requests in asked]
+            crowds = [_Crowd(client, *both) for client, *both in zip((stopped, other), asked, expected, strict=True)]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(crowd.again_and_again()) for crowd in crowds]
+                for _ in range(num_stops):
+                    await _stop_and_go(services, crowds[1])
+                for crowd in crowds:
+                    crowd.is_over = True
+                going = group.create_task(_keep_going(services))
+                await asyncio.wait(tasks)
+                going.cancel()
+        num_lost = services.engines[0].events["session_lost"]
+    return Counts(num_stops, num_lost, max(crowd.largest_gap for crowd in crowds))
+
+
+async def _stop_and_go(services: Fleet, others: "_Crowd") -> None:
+    """One stop, for so long that others overwrite what the engine had."""
+    engine, num_ended = services.engines[0], services.cache.events["session_ended"]
+    await engine.until_stopped()
+    await services.cache.until("session_ended", num_ended + 1)
+    await others.until_tokens(_OTHERS_TOKENS)
+    num_lost = engine.events["session_lost"]
+    engine.resume()
+    await engine.until("session_lost", num_lost + 1)
+
+
+async def _keep_going(services: Fleet) -> None:
+    """What is under way ends; what stops meanwhile goes on at once."""
+    while True:
+        await services.engines[0].until_stopped()
+        services.engines[0].resume()
+
+
+def _request(rng: random.Random, *, has_searches: bool) -> _Asked:
+    """One, two or three continuations, or a beam search where the model leaves it no choice between numbers that are alike."""
+    prompt = tuple(rng.randrange(3, _NUM_WORDS) for _ in range(rng.choice([7, 8, 9, 16, 17, 24])))
+    num_tokens, n = rng.choice([20, 40, 60]), rng.choice([1, 1, 2, 3])
+    if has_searches and rng.random() < _SEARCHES:
+        sampling = Sampling(max_tokens=num_tokens // 2, ignore_eos=True, repetition_penalty=1.0)
+        return _Asked(prompt, GenerateOptions(n=2, timeout_ms=_TIMEOUT_MS, beam_search=BeamSearch(3), sampling=sampling))
+    sampling = Sampling(
+        max_tokens=num_tokens, temperature=rng.choice([0.0, 0.8]), seed=rng.getrandbits(32), ignore_eos=True,
+        repetition_penalty=1.0, num_logprobs=2,
+    )  # fmt: skip
+    return _Asked(prompt, GenerateOptions(n=n, timeout_ms=_TIMEOUT_MS, sampling=sampling))
+
+
+async def _outputs(client: AsyncEngineClient, asked: _Asked) -> list[_Output]:
+    """What each continuation gives, to the end."""
+    found = [_Output() for _ in range(asked.options.n or 1)]
+    async for piece in client.generate(asked.prompt, asked.options):
+        found[piece.index].token_ids += piece.token_ids
+        found[piece.index].logprobs += [one.logprob for one in piece.logprobs]
+        found[piece.index].gaps += [one.top[0][1] - one.top[1][1] for one in piece.logprobs]
+    return found
+
+
+class _Crowd:
+    """Requests at one engine, all at once, again and again; each token is compared the moment it comes."""
+
+    def __init__(self, client: AsyncEngineClient, asked: Sequence[_Asked], expected: Sequence[list[_Output]]) -> None:
+        self.is_over = False
+        self.num_tokens = 0
+        self.largest_gap = 0.0  # at a token that differs
+        self._client, self._asked, self._expected = client, asked, expected
+        self._news = asyncio.Event()
+        self._num_running = 0
+
+    async def again_and_again(self) -> None:
+        """Until it is over, each for itself."""
+        async with asyncio.TaskGroup() as group:
+            for asked, expected in zip(self._asked, self._expected, strict=True):
+                group.create_task(self._repeat(asked, expected))
+
+    async def until_tokens(self, count: int) -> None:
+        """So many more, or there is nobody left to give any."""
+        wanted = self.num_tokens + count
+        async with asyncio.timeout(DEADLINE_S):
+            while self.num_tokens < wanted and self._num_running:
+                self._news.clear()
+                await self._news.wait()
+
+    async def _repeat(self, asked: _Asked, expected: list[_Output]) -> None:
+        self._num_running += 1
+        while not self.is_over:
+            await self._one(asked, expected)
+        self._num_running -= 1
+        self._news.set()
+
+    async def _one(self, asked: _Asked, expected: list[_Output]) -> None:
+        outputs = [_Comparison(output) for output in expected]
+        async for piece in self._client.generate(asked.prompt, asked.options):
+            logprobs = [one.logprob for one in piece.logprobs] or [None] * len(piece.token_ids)
+            for token_id, logprob in zip(piece.token_ids, logprobs, strict=True):
+                outputs[piece.index].take(token_id, logprob)
+            self.num_tokens += len(piece.token_ids)
+            self._news.set()
+        assert all(output.is_complete for output in outputs)
+        self.largest_gap = max(self.largest_gap, *(output.gap for output in outputs))
+
+
+class _Comparison:
+    """One continuation beside what it should be."""
+
+    def __init__(self, expected: _Output) -> None:
+        self.gap = 0.0  # at the first token that differs; what follows it continues another text
+        self._expected = expected
+        self._num_taken = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_taken == len(self._expected.token_ids)
+
+    def take(self, token_id: int, logprob: float | None) -> None:
+        place, self._num_taken = self._num_taken, self._num_taken + 1
+        if self.gap:
+            return
+        expected = self._expected.token_ids[place]
+        if token_id != expected:
+            self.gap = self._expected.gaps[place] if self._expected.gaps else 1.0
+            assert self.gap < GAP, f"token {place} is {token_id} and not {expected}"
+        elif logprob is not None:
+            apart = abs(logprob - self._expected.logprobs[place])
+            assert apart < _APART, f"the log probability of token {place} is {apart} away from what it is without a stop"
