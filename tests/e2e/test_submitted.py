@@ -106,6 +106,23 @@ async def test_results_are_kept_for_a_bounded_time_and_number(world: Services) -
         await client.result("brief")
 
 
+async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(world: Services) -> None:
+    """The first one that was submitted ends last: what it gave is the newest there is."""
+    await world.start_cache(num_blocks=512)
+    client = await world.client(await world.start_engine(max_results=2))
+    await client.submit(PROMPT, options("long", max_tokens=400))
+    for name in ("first", "second"):
+        await client.submit([1], options(name, max_tokens=1))
+        assert (await client.result(name, wait_s=20)).state == "completed"
+    assert (await client.result("long")).state == "running", "the long one has not ended before the others"
+    assert (await client.result("long", wait_s=20)).state == "completed"
+    assert (await client.result("long")).outputs[0].token_ids == tuple(toy_output(PROMPT, 400))
+    assert (await client.result("second")).state == "completed"
+    with pytest.raises(KvkeeperError) as forgotten:
+        await client.result("first")
+    assert forgotten.value.reason == "UNKNOWN_REQUEST"
+
+
 async def test_a_submission_that_is_never_admitted_is_nobody_s() -> None:
     submissions = Submissions(10, 600)
     started = asyncio.Event()
