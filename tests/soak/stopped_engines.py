@@ -34,7 +34,7 @@ class _Result:
 
     num_cycles: int = 0
     num_refused_calls: int = 0
-    num_late_writes: int = 0  # engines seen to write after they had lost their lease
+    num_late_writes: int = 0  # blocks seen to be written after the lease of their engine had ended
 
 
 class _Child:
@@ -42,7 +42,7 @@ class _Child:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.block = 0
+        self.blocks: list[int] = []  # that it writes: its sequence's last one, and the copy that a fork was given
 
     async def ask(self, word: str) -> dict[str, object]:
         await self.tell(word)
@@ -101,7 +101,8 @@ async def _start(api: Api) -> _Child:
 async def _cycle(api: Api, children: list[_Child], rng: random.Random, result: _Result) -> None:
     working = await asyncio.gather(*(child.ask("work") for child in children))
     for child, answer in zip(children, working, strict=True):
-        child.block = int(str(answer["block"]))
+        assert isinstance(answer["blocks"], list)
+        child.blocks = answer["blocks"]
     by_id = {live.core.id: live for live in api.server.keeper.sessions}
     lives = [by_id[str(answer["session"])] for answer in working]
     for child in children:
@@ -112,18 +113,20 @@ async def _cycle(api: Api, children: list[_Child], rng: random.Random, result: _
     (pool,) = api.server.keeper.registry.pools
     other = await api.open(ttl_ms=60_000)
     taken = await _take_all(other)
-    assert not set(taken) & {child.block for child in children}, "a block was granted that a stopped engine may still write"
+    late = [block for child in children for block in child.blocks]
+    assert len(late) == 2 * len(children), "a sequence and its fork"
+    assert not set(taken) & set(late), "a block was granted that a stopped engine may still write"
     mine = np.frombuffer(rng.randbytes(len(taken) * BLOCK_BYTES), np.uint8).reshape(-1, BLOCK_BYTES)
     blocks = blocks_of(pool)
     blocks[taken] = mine
-    before, written = state_hash(pool.manager), [bytes(blocks[child.block]) for child in children]
+    before, written = state_hash(pool.manager), [bytes(blocks[block]) for block in late]
     for child in children:
         child.process.send_signal(signal.SIGCONT)
     refused = await asyncio.gather(*(child.answer() for child in children))
     assert all(answer["refused"] in _REFUSALS for answer in refused), refused
     await _replay(children, result)
     assert state_hash(pool.manager) == before, "a call of an ended session changed the pool"
-    result.num_late_writes += sum(bytes(blocks[child.block]) != old for child, old in zip(children, written, strict=True))
+    result.num_late_writes += sum(bytes(blocks[block]) != old for block, old in zip(late, written, strict=True))
     np.testing.assert_array_equal(blocks[taken], mine, "foreign bytes")
     await asyncio.gather(*(child.ask("drain") for child in children))
     assert (await api.stats()).pools[0].num_quarantined_blocks == 0

@@ -1,9 +1,10 @@
 """A process that holds a session as an engine does: it steps, renews, and writes into its mapped arena without a pause.
 
 `python -m tests.support.engine_process ADDRESS TTL_MS` says that it is ready, then obeys words on stdin and answers each with
-one JSON line: "work" opens, attaches, starts a sequence and says so, and then goes on renewing and writing until it is refused,
-when it tells why, and writes on; "idle" opens a session with a long lease and leaves it alone; "replay" sends every call it
-ever sent again, byte for byte, also with either of the present session's ids; "drain" stops writing, unmaps and closes.
+one JSON line: "work" opens, attaches, starts a sequence and a fork of it and says so, and then goes on renewing and writing,
+into the block of the one and the copy that the other was given, until it is refused, when it tells why, and writes on; "idle"
+opens a session with a long lease and leaves it alone; "replay" sends every call it ever sent again, byte for byte, also with
+either of the present session's ids; "drain" stops writing, unmaps and closes.
 """
 
 import json
@@ -27,24 +28,25 @@ Call = tuple[str, Any]  # method, request
 
 
 class Writer:
-    """A thread that counts upwards in a block until it is stopped."""
+    """A thread that counts upwards in blocks until it is stopped."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, blocks: Any) -> None:
         self._is_over = threading.Event()
-        self._word = block[:8].view(np.int64)
+        self._words = [block[:8].view(np.int64) for block in blocks]
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         self._is_over.set()
         self._thread.join()
-        del self._word
+        del self._words
 
     def _write(self) -> None:
         count = 0
         while not self._is_over.is_set():
             count += 1
-            self._word[0] = count
+            for word in self._words:
+                word[0] = count
 
 
 class Engine:
@@ -70,22 +72,27 @@ class Engine:
         while True:
             self._open(self._ttl_ms)
             try:
-                block = self._start()
+                blocks = self._start()
                 break
             except (KvkeeperError, grpc.RpcError):  # too slow for so short a lease
                 self.drain()
-        self._writer = Writer(self._arena.array.reshape(-1, BLOCK_BYTES)[block])
-        tell({"session": self._session.session_id, "block": block})
+        self._writer = self._write(blocks)
+        tell({"session": self._session.session_id, "blocks": blocks})
         while True:
             try:
                 self._session.renew()
             except KvkeeperError as error:
                 return {"refused": error.reason}
 
-    def _start(self) -> int:
-        """A sequence whose first blocks are committed; answers the block behind them."""
+    def _write(self, blocks: list[int]) -> Writer:
+        """Leaves no view of the arena behind but the writer's."""
+        arena = self._arena.array.reshape(-1, BLOCK_BYTES)
+        return Writer([arena[block] for block in blocks])
+
+    def _start(self) -> list[int]:
+        """A sequence whose first tokens are committed, and a fork of it; answers the block that each goes on writing."""
         self._num_sequences += 1
-        first, number = 100_000 * self._num_sequences, self._num_sequences
+        first, number = 100_000 * self._num_sequences, 2 * self._num_sequences
         session = self._session
         tokens = list(range(first, first + NUM_TOKENS))
         ids = {"session_id": session.session_id, "epoch": session.epoch}
@@ -94,10 +101,17 @@ class Engine:
                            start_max_hit=np.array([0], np.int32))  # fmt: skip
         answer = pb.StepResponse.FromString(self._step(starts, 0))
         table = np.frombuffer(answer.start_block_ids, "<i4").tolist()
-        commits = StepItems(commit_ids=np.array([number]), commit_lens=np.array([2 * BLOCK_SIZE], np.int32),
+        commits = StepItems(commit_ids=np.array([number]), commit_lens=np.array([NUM_TOKENS - 1], np.int32),
                             commit_num_new=np.array([0], np.int32), commit_tokens=np.array([], np.int32))  # fmt: skip
         self._step(commits, 1)
-        return int(table[2])
+        forks = StepItems(fork_parents=np.array([number]), fork_children=np.array([number + 1]),
+                          fork_lens=np.array([NUM_TOKENS - 1], np.int32), reserve_ids=np.array([number + 1]),
+                          reserve_min=np.array([NUM_TOKENS], np.int32),
+                          reserve_max=np.array([NUM_TOKENS], np.int32))  # fmt: skip
+        answer = pb.StepResponse.FromString(self._step(forks, 2))
+        sources = np.frombuffer(answer.copy_source_block_ids, "<i4").tolist()
+        assert sources == [table[2]], "the fork writes into a copy of the block that it shares"
+        return [int(table[2]), *np.frombuffer(answer.copy_destination_block_ids, "<i4").tolist()]
 
     def replay(self) -> dict[str, object]:
         """Every call of the past, as it was and under the present ids: what each was answered."""

@@ -16,12 +16,22 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from kvkeeper.client import AsyncEngineClient, CallOptions, EngineClient, GenerateOptions, KvkeeperError, Sampling, Usage
+from kvkeeper.client import (
+    AsyncEngineClient,
+    BeamSearch,
+    CallOptions,
+    EngineClient,
+    GenerateOptions,
+    KvkeeperError,
+    Sampling,
+    Usage,
+)
 from tests.support.fleet import DEADLINE_S, Fleet
 from tests.support.service_pair import toy_output
 
 _NUM_PROMPTS = 12
 _LONGEST_OUTPUT = 80
+_LONGEST_SEARCH = 25
 _LATE_BY_PIECES = 200
 _OPTIONS = CallOptions(timeout_s=DEADLINE_S, retry_s=0)  # so that each refusal is seen
 _TIMEOUT_MS = 900_000  # of a request: that of a whole unit
@@ -38,6 +48,7 @@ class Asked:
     prompt: tuple[int, ...]
     num_tokens: int
     n: int
+    num_beams: int = 0  # of a beam search, whose likeliest list is what the toy says greedily; 0: none
     got: dict[int, int] = field(default_factory=dict)  # tokens by continuation
     num_faults: int = 0  # that came between its first and its last token
 
@@ -50,12 +61,18 @@ class Asked:
     def check_end(self, usage: Usage | None) -> None:
         assert self.got == dict.fromkeys(range(self.n), self.num_tokens), f"{self.request_id}: {self.got} of {self.num_tokens}"
         assert usage is not None
-        assert usage.new_tokens == self.n * self.num_tokens
+        assert usage.new_tokens == self.n * self.num_tokens or self.num_beams  # a search counts the lists that it gave up
 
     def options(self, resubmit_s: float = 0.0) -> GenerateOptions:
         sampling = Sampling(max_tokens=self.num_tokens, temperature=0, repetition_penalty=1.0)
+        search = BeamSearch(self.num_beams) if self.num_beams else None
         return GenerateOptions(
-            n=self.n, request_id=self.request_id, timeout_ms=_TIMEOUT_MS, resubmit_s=resubmit_s, sampling=sampling
+            n=self.n,
+            request_id=self.request_id,
+            timeout_ms=_TIMEOUT_MS,
+            resubmit_s=resubmit_s,
+            sampling=sampling,
+            beam_search=search,
         )
 
 
@@ -170,7 +187,10 @@ class Load:
             self._num_asked += 1
             num_tokens = self._rng.choice([1, 4, 25, 60, _LONGEST_OUTPUT, _LONGEST_OUTPUT])
             name, prompt, n = f"{kind}-{self._num_asked}", self._rng.choice(self._prompts), self._rng.choice([1, 1, 2])
-            asked = Asked(number, kind, name, prompt, num_tokens, n)
+            num_beams = self._rng.choice([0, 0, 0, 0, 0, 0, 2, 3])
+            if num_beams:
+                num_tokens, n = min(num_tokens, _LONGEST_SEARCH), 1
+            asked = Asked(number, kind, name, prompt, num_tokens, n, num_beams)
             try:
                 usage = await ask(asked)
                 asked.check_end(usage)
