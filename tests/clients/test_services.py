@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
 from tests.clients.test_cli import kvkeeper
-from tests.clients.test_node_client import run_node
+from tests.support.node_package import NODE_CLIENT, run
 from tests.support.services import Services, environment, services_up, short_folder, sockets_in
 
 PROMPT = "def fibonacci(n):\n    " * 8
@@ -152,5 +152,17 @@ async def test_status_stats_and_sequences_of_two_live_services(services: Service
     assert (await kvkeeper("sequences", "--cache", services.cache)).exit_code == 0
 
 
-async def test_the_node_client_generates(services: Services) -> None:
-    await run_node("engine.test.js", KVKEEPER_ENGINE_LISTEN=services.engine)
+def test_the_node_client_generates_where_it_was_installed(services: Services, node_project: Path) -> None:
+    source = (NODE_CLIENT / "test" / "engine.test.js").read_text()
+    (node_project / "engine.test.js").write_text(source.replace("'../index.js'", "'kvkeeper'"))
+    out = run("node", "--test", "engine.test.js", cwd=node_project, KVKEEPER_ENGINE_LISTEN=services.engine)
+    assert "# skipped 0" in out
+
+
+def test_the_node_client_s_readme_has_an_example_that_runs(services: Services, node_project: Path) -> None:
+    (example,) = re.findall(r"```js\n(.*?)```", (NODE_CLIENT / "README.md").read_text(), re.DOTALL)
+    (node_project / "example.js").write_text(example)
+    out = run("node", "example.js", cwd=node_project, KVKEEPER_ENGINE_LISTEN=services.engine)
+    assert "\n16 tokens, " in out
+    assert re.search(r"^completed (yes|no)$", out, re.MULTILINE)
+    assert "UNKNOWN_REQUEST {}" in out
