@@ -144,3 +144,26 @@ def test_a_time_out_names_the_flag(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", late)
     assert main(["generate", "x", "--timeout-ms", "5"]) == 1
     assert "--timeout-ms gives it more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "said"),
+    [
+        ("timed_out", 1, "cut short by --timeout-ms 50; a larger one gives it more time"),
+        ("stalled", 1, "cut short: the engine made no progress"),
+        ("length", 0, ""),
+    ],
+)
+def test_what_came_before_a_time_limit_is_shown_and_the_flag_named(
+    engine: Engine, capsys: pytest.CaptureFixture[str], reason: str, code: int, said: str
+) -> None:
+    engine.pieces = (Piece(0, "so far", (5,), None), Piece(0, "", (), reason))
+    assert main(["generate", "x", "--timeout-ms", "50"]) == code
+    shown = capsys.readouterr()
+    assert shown.out == "so far\n"
+    assert shown.err.splitlines()[1:] == ([f"kvkeeper: {said}"] if said else [])
+    assert main(["generate", "x", "--timeout-ms", "50", "--json"]) == code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["continuations"][0]["finish_reason"] == reason
+    if said:
+        assert json.loads(shown.err)["error"] == {"reason": reason.upper(), "message": said, "metadata": {}}

@@ -41,6 +41,28 @@ def test_the_next_command_works_as_it_is_printed_and_hits_the_second_time(servic
     assert cached == [0, 16]
 
 
+async def test_a_prompt_that_is_too_large_is_refused_with_the_limit(services: Services, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("x" * 15_000_000)
+    outcome = await kvkeeper("generate", "--prompt-file", str(tmp_path / "prompt"), "--engine", services.engine)
+    assert (outcome.exit_code, outcome.out) == (1, "")
+    (told,) = re.findall(
+        r"^kvkeeper: the request has 15,000,\d+ bytes, and the service takes at most ([\d,]+) at once", outcome.err
+    )
+    async with AsyncEngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError, match="the service takes at most") as caught:
+            await client.tokenize("x" * 15_000_000)
+        assert caught.value.metadata["limit"] == told.replace(",", "")
+        with pytest.raises(KvkeeperError, match=r"the message has 4,194,\d+ bytes, at most 4,194,304 are taken"):
+            await client.tokenize("x" * 4_194_304)
+
+
+async def test_an_empty_stop_text_is_refused_with_its_unit(services: Services) -> None:
+    async with AsyncEngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError, match=r"sampling\.stop: 1 to 256 bytes, not 0"):
+            async for _ in client.generate("x", GenerateOptions(sampling=Sampling(stop=("",)))):
+                pass
+
+
 async def test_both_clients_stream_the_same_text(services: Services) -> None:
     options = GenerateOptions(sampling=GREEDY)
     async with AsyncEngineClient(services.engine) as client, client.generate(PROMPT, options) as pieces:

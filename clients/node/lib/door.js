@@ -15,6 +15,9 @@ const CHANNEL_OPTIONS = {
   'grpc.initial_reconnect_backoff_ms': 20,
   'grpc.max_reconnect_backoff_ms': 500,
   'grpc.enable_http_proxy': 0,
+  // A stream that lasts ends where the peer is gone or stopped: unanswered pings make it UNAVAILABLE.
+  'grpc.keepalive_time_ms': 20_000,
+  'grpc.keepalive_timeout_ms': 20_000,
 };
 const FIRST_PAUSE_MS = 20;
 const LONGEST_PAUSE_MS = 500;

@@ -2,7 +2,8 @@
 import grpc from '@grpc/grpc-js';
 import { decodeDetail } from './protos.js';
 
-const TOO_LARGE = /larger than max \((\d+) vs\.? (\d+)\)/; // gRPC's own text, of either side
+// gRPC's own text; only where the service refused to receive does it begin with the word SERVER.
+const TOO_LARGE = /(SERVER: )?Received message larger than max \((\d+) vs\.? (\d+)\)/;
 
 /** A call that failed. */
 export class KvkeeperError extends Error {
@@ -41,8 +42,9 @@ export function errorOf(error) {
   let message = error.details ?? error.message;
   const sizes = reason ? null : TOO_LARGE.exec(message);
   if (sizes) {
-    const [requested, limit] = sizes.slice(1);
-    message = `the message has ${requested} bytes, and at most ${limit} can be sent or received at once`;
+    const [byServer, requested, limit] = sizes.slice(1);
+    const [what, taker] = byServer ? ['request', 'the service'] : ['answer', 'this client'];
+    message = `the ${what} has ${requested} bytes, and ${taker} takes at most ${limit} at once`;
     metadata = { requested, limit };
   }
   return new KvkeeperError(error.code, reason, message, metadata, retryAfterMs);

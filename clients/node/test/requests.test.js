@@ -85,10 +85,14 @@ test('options of every other call are held to what there is, too', async () => {
 });
 
 test('a message that is too large is told with its limit', () => {
-  const details = 'Received message larger than max (15000012 vs 4194304)';
-  const error = errorOf({ code: 8, details });
-  assert.equal(error.message, 'RESOURCE_EXHAUSTED: the message has 15000012 bytes, and at most 4194304 can be sent or received at once');
+  const told = (details) => errorOf({ code: 8, details });
+  const error = told('SERVER: Received message larger than max (15000012 vs. 4194304)');
+  assert.equal(
+    error.message,
+    'RESOURCE_EXHAUSTED: the request has 15000012 bytes, and the service takes at most 4194304 at once',
+  );
   assert.deepEqual(error.metadata, { requested: '15000012', limit: '4194304' });
+  assert.match(told('Received message larger than max (9 vs 4)').message, /the answer has 9 bytes, and this client takes at most 4 at once$/);
 });
 
 test('every method of the protocol has its call', () => {

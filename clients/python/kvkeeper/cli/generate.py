@@ -63,7 +63,19 @@ def _generate(text: str, args: argparse.Namespace) -> int:
             if args.logprobs is not None:
                 print(logprobs_table(printer, cache(lambda token_id: client.detokenize([token_id]))), file=sys.stderr)
             print(summary(usage, first_ms, total_ms, printer), file=sys.stderr)
-    return EXIT_OK if all(reason not in ("error", "cancelled") for reason in printer.reasons) else EXIT_FAILED
+    return _verdict(printer, args)
+
+
+def _verdict(printer: Printer, args: argparse.Namespace) -> int:
+    """The exit code; says which limit cut the output short."""
+    limits = {
+        "timed_out": f"cut short by --timeout-ms {args.timeout_ms}; a larger one gives it more time",
+        "stalled": "cut short: the engine made no progress",
+    }
+    for reason, text in limits.items():
+        if reason in printer.reasons:
+            complain(text, reason=reason.upper(), is_json=args.json)
+    return EXIT_FAILED if {"error", "cancelled", *limits}.intersection(printer.reasons) else EXIT_OK
 
 
 def _prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:

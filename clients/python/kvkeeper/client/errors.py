@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-_TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")  # gRPC's own text, of either side
+# gRPC's own text; only where the service refused to receive does it begin with the word SERVER.
+_TOO_LARGE = re.compile(r"(SERVER: )?Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class KvkeeperError(Exception):
@@ -54,9 +55,9 @@ def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     if told.reason:
         return KvkeeperError(code, told.reason, message, told.metadata, told.retry_after)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
-        requested, limit = map(int, sizes.groups())
-        message = f"the message has {requested:,} bytes, and at most {limit:,} can be sent or received at once"
-        return KvkeeperError(code, "", message, {"requested": str(requested), "limit": str(limit)})
+        what, taker = ("request", "the service") if sizes[1] else ("answer", "this client")
+        message = f"the {what} has {int(sizes[2]):,} bytes, and {taker} takes at most {int(sizes[3]):,} at once"
+        return KvkeeperError(code, "", message, {"requested": sizes[2], "limit": sizes[3]})
     if code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours):
         # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These are the transport's: of a
         # connection that was cut in mid-call, and of a call that met a server in the moment in which it stopped.
