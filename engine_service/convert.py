@@ -80,7 +80,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     if len(sampling.stop) > _MAX_STOPS:
         raise InvalidField(f"at most {_MAX_STOPS} stop strings", field="sampling.stop", limit=_MAX_STOPS)
     for stop in sampling.stop:
-        _check_range("sampling.stop", len(stop.encode()), 1, _MAX_STOP_BYTES)
+        _check_range("sampling.stop", len(stop.encode()), 1, _MAX_STOP_BYTES, unit=" bytes")
     if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
         raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
     return RequestOptions(
@@ -216,6 +216,6 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             raise InvalidField(text, field=field, limit=_MAX_VALUE_CHARS)
 
 
-def _check_range(field: str, value: int, low: int, high: int) -> None:
+def _check_range(field: str, value: int, low: int, high: int, unit: str = "") -> None:
     if not low <= value <= high:
-        raise InvalidField(f"{field}: {low} to {high}, not {value}", field=field, limit=low if value < low else high)
+        raise InvalidField(f"{field}: {low} to {high}{unit}, not {value}", field=field, limit=low if value < low else high)

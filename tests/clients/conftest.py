@@ -9,6 +9,7 @@ from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.fake_cache import FakeCache, serving
+from tests.support.node_package import install
 from tests.support.services import short_folder
 
 
@@ -46,3 +47,9 @@ def spec() -> pb.KvSpec:
         layout=pb.KV_LAYOUT_BLOCK_MAJOR,
         compute_dtype="float32",
     )
+
+
+@pytest.fixture(scope="session")
+def node_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project elsewhere that has installed the Node client."""
+    return install(tmp_path_factory.mktemp("project"))

@@ -15,7 +15,7 @@ from cache_service.config import CacheConfig
 from cache_service.eviction import POLICY_NAMES
 from cache_service.server import RunningServer
 from kvkeeper.cli import bench_plot, main, traces
-from kvkeeper.cli.outcome import UsageFailure
+from kvkeeper.cli.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient
 from tests.support.signals import hear_interrupts
 

@@ -59,6 +59,10 @@ async def test_a_service_that_is_down_is_one_line_that_says_what_to_start(argv: 
     outcome = await kvkeeper(*argv)
     assert outcome.exit_code == 3
     line = outcome.err.splitlines()[0]
+    if "--json" in argv:
+        told = json.loads(line)["error"]
+        assert (told["reason"], told["metadata"]) == ("SERVICE_DOWN", {})
+        line = f"kvkeeper: {told['message']}"
     assert line == (
         f"kvkeeper: the {service} service does not answer at {NOBODY};"
         f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`"
@@ -194,7 +198,12 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "kvkeeper: the output cannot be written: No space left on device\n")
+    assert done.returncode == 1
+    assert json.loads(done.stderr.splitlines()[-1])["error"] == {
+        "reason": "OUTPUT",
+        "message": "the output cannot be written: No space left on device",
+        "metadata": {},
+    }
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from cache_service.config import CacheConfig
 from cache_service.server import RunningServer, start_server
-
-NODE_CLIENT = Path(__file__).parents[2] / "clients" / "node"
+from tests.support.node_package import NODE_CLIENT
 
 
 async def run_node(test: str, **variables: str) -> None:

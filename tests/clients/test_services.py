@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
 from tests.clients.test_cli import kvkeeper
-from tests.clients.test_node_client import run_node
+from tests.support.node_package import NODE_CLIENT, run
 from tests.support.services import Services, environment, services_up, short_folder, sockets_in
 
 PROMPT = "def fibonacci(n):\n    " * 8
@@ -39,6 +39,28 @@ def test_the_next_command_works_as_it_is_printed_and_hits_the_second_time(servic
         assert done.returncode == 0, done.stderr
         cached.append(int(re.findall(r"cached (\d+)", done.stderr)[0]))
     assert cached == [0, 16]
+
+
+async def test_a_prompt_that_is_too_large_is_refused_with_the_limit(services: Services, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("x" * 15_000_000)
+    outcome = await kvkeeper("generate", "--prompt-file", str(tmp_path / "prompt"), "--engine", services.engine)
+    assert (outcome.exit_code, outcome.out) == (1, "")
+    (told,) = re.findall(
+        r"^kvkeeper: the request has 15,000,\d+ bytes, and the service takes at most ([\d,]+) at once", outcome.err
+    )
+    async with AsyncEngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError, match="the service takes at most") as caught:
+            await client.tokenize("x" * 15_000_000)
+        assert caught.value.metadata["limit"] == told.replace(",", "")
+        with pytest.raises(KvkeeperError, match=r"the message has 4,194,\d+ bytes, at most 4,194,304 are taken"):
+            await client.tokenize("x" * 4_194_304)
+
+
+async def test_an_empty_stop_text_is_refused_with_its_unit(services: Services) -> None:
+    async with AsyncEngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError, match=r"sampling\.stop: 1 to 256 bytes, not 0"):
+            async for _ in client.generate("x", GenerateOptions(sampling=Sampling(stop=("",)))):
+                pass
 
 
 async def test_both_clients_stream_the_same_text(services: Services) -> None:
@@ -152,5 +174,17 @@ async def test_status_stats_and_sequences_of_two_live_services(services: Service
     assert (await kvkeeper("sequences", "--cache", services.cache)).exit_code == 0
 
 
-async def test_the_node_client_generates(services: Services) -> None:
-    await run_node("engine.test.js", KVKEEPER_ENGINE_LISTEN=services.engine)
+def test_the_node_client_generates_where_it_was_installed(services: Services, node_project: Path) -> None:
+    source = (NODE_CLIENT / "test" / "engine.test.js").read_text()
+    (node_project / "engine.test.js").write_text(source.replace("'../index.js'", "'kvkeeper'"))
+    out = run("node", "--test", "engine.test.js", cwd=node_project, KVKEEPER_ENGINE_LISTEN=services.engine)
+    assert "# skipped 0" in out
+
+
+def test_the_node_client_s_readme_has_an_example_that_runs(services: Services, node_project: Path) -> None:
+    (example,) = re.findall(r"```js\n(.*?)```", (NODE_CLIENT / "README.md").read_text(), re.DOTALL)
+    (node_project / "example.js").write_text(example)
+    out = run("node", "example.js", cwd=node_project, KVKEEPER_ENGINE_LISTEN=services.engine)
+    assert "\n16 tokens, " in out
+    assert re.search(r"^completed (yes|no)$", out, re.MULTILINE)
+    assert "UNKNOWN_REQUEST {}" in out

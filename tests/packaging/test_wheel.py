@@ -38,6 +38,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("kvkeeper-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("demo_model/model.safetensors") for name in names)
+    assert {"kvkeeper/client/py.typed", "kvkeeper/engine/v1/py.typed"} <= set(names)
     assert not any(name.startswith("tests/") for name in names)
 
     venv = tmp_path / "venv"

@@ -17,8 +17,9 @@ import grpc
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache_sync import CacheClient, CacheSession
+from kvkeeper.client.cache_sync import CacheClient
 from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.session_sync import CacheSession
 from kvkeeper.client.steps import StepItems, encode
 from tests.support.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, SPEC
 

@@ -1,4 +1,5 @@
 /** The cache service: sessions, and their sequences one operation at a time; see session_calls.js for the rest. */
+import { checkedOptions } from './checked.js';
 import { Door } from './door.js';
 import { CacheService } from './protos.js';
 import { SessionCalls } from './session_calls.js';
@@ -21,13 +22,11 @@ export class CacheClient {
    * @param {{ttlMs?: number, clientName?: string, executor?: string}} [options] ttlMs 0 is the service's default lease
    * @returns {Promise<CacheSession>}
    */
-  async openSession(spec, { ttlMs = 0, clientName = '', executor = 'EXECUTOR_CACHE' } = {}) {
-    const opened = await this.#door.call('OpenSession', {
-      spec,
-      executor,
-      ttl_ms: ttlMs,
-      client_name: clientName,
+  async openSession(spec, options = {}) {
+    const { ttlMs, clientName, executor } = checkedOptions(options, {
+      ttlMs: 0, clientName: '', executor: 'EXECUTOR_CACHE',
     });
+    const opened = await this.#door.call('OpenSession', { spec, executor, ttlMs, clientName });
     return new CacheSession(this.#door, opened);
   }
 
@@ -70,80 +69,67 @@ export class CacheSession extends SessionCalls {
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
    * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number}} [options]
-   *   retention: {num_sink_tokens, num_window_tokens}
+   *   retention: {numSinkTokens, numWindowTokens}
    * @returns {Promise<number>} leading tokens that are cached now, for information
    */
-  async createSequence(sequenceId, tokenIds, {
-    maxTokens = 0, tenant = '', priority = 0, retention, startNumber = 0,
-  } = {}) {
-    const answer = await this.call('CreateSequence', {
-      sequence_id: sequenceId,
-      token_ids: tokenIds,
-      max_tokens: maxTokens,
-      tenant,
-      priority,
-      retention,
-      start_number: startNumber,
-    });
-    return answer.num_matched_tokens;
+  async createSequence(sequenceId, tokenIds, options = {}) {
+    const given = checkedOptions(options, { maxTokens: 0, tenant: '', priority: 0, retention: undefined, startNumber: 0 });
+    const answer = await this.call('CreateSequence', { sequenceId, tokenIds, ...given });
+    return answer.numMatchedTokens;
   }
 
   /** Starts the sequence if it waits, and reserves slots up to an absolute length. */
-  async extend(sequenceId, numTokens, { skipLookUp = false } = {}) {
-    const request = { sequence_id: sequenceId, num_tokens: numTokens, skip_look_up: skipLookUp };
+  async extend(sequenceId, numTokens, options = {}) {
+    const request = { sequenceId, numTokens, ...checkedOptions(options, { skipLookUp: false }) };
     return (await this.call('ExtendSequence', request)).sequence;
   }
 
   /** Appends tokenIds at firstTokenIdx, and declares K and V written up to an absolute length. */
   async commit(sequenceId, numTokens, firstTokenIdx = 0, tokenIds = []) {
-    const request = {
-      sequence_id: sequenceId,
-      num_tokens: numTokens,
-      first_token_idx: firstTokenIdx,
-      token_ids: tokenIds,
-    };
+    const request = { sequenceId, numTokens, firstTokenIdx, tokenIds };
     return (await this.call('CommitSequence', request)).sequence;
   }
 
   /** Makes a child that shares the parent's first tokens; 0 is all committed ones. */
   async fork(parentId, childId, numTokens = 0) {
-    const request = { parent_id: parentId, child_id: childId, num_tokens: numTokens };
+    const request = { parentId, childId, numTokens };
     return (await this.call('ForkSequence', request)).sequence;
   }
 
   /** Cuts to an absolute length. */
   async truncate(sequenceId, numTokens) {
-    return (await this.call('TruncateSequence', { sequence_id: sequenceId, num_tokens: numTokens })).sequence;
+    return (await this.call('TruncateSequence', { sequenceId, numTokens })).sequence;
   }
 
   /** Gives the sequence's blocks back; how many nothing else holds. */
   async release(sequenceId) {
-    return (await this.call('ReleaseSequence', { sequence_id: sequenceId })).num_dropped_blocks;
+    return (await this.call('ReleaseSequence', { sequenceId })).numDroppedBlocks;
   }
 
   /** Changes priority or retention. @param {object} changes priority, or retention as in createSequence, or both */
   async update(sequenceId, changes) {
-    return (await this.call('UpdateSequence', { sequence_id: sequenceId, ...changes })).sequence;
+    return (await this.call('UpdateSequence', { sequenceId, ...changes })).sequence;
   }
 
   /** Moves the sequence to the host tier. */
   async swapOut(sequenceId) {
-    return (await this.call('SwapOutSequence', { sequence_id: sequenceId })).sequence;
+    return (await this.call('SwapOutSequence', { sequenceId })).sequence;
   }
 
   /** Moves it back, all or nothing. */
   async swapIn(sequenceId) {
-    return (await this.call('SwapInSequence', { sequence_id: sequenceId })).sequence;
+    return (await this.call('SwapInSequence', { sequenceId })).sequence;
   }
 
   /** Hands the sequence to another session; UNIMPLEMENTED so far. */
   handOff(sequenceId, targetSessionId) {
-    return this.call('HandOffSequence', { sequence_id: sequenceId, target_session_id: targetSessionId });
+    return this.call('HandOffSequence', { sequenceId, targetSessionId });
   }
 
   /** One sequence with its block table. */
-  async get(sequenceId, { includeTokens = false } = {}) {
-    return (await this.call('GetSequence', { sequence_id: sequenceId, include_tokens: includeTokens })).sequence;
+  async get(sequenceId, options = {}) {
+    const { includeTokens } = checkedOptions(options, { includeTokens: false });
+    return (await this.call('GetSequence', { sequenceId, includeTokens })).sequence;
   }
 
   /** The session's sequences, without tables. */
@@ -152,12 +138,10 @@ export class CacheSession extends SessionCalls {
     let token = '';
     do {
       const page = await this.#door.call('ListSequences', {
-        session_id: this.sessionId,
-        page_size: 1000,
-        page_token: token,
+        sessionId: this.sessionId, pageSize: 1000, pageToken: token,
       });
       rows.push(...page.sequences);
-      token = page.next_page_token;
+      token = page.nextPageToken;
     } while (token);
     return rows;
   }
@@ -166,34 +150,28 @@ export class CacheSession extends SessionCalls {
    * Writes K and V into reserved, uncommitted slots.
    * @param {number} sequenceId
    * @param {{layerIdx: number, firstTokenIdx: number, key: Buffer, value: Buffer}[]} chunks each one layer and a run of
-   *   tokens: [num_tokens, num_kv_heads, head_dim] in the spec's dtype, little-endian, at most 64 KiB
+   *   tokens: [numTokens, numKvHeads, headDim] in the spec's dtype, little-endian, at most 64 KiB
    */
   writeKv(sequenceId, chunks) {
-    const requests = chunks.map(({ layerIdx, firstTokenIdx, key, value }) => ({
-      sequence_id: sequenceId,
-      layer_idx: layerIdx,
-      first_token_idx: firstTokenIdx,
-      key,
-      value,
-    }));
-    return this.send('WriteKv', requests);
+    return this.send('WriteKv', chunks.map((chunk) => ({ sequenceId, ...chunk })));
   }
 
   /**
    * Reads K and V of committed tokens, layer by layer.
    * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer}[]>}
    */
-  async readKv(sequenceId, { firstTokenIdx = 0, numTokens = 0, layers = [] } = {}) {
+  async readKv(sequenceId, options = {}) {
+    const { firstTokenIdx, numTokens, layers } = checkedOptions(options, { firstTokenIdx: 0, numTokens: 0, layers: [] });
     const chunks = await this.collect('ReadKv', {
-      sequence_id: sequenceId,
-      first_token_idx: firstTokenIdx,
-      num_tokens: numTokens,
-      layer_idx: layers,
+      sequenceId,
+      firstTokenIdx,
+      numTokens,
+      layerIdx: layers,
     });
     return chunks.map((chunk) => ({
-      layerIdx: chunk.layer_idx,
-      firstTokenIdx: chunk.first_token_idx,
-      numTokens: chunk.num_tokens,
+      layerIdx: chunk.layerIdx,
+      firstTokenIdx: chunk.firstTokenIdx,
+      numTokens: chunk.numTokens,
       key: chunk.key,
       value: chunk.value,
     }));

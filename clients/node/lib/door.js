@@ -1,13 +1,23 @@
-/** The one place that makes calls: one channel to one service, a deadline on each call, repeats of UNAVAILABLE. */
+/**
+ * The one place that makes calls: one channel to one service, requests held to the protocol, a deadline on each call, repeats of
+ * UNAVAILABLE.
+ */
 import { setTimeout as pause } from 'node:timers/promises';
 import grpc from '@grpc/grpc-js';
+import { checkedMessage, checkedOptions, kindOf } from './checked.js';
 import { errorOf } from './errors.js';
+import { requestTypeOf } from './protos.js';
+
+export const LONGEST_TIMEOUT_MS = 86_400_000; // of what may last: every call has a deadline
 
 const CHANNEL_OPTIONS = {
   'grpc.max_receive_message_length': 64 << 20,
   'grpc.initial_reconnect_backoff_ms': 20,
   'grpc.max_reconnect_backoff_ms': 500,
   'grpc.enable_http_proxy': 0,
+  // A stream that lasts ends where the peer is gone or stopped: unanswered pings make it UNAVAILABLE.
+  'grpc.keepalive_time_ms': 20_000,
+  'grpc.keepalive_timeout_ms': 20_000,
 };
 const FIRST_PAUSE_MS = 20;
 const LONGEST_PAUSE_MS = 500;
@@ -18,10 +28,18 @@ export class Door {
    * @param {string} address host:port or unix:/path
    * @param {{timeoutMs?: number, retryMs?: number}} options bounds of a whole call, and of its repeats
    */
-  constructor(Service, address, { timeoutMs = 10_000, retryMs = 3_000 } = {}) {
+  constructor(Service, address, options = {}) {
+    if (typeof address !== 'string') throw new TypeError(`address: a string, not ${kindOf(address)}`);
+    const { timeoutMs, retryMs } = checkedOptions(options, { timeoutMs: 10_000, retryMs: 3_000 });
     this.client = new Service(address, grpc.credentials.createInsecure(), CHANNEL_OPTIONS);
+    this.service = Service.service;
     this.timeoutMs = timeoutMs;
     this.retryMs = retryMs;
+  }
+
+  /** The request as it may be sent. Throws TypeError. */
+  checked(method, request) {
+    return checkedMessage(requestTypeOf(this.service[method].path), request);
   }
 
   close() {
@@ -29,31 +47,37 @@ export class Door {
   }
 
   /** The answer of a unary method. */
-  call(method, request) {
+  async call(method, request) {
+    const message = this.checked(method, request);
     return this.#repeat((options) => new Promise((resolve, reject) => {
-      this.client[method](request, options, settle(resolve, reject));
+      this.client[method](message, options, settle(resolve, reject));
     }));
   }
 
   /** The answer of a method that takes a stream of requests. */
-  send(method, requests) {
+  async send(method, requests) {
+    const messages = requests.map((request) => this.checked(method, request));
     return this.#repeat((options) => new Promise((resolve, reject) => {
       const call = this.client[method](options, settle(resolve, reject));
-      for (const request of requests) call.write(request);
+      for (const message of messages) call.write(message);
       call.end();
     }));
   }
 
   /** All answers of a server stream; a repeat starts it over. */
-  collect(method, request) {
+  async collect(method, request) {
+    const message = this.checked(method, request);
     return this.#repeat(async (options) => {
       const answers = [];
-      for await (const answer of this.client[method](request, options)) answers.push(answer);
+      for await (const answer of this.client[method](message, options)) answers.push(answer);
       return answers;
     });
   }
 
-  /** Answers of a server stream as they come; leaving the loop cancels it. Not repeated: the caller has seen some. */
+  /**
+   * Answers of a server stream as they come; leaving the loop cancels it. Not repeated: the caller has seen some. The request is
+   * a checked one.
+   */
   async *stream(method, request, timeoutMs = this.timeoutMs) {
     const call = this.client[method](request, { deadline: Date.now() + timeoutMs });
     try {

@@ -1,9 +1,12 @@
 /** The engine service: text in, text out. */
-import { Door } from './door.js';
+import { randomUUID } from 'node:crypto';
+import { checkedOptions, kindOf } from './checked.js';
+import { Door, LONGEST_TIMEOUT_MS } from './door.js';
 import { EngineService } from './protos.js';
 
-const DEFAULT_TIMEOUT_MS = 60_000; // the service's
 const SLACK_MS = 5_000; // the service's own deadline, with its reason, comes first
+const LONGEST_WAIT_MS = 60_000; // the service's
+const WHAT = 'a prompt is text, an array of token ids, or an array of messages {role, content}';
 
 /** One channel to an engine service. */
 export class EngineClient {
@@ -18,19 +21,77 @@ export class EngineClient {
   }
 
   /**
-   * Continues a prompt. Yields pieces {request_id, index, text, token_ids, finish_reason}; the last one has `usage`.
+   * Continues a prompt. Yields pieces {requestId, index, text, tokenIds, finishReason, usage, ...}; the last one has usage.
    * Leaving the loop cancels the request.
-   * @param {string} text
-   * @param {{n?: number, timeoutMs?: number, sampling?: object, retention?: object, sessionId?: string, metadata?: object}}
-   *   [options] sampling: fields of SamplingParams; retention: {num_sink_tokens, num_window_tokens}
+   * @param {string | ArrayLike<number> | object[]} prompt text, token ids, or a conversation
+   * @param {object} [options] fields of GenerateRequest but the prompt: n, sampling, timeoutMs, ...
    */
-  generate(text, { n, timeoutMs, sampling = {}, retention, sessionId, metadata } = {}) {
-    const request = { text, n, timeout_ms: timeoutMs, sampling, retention, session_id: sessionId, metadata };
-    return this.#door.stream('Generate', request, (timeoutMs ?? DEFAULT_TIMEOUT_MS) + SLACK_MS);
+  generate(prompt, options = {}) {
+    const request = this.#door.checked('Generate', requestOf(prompt, options));
+    const timeoutMs = request.timeoutMs === undefined ? LONGEST_TIMEOUT_MS : request.timeoutMs + SLACK_MS;
+    return pieces(this.#door.stream('Generate', request, timeoutMs));
+  }
+
+  /** Continues a conversation of {role, content}; content is text, or an array of {type: 'text', text}. */
+  chat(messages, options = {}) {
+    if (!Array.isArray(messages)) throw new TypeError(`messages: an array, not ${kindOf(messages)}`);
+    if (!messages.length) throw new TypeError('messages: one message or more');
+    if (typeof messages[0] !== 'object') throw new TypeError(`messages[0]: an object, not ${kindOf(messages[0])}`);
+    return this.generate(messages, options);
+  }
+
+  /**
+   * Has a prompt continued without staying connected.
+   * @returns {Promise<string>} the id to ask for its results by; safe to repeat with one requestId
+   */
+  async submit(prompt, options = {}) {
+    const request = requestOf(prompt, options);
+    request.requestId ||= randomUUID();
+    return (await this.#door.call('SubmitRequest', { request })).requestId;
+  }
+
+  /**
+   * What a submitted request has given: now, or when it has ended, or after waitMs.
+   * @returns {Promise<object>} {request, state, outputs, usage, error}; usage and error are null until they are known
+   */
+  async result(requestId, options = {}) {
+    const { waitMs } = checkedOptions(options, { waitMs: 0 });
+    const deadline = Date.now() + waitMs;
+    const longest = Math.min(LONGEST_WAIT_MS, Math.trunc(this.#door.timeoutMs / 2));
+    for (;;) {
+      const wait = Math.trunc(Math.max(0, Math.min(deadline - Date.now(), longest)));
+      const { request, outputs, usage, error } = await this.#door.call('GetRequest', { requestId, waitMs: wait });
+      const state = plainName(request.state, 'REQUEST_STATE_');
+      if (['completed', 'failed', 'cancelled'].includes(state) || Date.now() >= deadline) {
+        return { request: { ...request, state }, state, outputs: outputs.map(pieceOf), usage, error };
+      }
+    }
+  }
+
+  /** Ends a request that waits or runs. */
+  async cancel(requestId) {
+    await this.#door.call('CancelRequest', { requestId });
+  }
+
+  /** Requests that wait or run, in order of arrival. @param {{sessionId?: string}} [options] of one conversation only */
+  async listRequests(options = {}) {
+    const { sessionId } = checkedOptions(options, { sessionId: '' });
+    const rows = [];
+    let pageToken = '';
+    do {
+      const page = await this.#door.call('ListRequests', { sessionId, pageSize: 1000, pageToken });
+      rows.push(...page.requests.map((row) => ({ ...row, state: plainName(row.state, 'REQUEST_STATE_') })));
+      pageToken = page.nextPageToken;
+    } while (pageToken);
+    return rows;
   }
 
   async tokenize(text) {
-    return (await this.#door.call('Tokenize', { text })).token_ids;
+    return (await this.#door.call('Tokenize', { text })).tokenIds;
+  }
+
+  async detokenize(tokenIds) {
+    return (await this.#door.call('Detokenize', { tokenIds })).text;
   }
 
   model() {
@@ -41,7 +102,70 @@ export class EngineClient {
     return this.#door.call('GetStats', {});
   }
 
+  /** What the last iteration computed; its `plan` is readable. */
+  iterationPlan() {
+    return this.#door.call('GetIterationPlan', {});
+  }
+
   close() {
     this.#door.close();
   }
 }
+
+function requestOf(prompt, options) {
+  if (typeof options !== 'object' || options === null) throw new TypeError(`options: an object, not ${kindOf(options)}`);
+  const twice = ['text', 'tokenIds', 'chat'].find((key) => key in options);
+  if (twice) throw new TypeError(`${twice}: the prompt is the first argument`);
+  const { sampling } = options;
+  const request = { ...options, ...promptOf(prompt) };
+  if (Array.isArray(sampling?.choices)) request.sampling = { ...sampling, choices: { texts: sampling.choices } };
+  return request;
+}
+
+function promptOf(prompt) {
+  if (typeof prompt === 'string') return { text: prompt };
+  if (!Array.isArray(prompt) && !ArrayBuffer.isView(prompt)) throw new TypeError(`${WHAT}, not ${kindOf(prompt)}`);
+  if (typeof prompt[0] === 'object') return { chat: { messages: prompt.map(turnOf) } };
+  const odd = Array.from(prompt).find((id) => typeof id !== 'number');
+  if (odd !== undefined) throw new TypeError(`${WHAT}; this array has ${kindOf(odd)} in it`);
+  return { tokenIds: { ids: prompt } };
+}
+
+function turnOf(message, index) {
+  const place = `messages[${index}]`;
+  if (typeof message !== 'object' || message === null) {
+    throw new TypeError(`${place}: an object with role and content, not ${kindOf(message)}`);
+  }
+  const unknown = Object.keys(message).find((key) => key !== 'role' && key !== 'content');
+  if (unknown !== undefined) throw new TypeError(`${place}: a message has role and content, and no ${unknown}`);
+  if (typeof message.role !== 'string') throw new TypeError(`${place}.role: a string, not ${kindOf(message.role)}`);
+  return { role: message.role, content: contentOf(message.content, `${place}.content`) };
+}
+
+function contentOf(content, place) {
+  if (typeof content === 'string') return content;
+  if (!Array.isArray(content)) throw new TypeError(`${place}: a string or an array of text parts, not ${kindOf(content)}`);
+  return content.map((part, index) => {
+    if (part?.type !== 'text' || typeof part.text !== 'string') {
+      throw new TypeError(`${place}[${index}]: only parts {type: 'text', text: string} are taken`);
+    }
+    return part.text;
+  }).join('');
+}
+
+async function* pieces(stream) {
+  for await (const answer of stream) yield pieceOf(answer);
+}
+
+/** finishReason is null until it ends; usage and cumulativeLogprob are null where they are not told. */
+function pieceOf(message) {
+  const finishReason = plainName(message.finishReason, 'FINISH_REASON_');
+  return {
+    ...message,
+    finishReason: finishReason === 'unspecified' ? null : finishReason,
+    cumulativeLogprob: message.cumulativeLogprob ?? null,
+  };
+}
+
+/** A name of an enum without its prefix, in lower case. */
+const plainName = (name, prefix) => name.slice(prefix.length).toLowerCase();

@@ -2,6 +2,9 @@
 import grpc from '@grpc/grpc-js';
 import { decodeDetail } from './protos.js';
 
+// gRPC's own text; only where the service refused to receive does it begin with the word SERVER.
+const TOO_LARGE = /(SERVER: )?Received message larger than max \((\d+) vs\.? (\d+)\)/;
+
 /** A call that failed. */
 export class KvkeeperError extends Error {
   /**
@@ -28,13 +31,21 @@ export function errorOf(error) {
   let retryAfterMs = null;
   const [packed] = error.metadata?.get('grpc-status-details-bin') ?? [];
   for (const detail of packed ? decodeDetail('google.rpc.Status', packed).details : []) {
-    const name = detail.type_url.split('/').at(-1);
+    const name = detail.typeUrl.split('/').at(-1);
     if (name === 'google.rpc.ErrorInfo') {
       ({ reason, metadata } = decodeDetail(name, detail.value));
     } else if (name === 'google.rpc.RetryInfo') {
-      const delay = decodeDetail(name, detail.value).retry_delay;
+      const delay = decodeDetail(name, detail.value).retryDelay;
       retryAfterMs = delay.seconds * 1000 + delay.nanos / 1e6;
     }
   }
-  return new KvkeeperError(error.code, reason, error.details ?? error.message, metadata, retryAfterMs);
+  let message = error.details ?? error.message;
+  const sizes = reason ? null : TOO_LARGE.exec(message);
+  if (sizes) {
+    const [byServer, requested, limit] = sizes.slice(1);
+    const [what, taker] = byServer ? ['request', 'the service'] : ['answer', 'this client'];
+    message = `the ${what} has ${requested} bytes, and ${taker} takes at most ${limit} at once`;
+    metadata = { requested, limit };
+  }
+  return new KvkeeperError(error.code, reason, message, metadata, retryAfterMs);
 }

@@ -1,7 +1,7 @@
 /** What a session asks of the pool as a whole: prefixes, blocks, events, stored logits, steps. */
+import { checkedOptions, kindOf } from './checked.js';
+import { LONGEST_TIMEOUT_MS } from './door.js';
 import { StepStream, decodeColumns, encodeColumns } from './steps.js';
-
-const LONGEST_TIMEOUT_MS = 86_400_000; // of what lasts as long as the session: every call has a deadline
 
 /** Base of CacheSession. */
 export class SessionCalls {
@@ -10,8 +10,8 @@ export class SessionCalls {
 
   constructor(door, opened) {
     this.#door = door;
-    this.#head = { session_id: opened.session_id, epoch: opened.epoch };
-    this.sessionId = opened.session_id;
+    this.#head = { sessionId: opened.sessionId, epoch: opened.epoch };
+    this.sessionId = opened.sessionId;
     this.epoch = opened.epoch;
     this.pool = opened.pool;
     this.stepId = 0; // the last one answered
@@ -46,37 +46,41 @@ export class SessionCalls {
     const stream = new StepStream(this.#door.duplex('StreamSteps', LONGEST_TIMEOUT_MS));
     return {
       step: async (items, completedStepId = this.stepId) => (
-        this.#answered(await stream.exchange(this.#stepRequest(items, completedStepId)))
+        this.#answered(await stream.exchange(this.#door.checked('StreamSteps', this.#stepRequest(items, completedStepId))))
       ),
       end: () => stream.end(),
     };
   }
 
   /** Leading tokens that are cached now, and their blocks. */
-  matchPrefix(tokenIds, { tenant = '' } = {}) {
-    return this.call('MatchPrefix', { token_ids: tokenIds, tenant });
+  async matchPrefix(tokenIds, options = {}) {
+    const { tenant } = checkedOptions(options, { tenant: '' });
+    return this.call('MatchPrefix', { tokenIds, tenant });
   }
 
   /** Why the longest cached prefix ends where it does. */
-  explainMatch(tokenIds, { tenant = '' } = {}) {
-    return this.call('ExplainMatch', { token_ids: tokenIds, tenant });
+  async explainMatch(tokenIds, options = {}) {
+    const { tenant } = checkedOptions(options, { tenant: '' });
+    return this.call('ExplainMatch', { tokenIds, tenant });
   }
 
-  /** Keeps the cached blocks of a prefix for a time: {pin_id, num_pinned_tokens}. */
-  pinPrefix(tokenIds, ttlMs, { tenant = '' } = {}) {
-    return this.call('PinPrefix', { token_ids: tokenIds, ttl_ms: ttlMs, tenant });
+  /** Keeps the cached blocks of a prefix for a time: {pinId, numPinnedTokens}. */
+  async pinPrefix(tokenIds, ttlMs, options = {}) {
+    const { tenant } = checkedOptions(options, { tenant: '' });
+    return this.call('PinPrefix', { tokenIds, ttlMs, tenant });
   }
 
   async unpinPrefix(pinId) {
-    await this.call('UnpinPrefix', { pin_id: pinId });
+    await this.call('UnpinPrefix', { pinId });
   }
 
   /**
    * Yields what is cached for the tenant, then every change of it; leaving the loop ends the watch.
    * @param {{tenant?: string, timeoutMs?: number}} [options]
    */
-  watchEvents({ tenant = '', timeoutMs = LONGEST_TIMEOUT_MS } = {}) {
-    return this.#door.stream('WatchEvents', { ...this.#head, tenant }, timeoutMs);
+  watchEvents(options = {}) {
+    const { tenant, timeoutMs } = checkedOptions(options, { tenant: '', timeoutMs: LONGEST_TIMEOUT_MS });
+    return this.#door.stream('WatchEvents', this.#door.checked('WatchEvents', { ...this.#head, tenant }), timeoutMs);
   }
 
   /** Whether a prompt could start now, later or never. @param {object} [options] fields of CheckAdmissionRequest */
@@ -86,10 +90,10 @@ export class SessionCalls {
 
   /** The state of one block, and who holds it in numbers. */
   getBlock(blockId) {
-    return this.call('GetBlock', { block_id: blockId });
+    return this.call('GetBlock', { blockId });
   }
 
-  /** Sequences to preempt. @param {object} [options] policy, num_blocks or max_utilization, as in SelectVictimsRequest */
+  /** Sequences to preempt. @param {object} [options] policy, numBlocks or maxUtilization, as in SelectVictimsRequest */
   selectVictims(options = {}) {
     return this.call('SelectVictims', options);
   }
@@ -98,7 +102,7 @@ export class SessionCalls {
     return this.call('ClearPrefixCache');
   }
 
-  /** @param {object} [options] one of num_free_blocks, num_blocks and max_utilization */
+  /** @param {object} [options] one of numFreeBlocks, numBlocks and maxUtilization */
   evictBlocks(options = {}) {
     return this.call('EvictBlocks', options);
   }
@@ -110,23 +114,24 @@ export class SessionCalls {
 
   /** @param {Float32Array} logits those that follow the first numTokens tokens, whole blocks of them */
   async storeLogits(sequenceId, numTokens, logits) {
+    if (!(logits instanceof Float32Array)) throw new TypeError(`logits: a Float32Array, not ${kindOf(logits)}`);
     const bytes = Buffer.from(logits.buffer, logits.byteOffset, logits.byteLength);
-    await this.call('StoreLogits', { sequence_id: sequenceId, num_tokens: numTokens, logits: bytes });
+    await this.call('StoreLogits', { sequenceId, numTokens, logits: bytes });
   }
 
   /** @returns {Promise<Float32Array>} what a start with a full hit promised */
   async readLogits(sequenceId) {
-    const { logits } = await this.call('ReadLogits', { sequence_id: sequenceId });
+    const { logits } = await this.call('ReadLogits', { sequenceId });
     return Float32Array.from({ length: logits.length / 4 }, (_, i) => logits.readFloatLE(4 * i));
   }
 
   #stepRequest(items, completedStepId) {
-    const ids = { step_id: this.stepId + 1, completed_step_id: completedStepId };
+    const ids = { stepId: this.stepId + 1, completedStepId };
     return { ...this.#head, ...ids, ...encodeColumns(items) };
   }
 
   #answered(answer) {
-    this.stepId = answer.step_id;
+    this.stepId = answer.stepId;
     return decodeColumns(answer);
   }
 }

@@ -1,15 +1,19 @@
 /**
  * Steps: the columns of a Step as arrays of numbers, and one session's stream of them.
  *
- * Columns have their names in the protocol; those left out are empty.
+ * Columns have their names in the protocol, in camelCase; those left out are empty.
  */
+import { kindOf } from './checked.js';
 import { errorOf } from './errors.js';
 
-const INT64_COLUMN = /(sequence_ids|transfer_ids|fork_parent_ids|fork_child_ids)$/;
+const INT64_COLUMN = /(sequenceIds|transferIds|forkParentIds|forkChildIds)$/i;
 
 /** @param {Object<string, ArrayLike<number>>} items */
 export function encodeColumns(items) {
   return Object.fromEntries(Object.entries(items).map(([name, values]) => {
+    if (!Array.isArray(values) && !ArrayBuffer.isView(values)) {
+      throw new TypeError(`${name}: an array of numbers, not ${kindOf(values)}`);
+    }
     const is64 = INT64_COLUMN.test(name);
     const buffer = Buffer.alloc(values.length * (is64 ? 8 : 4));
     for (let i = 0; i < values.length; i += 1) {

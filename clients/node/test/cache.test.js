@@ -4,16 +4,16 @@ import { after, before, test } from 'node:test';
 import { CacheClient, KvkeeperError } from '../index.js';
 
 const SPEC = {
-  model_id: 'node-client-test',
+  modelId: 'node-client-test',
   revision: '1',
-  num_layers: 2,
-  num_kv_heads: 2,
-  head_dim: 4,
-  kv_dtype: 'KV_DTYPE_FLOAT32',
-  block_size: 4,
+  numLayers: 2,
+  numKvHeads: 2,
+  headDim: 4,
+  kvDtype: 'KV_DTYPE_FLOAT32',
+  blockSize: 4,
   layout: 'KV_LAYOUT_BLOCK_MAJOR',
 };
-const TOKEN_BYTES = SPEC.num_kv_heads * SPEC.head_dim * 4;
+const TOKEN_BYTES = SPEC.numKvHeads * SPEC.headDim * 4;
 const PROMPT = [11, 12, 13, 14, 15, 16];
 
 let client;
@@ -69,38 +69,38 @@ test('a sequence is created, extended, written, committed, forked, read back and
 
   const extended = await session.extend(1, 7);
   assert.equal(extended.state, 'SEQUENCE_STATE_RUNNING');
-  assert.equal(extended.num_reserved_tokens >= 7, true);
-  assert.equal(extended.block_table.length, 2);
-  assert.equal(extended.block_table.includes(0), false);
+  assert.equal(extended.numReservedTokens >= 7, true);
+  assert.equal(extended.blockTable.length, 2);
+  assert.equal(extended.blockTable.includes(0), false);
 
   const sent = await session.writeKv(1, [chunk(0, 0, 6), chunk(1, 0, 2), chunk(1, 2, 4)]);
-  assert.equal(sent.num_chunks, 3);
-  assert.equal(sent.num_bytes, 2 * 2 * 6 * TOKEN_BYTES);
-  assert.equal((await session.commit(1, 6)).num_committed_tokens, 6);
+  assert.equal(sent.numChunks, 3);
+  assert.equal(sent.numBytes, 2 * 2 * 6 * TOKEN_BYTES);
+  assert.equal((await session.commit(1, 6)).numCommittedTokens, 6);
   assert.deepEqual(joined(await session.readKv(1)), written(6));
 
   const child = await session.fork(1, 2);
-  assert.equal(child.num_committed_tokens, 6);
-  assert.deepEqual(child.block_table, (await session.get(1)).block_table.slice(0, 2));
+  assert.equal(child.numCommittedTokens, 6);
+  assert.deepEqual(child.blockTable, (await session.get(1)).blockTable.slice(0, 2));
 
   // The child goes on alone: its partial block is copied first, the parent's stays as it was.
   await session.extend(2, 7);
   await session.writeKv(2, [chunk(0, 6, 1), chunk(1, 6, 1)]);
-  assert.equal((await session.commit(2, 7, 6, [99])).num_tokens, 7);
+  assert.equal((await session.commit(2, 7, 6, [99])).numTokens, 7);
   assert.deepEqual(joined(await session.readKv(2)), written(7));
-  assert.notEqual((await session.get(2)).block_table[1], (await session.get(1)).block_table[1]);
+  assert.notEqual((await session.get(2)).blockTable[1], (await session.get(1)).blockTable[1]);
   assert.deepEqual(joined(await session.readKv(1)), written(6));
-  assert.deepEqual((await session.get(2, { includeTokens: true })).token_ids, [...PROMPT, 99]);
+  assert.deepEqual((await session.get(2, { includeTokens: true })).tokenIds, [...PROMPT, 99]);
 
-  assert.deepEqual((await session.list()).map((row) => row.sequence_id), [1, 2]);
-  assert.equal((await session.truncate(2, 4)).num_tokens, 4);
+  assert.deepEqual((await session.list()).map((row) => row.sequenceId), [1, 2]);
+  assert.equal((await session.truncate(2, 4)).numTokens, 4);
   await session.release(2);
   await session.release(1);
   assert.deepEqual(await session.list(), []);
 
   // What was committed stays cached: the same prompt finds its whole blocks.
   assert.equal(await session.createSequence(3, PROMPT), 4);
-  assert.equal((await session.extend(3, 6)).num_hit_tokens, 4);
+  assert.equal((await session.extend(3, 6)).numHitTokens, 4);
   await session.release(3);
 });
 

@@ -6,12 +6,12 @@ import { CacheClient } from '../index.js';
 import { CacheService } from '../lib/protos.js';
 
 const SPEC = {
-  model_id: 'node-client-calls',
-  num_layers: 1,
-  num_kv_heads: 1,
-  head_dim: 4,
-  kv_dtype: 'KV_DTYPE_FLOAT32',
-  block_size: 4,
+  modelId: 'node-client-calls',
+  numLayers: 1,
+  numKvHeads: 1,
+  headDim: 4,
+  kvDtype: 'KV_DTYPE_FLOAT32',
+  blockSize: 4,
   layout: 'KV_LAYOUT_BLOCK_MAJOR',
 };
 const PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19];
@@ -33,7 +33,7 @@ test('every method of the protocol has its call', () => {
 test('a prefix is stored, explained, pinned, watched and cleared', async () => {
   const session = await client.openSession(SPEC);
   const before = await session.explainMatch(PROMPT);
-  assert.deepEqual([before.num_matched_tokens, before.end], [0, 'MATCH_END_NEVER_STORED']);
+  assert.deepEqual([before.numMatchedTokens, before.end], [0, 'MATCH_END_NEVER_STORED']);
   const events = session.watchEvents();
   assert.equal((await events.next()).value.kind, 'EVENT_KIND_SNAPSHOT_END');
 
@@ -41,27 +41,27 @@ test('a prefix is stored, explained, pinned, watched and cleared', async () => {
   await session.extend(1, 9);
   await session.commit(1, 9);
   const { value: stored } = await events.next();
-  assert.deepEqual([stored.kind, stored.revision, stored.block_names.length], ['EVENT_KIND_STORED', 2, 2]);
-  assert.deepEqual(stored.parent_names[1], stored.block_names[0]);
+  assert.deepEqual([stored.kind, stored.revision, stored.blockNames.length], ['EVENT_KIND_STORED', 2, 2]);
+  assert.deepEqual(stored.parentNames[1], stored.blockNames[0]);
 
   const match = await session.matchPrefix(PROMPT);
-  assert.equal(match.num_matched_tokens, 8);
-  const block = await session.getBlock(match.block_ids[0]);
-  assert.deepEqual([block.state, block.num_references, block.indexed], ['BLOCK_STATE_REFERENCED', 1, true]);
+  assert.equal(match.numMatchedTokens, 8);
+  const block = await session.getBlock(match.blockIds[0]);
+  assert.deepEqual([block.state, block.numReferences, block.indexed], ['BLOCK_STATE_REFERENCED', 1, true]);
   assert.equal((await session.explainMatch(PROMPT)).end, 'MATCH_END_PARTIAL_BLOCK');
-  assert.equal((await session.checkAdmission({ token_ids: PROMPT })).verdict, 'ADMISSION_VERDICT_NOW');
+  assert.equal((await session.checkAdmission({ tokenIds: PROMPT })).verdict, 'ADMISSION_VERDICT_NOW');
 
   const pin = await session.pinPrefix(PROMPT, 60_000);
-  assert.equal(pin.num_pinned_tokens, 8);
+  assert.equal(pin.numPinnedTokens, 8);
   await session.release(1);
-  const numFree = session.pool.num_blocks - 1;
-  assert.equal((await session.evictBlocks({ num_free_blocks: numFree })).num_evicted_blocks, 0);
-  await session.unpinPrefix(pin.pin_id);
-  await assert.rejects(session.unpinPrefix(pin.pin_id), { reason: 'UNKNOWN_PIN' });
-  assert.equal((await session.evictBlocks({ num_free_blocks: numFree })).num_evicted_blocks, 2);
+  const numFree = session.pool.numBlocks - 1;
+  assert.equal((await session.evictBlocks({ numFreeBlocks: numFree })).numEvictedBlocks, 0);
+  await session.unpinPrefix(pin.pinId);
+  await assert.rejects(session.unpinPrefix(pin.pinId), { reason: 'UNKNOWN_PIN' });
+  assert.equal((await session.evictBlocks({ numFreeBlocks: numFree })).numEvictedBlocks, 2);
   assert.equal((await events.next()).value.kind, 'EVENT_KIND_REMOVED');
   await events.return();
-  assert.equal((await session.clearPrefixCache()).num_forgotten_blocks, 0);
+  assert.equal((await session.clearPrefixCache()).numForgottenBlocks, 0);
   assert.deepEqual((await client.checkInvariants()).violations, []);
   await session.close();
 });
@@ -71,28 +71,28 @@ test('steps go one by one and on a stream, numbers in and out', async () => {
   await session.createSequence(2 ** 40, PROMPT);
   const column = [2 ** 40];
   const started = await session.step({
-    start_sequence_ids: column, start_max_new_tokens: [100], start_max_hit_tokens: [100],
+    startSequenceIds: column, startMaxNewTokens: [100], startMaxHitTokens: [100],
   });
-  assert.deepEqual([started.start_results, started.start_num_blocks], [[1], [3]]);
-  assert.equal(started.start_block_ids.length, 3);
+  assert.deepEqual([started.startResults, started.startNumBlocks], [[1], [3]]);
+  assert.equal(started.startBlockIds.length, 3);
 
   const stream = session.streamSteps();
   const grown = await stream.step({
-    commit_sequence_ids: column,
-    commit_num_tokens: [9],
-    commit_num_new_tokens: [1],
-    commit_token_ids: [20],
-    reserve_sequence_ids: Float64Array.from(column),
-    reserve_min_tokens: [13],
-    reserve_max_tokens: [13],
+    commitSequenceIds: column,
+    commitNumTokens: [9],
+    commitNumNewTokens: [1],
+    commitTokenIds: [20],
+    reserveSequenceIds: Float64Array.from(column),
+    reserveMinTokens: [13],
+    reserveMaxTokens: [13],
   });
-  assert.deepEqual([grown.step_id, grown.reserve_num_reserved_tokens, grown.new_block_ids.length], [2, [13], 1]);
-  assert.deepEqual((await session.get(column[0], { includeTokens: true })).token_ids, [...PROMPT, 20]);
-  await assert.rejects(stream.step({ release_sequence_ids: [77] }), { reason: 'UNKNOWN_SEQUENCE' });
+  assert.deepEqual([grown.stepId, grown.reserveNumReservedTokens, grown.newBlockIds.length], [2, [13], 1]);
+  assert.deepEqual((await session.get(column[0], { includeTokens: true })).tokenIds, [...PROMPT, 20]);
+  await assert.rejects(stream.step({ releaseSequenceIds: [77] }), { reason: 'UNKNOWN_SEQUENCE' });
   await assert.rejects(stream.step({}), { reason: 'UNKNOWN_SEQUENCE' }); // a failed step ends the stream
 
   const again = session.streamSteps();
-  await again.step({ release_sequence_ids: column });
+  await again.step({ releaseSequenceIds: column });
   again.end();
   assert.equal(session.stepId, 3);
   assert.deepEqual(await session.list(), []);
@@ -102,26 +102,26 @@ test('steps go one by one and on a stream, numbers in and out', async () => {
 test('a sequence is changed, and the logits behind a prompt make it a hit whole', async () => {
   const session = await client.openSession({ ...SPEC, revision: 'logits' });
   const prompt = PROMPT.slice(0, 8);
-  const retention = { num_sink_tokens: 4, num_window_tokens: 100 };
+  const retention = { numSinkTokens: 4, numWindowTokens: 100 };
   await session.createSequence(1, prompt, { retention });
   await session.extend(1, 8);
   await session.commit(1, 8);
-  const changed = await session.update(1, { priority: 7, retention: { ...retention, num_window_tokens: 90 } });
-  assert.deepEqual([changed.priority, changed.retention.num_window_tokens], [7, 90]);
-  assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequence_ids, [1]);
+  const changed = await session.update(1, { priority: 7, retention: { ...retention, numWindowTokens: 90 } });
+  assert.deepEqual([changed.priority, changed.retention.numWindowTokens], [7, 90]);
+  assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequenceIds, [1]);
   await session.extend(1, 16); // two blocks more than the known tokens need
   const collected = await session.collectGarbage();
-  assert.deepEqual([collected.num_trimmed_blocks, collected.num_freed_blocks], [2, 2]);
+  assert.deepEqual([collected.numTrimmedBlocks, collected.numFreedBlocks], [2, 2]);
   const logits = Float32Array.from([1.5, -2.25, 0]);
   await session.storeLogits(1, 8, logits);
   await session.release(1);
-  assert.equal((await session.explainMatch(prompt)).num_hit_tokens, 8);
+  assert.equal((await session.explainMatch(prompt)).numHitTokens, 8);
   await session.close();
 
   const engine = await client.openSession({ ...SPEC, revision: 'logits' }, { executor: 'EXECUTOR_ENGINE' });
   await engine.createSequence(2, prompt);
-  const started = await engine.step({ start_sequence_ids: [2], start_max_new_tokens: [1], start_max_hit_tokens: [8] });
-  assert.deepEqual([started.start_num_hit_tokens, started.start_has_logits], [[8], [1]]);
+  const started = await engine.step({ startSequenceIds: [2], startMaxNewTokens: [1], startMaxHitTokens: [8] });
+  assert.deepEqual([started.startNumHitTokens, started.startHasLogits], [[8], [1]]);
   assert.deepEqual(await engine.readLogits(2), logits);
   await assert.rejects(engine.readLogits(3), { reason: 'UNKNOWN_SEQUENCE' });
   await engine.close();

@@ -12,22 +12,22 @@ before(() => {
 after(() => client.close());
 
 test('Generate streams text and ends with usage', async () => {
-  const sampling = { max_tokens: 8, temperature: 0, ignore_eos: true };
+  const sampling = { maxTokens: 8, temperature: 0, ignoreEos: true };
   const pieces = [];
   for await (const piece of client.generate('def fibonacci(n):', { sampling })) pieces.push(piece);
-  const ids = pieces.flatMap((piece) => piece.token_ids);
+  const ids = pieces.flatMap((piece) => piece.tokenIds);
   assert.equal(ids.length, 8);
-  assert.equal(pieces.at(-1).usage.new_tokens, 8);
-  assert.equal(pieces.at(-1).usage.prompt_tokens, (await client.tokenize('def fibonacci(n):')).length);
+  assert.equal(pieces.at(-1).usage.newTokens, 8);
+  assert.equal(pieces.at(-1).usage.promptTokens, (await client.tokenize('def fibonacci(n):')).length);
   assert.deepEqual(
-    pieces.map((piece) => piece.finish_reason).filter((reason) => reason !== 'FINISH_REASON_UNSPECIFIED'),
-    ['FINISH_REASON_LENGTH'],
+    pieces.map((piece) => piece.finishReason).filter((reason) => reason !== null),
+    ['length'],
   );
 });
 
 test('leaving the loop ends the request', async () => {
-  const earlier = (await client.stats()).num_cancelled_requests;
-  const sampling = { max_tokens: 200, ignore_eos: true };
+  const earlier = (await client.stats()).numCancelledRequests;
+  const sampling = { maxTokens: 200, ignoreEos: true };
   for await (const piece of client.generate('x', { sampling })) {
     assert.equal(piece.index, 0);
     break;
@@ -35,13 +35,13 @@ test('leaving the loop ends the request', async () => {
   let stats;
   do {
     stats = await client.stats();
-  } while (stats.num_running_requests + stats.num_waiting_requests > 0);
-  assert.equal(stats.num_cancelled_requests, earlier + 1);
+  } while (stats.numRunningRequests + stats.numWaitingRequests > 0);
+  assert.equal(stats.numCancelledRequests, earlier + 1);
 });
 
 test('a conversation and metadata are bounded by name', async () => {
   const take = async (options) => {
-    for await (const piece of client.generate('x', { sampling: { max_tokens: 1 }, ...options })) assert.ok(piece);
+    for await (const piece of client.generate('x', { sampling: { maxTokens: 1 }, ...options })) assert.ok(piece);
   };
   await take({ sessionId: 's'.repeat(64), metadata: { user: 'ada' } });
   await assert.rejects(take({ sessionId: 's'.repeat(65) }), (error) => error.metadata.field === 'session_id');
@@ -50,7 +50,61 @@ test('a conversation and metadata are bounded by name', async () => {
 
 test('a wrong sampling field is refused by name', async () => {
   const drain = async () => {
-    for await (const piece of client.generate('x', { sampling: { top_p: 2 } })) assert.fail(piece);
+    for await (const piece of client.generate('x', { sampling: { topP: 2 } })) assert.fail(piece);
   };
   await assert.rejects(drain(), (error) => error instanceof KvkeeperError && error.reason === 'INVALID_FIELD');
+});
+
+test('token ids are a prompt, too, and text comes back from them', async () => {
+  const ids = await client.tokenize('def fibonacci(n):');
+  const sampling = { maxTokens: 2, temperature: 0, ignoreEos: true };
+  const texts = [];
+  for (const prompt of ['def fibonacci(n):', ids, Int32Array.from(ids)]) {
+    let text = '';
+    for await (const piece of client.generate(prompt, { sampling })) text += piece.text;
+    texts.push(text);
+  }
+  assert.equal(new Set(texts).size, 1);
+  assert.match(await client.detokenize(ids), /fibonacci/);
+});
+
+test('a request is submitted, asked for, listed and cancelled', async () => {
+  const sampling = { maxTokens: 4, temperature: 0, ignoreEos: true, numLogprobs: 1 };
+  const id = await client.submit('x', { sampling, sessionId: 'talk', metadata: { user: 'ada' } });
+  const done = await client.result(id, { waitMs: 60_000 });
+  assert.deepEqual([done.state, done.usage.newTokens, done.error], ['completed', 4, null]);
+  assert.deepEqual([done.request.sessionId, done.request.metadata], ['talk', { user: 'ada' }]);
+  const [output] = done.outputs;
+  assert.deepEqual([output.finishReason, output.tokenIds.length, output.logprobs.length], ['length', 4, 4]);
+  await assert.rejects(client.cancel(id), { name: 'KvkeeperError', reason: 'UNKNOWN_REQUEST' });
+
+  const long = await client.submit('x', { sampling: { maxTokens: 2000, ignoreEos: true }, requestId: 'long', sessionId: 'talk' });
+  assert.equal(long, 'long');
+  assert.deepEqual((await client.listRequests({ sessionId: 'talk' })).map((row) => row.requestId), ['long']);
+  await client.cancel('long');
+  assert.equal((await client.result('long', { waitMs: 60_000 })).state, 'cancelled');
+});
+
+test('an output is one of the choices', async () => {
+  let text = '';
+  for await (const piece of client.generate('x', { sampling: { choices: ['yes', 'no'] } })) text += piece.text;
+  assert.match(text, /^(yes|no)$/);
+});
+
+test('a conversation gets as far as the chat template of the model, which has none here', async () => {
+  const messages = [{ role: 'user', content: [{ type: 'text', text: 'hello' }] }];
+  const take = async () => {
+    for await (const piece of client.chat(messages)) assert.ok(piece);
+  };
+  await assert.rejects(take(), (error) => error.reason === 'INVALID_FIELD' && error.metadata.field === 'chat');
+});
+
+test('the model, the counts and the last iteration are told in camelCase', async () => {
+  assert.equal((await client.model()).maxTokensPerSequence > 0, true);
+  assert.equal((await client.stats()).numNewTokens > 0, true);
+  assert.equal(typeof (await client.iterationPlan()).plan, 'string');
+});
+
+test('a prompt of 15 MB is refused with the limit', async () => {
+  await assert.rejects(client.tokenize('x'.repeat(15e6)), (error) => Number(error.metadata.limit) > 1e6);
 });

@@ -3,15 +3,15 @@
 import argparse
 import os
 
-from kvkeeper.client import cache, engine
+from kvkeeper.client import targets
 
 
 def cache_address() -> str:
-    return os.environ.get("KVKEEPER_CACHE_LISTEN") or cache.DEFAULT_TARGET
+    return os.environ.get("KVKEEPER_CACHE_LISTEN") or targets.CACHE
 
 
 def engine_address() -> str:
-    return os.environ.get("KVKEEPER_ENGINE_LISTEN") or engine.DEFAULT_TARGET
+    return os.environ.get("KVKEEPER_ENGINE_LISTEN") or targets.ENGINE
 
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:

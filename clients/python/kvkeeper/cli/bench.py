@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from kvkeeper.cli import bench_live, bench_plot, traces
 from kvkeeper.cli.addresses import add_cache_flag
-from kvkeeper.cli.outcome import EXIT_OK, EXIT_USAGE, UsageFailure
+from kvkeeper.cli.problems import EXIT_OK, EXIT_USAGE, UsageFailure
 from kvkeeper.cli.traces import Requests
 
 _BLOCKS = 5000
@@ -26,8 +26,8 @@ _PLOTTED = 14  # capacities
 _ALL = "all"
 
 
-def add_parser(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure the cache on a trace of requests", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    bench = commands.add_parser("bench", help=text, allow_abbrev=False)
     parser = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True).add_parser(
         "trace",
         help="hit rate, evictions and time per step of a trace",

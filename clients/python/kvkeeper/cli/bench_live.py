@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.outcome import UsageFailure
+from kvkeeper.cli.problems import UsageFailure
 from kvkeeper.client import CacheClient, CacheSession, CallOptions, StepItems
 
 _COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request before it can hit

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from kvkeeper.cli.outcome import UsageFailure
+from kvkeeper.cli.problems import UsageFailure
 
 OPTIMUM = "optimum"
 

@@ -1,20 +1,35 @@
 """Takes the command line apart and runs the command that it names.
 
-`cache` and `engine` hand their arguments over to the services, which know their own flags; nothing else here imports a
-service, or torch.
+Each command is a module of its name, with add_parser and with what its parser sets as `run`; only the one that is named is
+imported, because most of what others need (grpc, numpy, rich) takes longer to import than a command takes. `cache` and `engine`
+hand their arguments over to the services, which know their own flags; nothing else here imports a service, or torch.
 """
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
-from kvkeeper.cli import bench, demo, explain, generate, requests, sequences, services, stats, status, top, up
-from kvkeeper.cli.outcome import EXIT_FAILED, failure
-from kvkeeper.client import KvkeeperError
+from kvkeeper.cli import services
+from kvkeeper.cli.problems import EXIT_FAILED, complain
+from kvkeeper.cli.usage import Parser, did_you_mean
+from kvkeeper.service import VERSION
 
-_COMMANDS = (up, demo, generate, explain, status, stats, top, requests, sequences, bench)
+COMMANDS = {
+    "up": "run both services",
+    "demo": "show what it does, in a minute",
+    "generate": "continue a prompt",
+    "explain": "say how much of a prompt is cached, and why not more",
+    "status": "show whether both services are up",
+    "stats": "show counts of the pool and the engine",
+    "top": "watch pools and sessions live; q ends",
+    "requests": "list requests that wait or run",
+    "sequences": "list live sequences",
+    "bench": "measure the cache on a trace of requests",
+    "completion": "print a script that completes commands and flags in a shell",
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,40 +37,60 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in services.NAMES:
         return services.run(argv[0], argv[1:])
     args = _parse(argv)
+    from kvkeeper.client import KvkeeperError  # --help and wrong usage do without
+
     try:
         exit_code = cast(Callable[[argparse.Namespace], int], args.run)(args)
         sys.stdout.flush()
     except KvkeeperError as error:
+        from kvkeeper.cli.outcome import failure
+
         return failure(error, args)
     except OSError as error:
         # Commands say themselves what they cannot read: here it is the output that cannot be written. The
         # interpreter's last flush must not fail on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # whoever read our output has left, which needs no words
-            print(f"kvkeeper: the output cannot be written: {error.strerror}", file=sys.stderr)
+            text = f"the output cannot be written: {error.strerror}"
+            complain(text, reason="OUTPUT", is_json=getattr(args, "json", False))
         return EXIT_FAILED
     return exit_code
 
 
+def whole_parser() -> tuple[Parser, dict[str, Parser]]:
+    """With the flags of all commands but the services', which know their own; and each command's parser by its name."""
+    return _parser(COMMANDS)
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
+    is_json = "--json" in argv
+    name = next((word for word in argv if not word.startswith("-")), "")
+    parser, choices = _parser({name} & COMMANDS.keys())
+    parser.is_json = is_json
+    if name and name not in choices:
+        parser.error(f"there is no command {name!r}{did_you_mean(name, choices)}")
+    chosen = choices.get(name, parser)
+    chosen.is_json = is_json
     args, other_flags = parser.parse_known_args(argv)
     args.other_flags = other_flags
     if other_flags and not hasattr(args, "takes_other_flags"):
-        parser.error(f"unrecognized arguments: {' '.join(other_flags)}")
+        chosen.unknown(other_flags)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
+    """With the flags of the wanted commands, and each command's parser by its name."""
+    parser = Parser(
         prog="kvkeeper",
         description="An LLM serving system whose KV cache lives in a process of its own.",
         epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 a service is down, 130 interrupted.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, text in services.NAMES.items():
-        commands.add_parser(name, help=text, add_help=False)
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    return parser
+    for name, text in (services.NAMES | COMMANDS).items():
+        if name in wanted:
+            importlib.import_module(f"kvkeeper.cli.{name}").add_parser(commands, text)
+        else:
+            commands.add_parser(name, help=text, add_help=False)
+    return parser, commands.choices

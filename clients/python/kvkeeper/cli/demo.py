@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvkeeper.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.tables import facts, size, table
@@ -46,8 +46,8 @@ class Answer:
     tokens_per_second: float
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="show what it does, in a minute", description=__doc__, allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("demo", help=text, description=__doc__, allow_abbrev=False)
     parser.set_defaults(run=run)
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.arguments import utf8
 from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.generate import utf8
-from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
+from kvkeeper.cli.outcome import OPTIONS
+from kvkeeper.cli.problems import EXIT_OK
 from kvkeeper.client import CacheClient, EngineClient
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("explain", help="say how much of a prompt is cached, and why not more", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("explain", help=text, allow_abbrev=False)
     parser.add_argument("prompt", type=utf8, help="text, as for generate")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache is meant")
     add_cache_flag(parser)

@@ -1,50 +1,44 @@
-"""How a command ends: exit codes, and one line for whatever went wrong."""
+"""How a call that failed is told: one line that says what to do where there is something to do, and the exit code."""
 
 import argparse
-import sys
 
 import grpc
 
+from kvkeeper.cli.problems import EXIT_DOWN, EXIT_FAILED, complain
 from kvkeeper.client import CallOptions, KvkeeperError
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_DOWN = 3
-EXIT_INTERRUPTED = 130
 
 # People wait at the other end: an answer or a reason, no repeats.
 OPTIONS = CallOptions(timeout_s=10.0, retry_s=0.0)
 
-
-class UsageFailure(Exception):
-    """What was asked for cannot be done as it was asked; the text is one line for people."""
+_MORE_TIME = "; --timeout-ms gives it more"
 
 
-def down_line(service: str, address: str) -> str:
+def tell_down(service: str, address: str, is_json: bool) -> None:
     """What to start. service is "cache" or "engine"."""
-    return (
-        f"kvkeeper: the {service} service does not answer at {address};"
-        f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`"
+    complain(
+        f"the {service} service does not answer at {address};"
+        f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`",
+        reason="SERVICE_DOWN",
+        is_json=is_json,
     )
 
 
 def failure(error: KvkeeperError, args: argparse.Namespace) -> int:
     """Say on stderr what went wrong; the exit code."""
+    is_json = getattr(args, "json", False)
     if error.service_down:
-        print(down_line(args.asks, getattr(args, args.asks)), file=sys.stderr)
+        tell_down(args.asks, getattr(args, args.asks), is_json)
         return EXIT_DOWN
     if error.reason == "CACHE_SERVICE_DOWN":
-        print(
-            "kvkeeper: the engine service is up, but its cache service does not answer; start it with `kvkeeper cache`",
-            file=sys.stderr,
-        )
+        text = "the engine service is up, but its cache service does not answer; start it with `kvkeeper cache`"
+        complain(text, reason=error.reason, is_json=is_json)
         return EXIT_DOWN
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason:
         address = getattr(args, args.asks)
-        print(f"kvkeeper: the {args.asks} service at {address} takes too long to answer; is it stuck?", file=sys.stderr)
+        text = f"the {args.asks} service at {address} takes too long to answer; is it stuck?"
+        complain(text, reason=error.code.name, is_json=is_json)
         return EXIT_DOWN
-    facts = "".join(f", {name}={value}" for name, value in sorted(error.metadata.items()))
     reason = error.reason or error.code.name
-    print(f"kvkeeper: {error.message or reason} ({reason}{facts})", file=sys.stderr)
+    text = (error.message or reason) + (_MORE_TIME if error.reason == "TIMED_OUT" else "")
+    complain(text, reason=reason, is_json=is_json, shows_reason=True, metadata=error.metadata)
     return EXIT_FAILED

@@ -4,17 +4,18 @@ import argparse
 from typing import Any
 
 from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.generate import utf8
+from kvkeeper.cli.arguments import utf8
 from kvkeeper.cli.lists import print_list
-from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
+from kvkeeper.cli.outcome import OPTIONS
+from kvkeeper.cli.problems import EXIT_OK
 from kvkeeper.client import EngineClient
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 _HEADERS = ("request", "conversation", "state", "prompt", "new", "n", "priority", "seconds")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("requests", help="list requests that wait or run", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("requests", help=text, allow_abbrev=False)
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="of one conversation only")
     add_engine_flag(parser)
     add_json_flag(parser)

@@ -6,14 +6,15 @@ from typing import Any
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.lists import print_list
-from kvkeeper.cli.outcome import EXIT_OK, OPTIONS
+from kvkeeper.cli.outcome import OPTIONS
+from kvkeeper.cli.problems import EXIT_OK
 from kvkeeper.client import CacheClient
 
 _HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "retention", "priority", "steps")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("sequences", help="list live sequences", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("sequences", help=text, allow_abbrev=False)
     parser.add_argument("--session", default="", metavar="ID", help="of one session only")
     add_cache_flag(parser)
     add_json_flag(parser)

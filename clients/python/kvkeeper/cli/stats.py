@@ -8,15 +8,16 @@ from typing import Any
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.outcome import EXIT_OK, OPTIONS, failure
+from kvkeeper.cli.outcome import OPTIONS, failure
 from kvkeeper.cli.pool_counts import show_pool
+from kvkeeper.cli.problems import EXIT_OK
 from kvkeeper.cli.tables import facts, table
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("stats", help="show counts of the pool and the engine", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("stats", help=text, allow_abbrev=False)
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)

@@ -2,14 +2,14 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.outcome import EXIT_DOWN, EXIT_OK, OPTIONS, down_line
+from kvkeeper.cli.outcome import OPTIONS, tell_down
+from kvkeeper.cli.problems import EXIT_DOWN, EXIT_OK
 from kvkeeper.cli.tables import size, table
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 
@@ -25,8 +25,8 @@ class ServiceStatus:
     detail: str = ""
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("status", help="show whether both services are up", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("status", help=text, allow_abbrev=False)
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         headers = ("service", "state", "address", "version", "serves")
         print(table(headers, [(row.service, row.state, row.address, row.version or "-", row.detail or "-") for row in rows]))
-        for row in rows:
-            if row.state == "down":
-                print(down_line(row.service, row.address), file=sys.stderr)
+    for row in rows:
+        if row.state == "down":
+            tell_down(row.service, row.address, args.json)
     return EXIT_OK if all(row.state == "up" for row in rows) else EXIT_DOWN
 
 

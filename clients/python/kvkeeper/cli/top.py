@@ -19,15 +19,15 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kvkeeper.cli.addresses import add_cache_flag
-from kvkeeper.cli.outcome import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.problems import EXIT_DOWN, EXIT_OK
 from kvkeeper.cli.top_view import History, Sample, frame
 from kvkeeper.client import CacheClient, CallOptions, KvkeeperError
 
 _OPTIONS = CallOptions(timeout_s=2.0, retry_s=0.0)
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("top", help="watch pools and sessions live; q ends", allow_abbrev=False)
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("top", help=text, allow_abbrev=False)
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between frames, 0.1 to 3600 (default: 1)"
     )

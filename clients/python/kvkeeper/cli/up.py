@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
-from kvkeeper.cli.outcome import EXIT_FAILED, EXIT_USAGE
+from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.status import model_line, pool_line
 from kvkeeper.cli.tables import facts
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, engine
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, targets
 
 _GRACE_S = 20.0  # a service has its own, shorter limit for draining; who is in a hurry asks twice
 # More than a block long, so that typing it again shows a prefix hit.
@@ -30,10 +30,10 @@ _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest fi
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser(
         "up",
-        help="run both services",
+        help=text,
         description="Runs both services until Ctrl-C. Any flag of one service is written with its name in front:"
         " --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
         allow_abbrev=False,
@@ -144,7 +144,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     async with AsyncEngineClient(args.engine_listen) as engine_client:
         model = await engine_client.model()
     next_command = f'{_program()} generate "{_FIRST_PROMPT}"'
-    if args.engine_listen != engine.DEFAULT_TARGET:
+    if args.engine_listen != targets.ENGINE:
         next_command += f" --engine {shlex.quote(args.engine_listen)}"
     if args.json:
         report = {

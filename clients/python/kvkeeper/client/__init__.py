@@ -1,17 +1,32 @@
 """Python client of kvkeeper: the cache service and the engine service, for asyncio and for threads.
 
-Imports neither service, nor torch. The messages are those of kvkeeper.cache.v1 and kvkeeper.engine.v1.
+Imports neither service, nor torch. The messages are those of kvkeeper.cache.v1 and kvkeeper.engine.v1. Each name is imported
+when it is asked for first, so that a program pays for what it uses: numpy comes with sessions of the cache service alone.
 """
 
-from kvkeeper.client.arena import Arena
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
-from kvkeeper.client.cache_sync import CacheClient, CacheSession
-from kvkeeper.client.engine import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
-from kvkeeper.client.engine_calls import BeamSearch, GenerateOptions, Piece, Result, Retention, Sampling, TokenLogprobs, Usage
-from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.steps import StepItems, StepResult, decode, encode
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvkeeper.client.arena import Arena
+    from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+    from kvkeeper.client.cache_sync import CacheClient
+    from kvkeeper.client.engine import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
+    from kvkeeper.client.engine_calls import (
+        BeamSearch,
+        GenerateOptions,
+        Piece,
+        Result,
+        Retention,
+        Sampling,
+        TokenLogprobs,
+        Usage,
+    )
+    from kvkeeper.client.errors import KvkeeperError
+    from kvkeeper.client.kv_chunks import KvTokens
+    from kvkeeper.client.retry import CallOptions
+    from kvkeeper.client.session_sync import CacheSession
+    from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 
 __all__ = [
     "Arena",
@@ -39,3 +54,29 @@ __all__ = [
     "decode",
     "encode",
 ]
+
+_HOMES = {
+    "arena": ("Arena",),
+    "cache": ("AsyncCacheClient", "AsyncCacheSession"),
+    "cache_sync": ("CacheClient",),
+    "engine": ("AsyncEngineClient", "AsyncGeneration", "EngineClient", "Generation"),
+    "engine_calls": ("BeamSearch", "GenerateOptions", "Piece", "Result", "Retention", "Sampling", "TokenLogprobs", "Usage"),
+    "errors": ("KvkeeperError",),
+    "kv_chunks": ("KvTokens",),
+    "retry": ("CallOptions",),
+    "session_sync": ("CacheSession",),
+    "steps": ("StepItems", "StepResult", "decode", "encode"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

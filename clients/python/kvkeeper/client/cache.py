@@ -14,15 +14,16 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
-from kvkeeper.client.cache_calls import WATCH_TIMEOUT_S, Call, Logits, SessionCalls, TokenIds
+from kvkeeper.client.cache_calls import Call
 from kvkeeper.client.door import AsyncDoor, AsyncStream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
+from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
 
 T = TypeVar("T")
-DEFAULT_TARGET = "127.0.0.1:7410"
 
 
 class AsyncCacheClient:

@@ -31,10 +31,9 @@ from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.spans import GenerateSpan, begin_generate
+from kvkeeper.client.targets import ENGINE as DEFAULT_TARGET
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-
-DEFAULT_TARGET = "127.0.0.1:7411"
 
 
 class EngineClient:

@@ -1,17 +1,12 @@
 """What the engine service is asked and what comes back: pure, shared by the synchronous and the asyncio client."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
+from kvkeeper.client.prompts import Prompt, set_prompt
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-
-Prompt = str | Sequence[int] | npt.NDArray[Any] | Sequence[Mapping[str, str]]
 
 _DEFAULT_TIMEOUT_MS = 60_000  # the service's
 _LONGEST_WAIT_S = 60.0  # the service's
@@ -143,7 +138,7 @@ class GenerateOptions:
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """A string is text, integers are token ids, mappings with role and content are a conversation."""
+    """Raises TypeError and ValueError for what no request can hold; what one may ask for is the service's to judge."""
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
     if len(constraints := sorted(sampling.keys() & _CONSTRAINTS)) > 1:
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
@@ -163,15 +158,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         session_id=options.session_id,
         metadata=options.metadata,
     )
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif len(prompt) and isinstance(prompt[0], Mapping):
-        for message in prompt:
-            request.chat.messages.add(**cast(Mapping[str, str], message))
-        return request
-    else:
-        request.token_ids.ids.extend(np.asarray(prompt).tolist())
-        request.token_ids.SetInParent()
+    set_prompt(request, prompt)
     return request
 
 

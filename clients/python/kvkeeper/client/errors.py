@@ -1,15 +1,18 @@
 """The one place that turns a gRPC failure into a KvkeeperError.
 
 A failure is a google.rpc.Status with an ErrorInfo (reason, metadata to go on with) and, when waiting helps, a
-RetryInfo. What comes from the transport itself has a status code and an empty reason.
+RetryInfo. What comes from the transport itself has a status code and an empty reason. What reads the details is imported with
+the first failure: a command that fails at nothing does not wait for it.
 """
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+
+# gRPC's own text; only where the service refused to receive does it begin with the word SERVER.
+_TOO_LARGE = re.compile(r"(SERVER: )?Received message larger than max \((\d+) vs\. (\d+)\)")
 
 
 class KvkeeperError(Exception):
@@ -48,30 +51,43 @@ class KvkeeperError(Exception):
 def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     """The KvkeeperError that a failed call stands for. is_ours: this side ended the call."""
     code, message = error.code(), error.details() or ""
-    reason, metadata, retry_after = "", {}, None
-    for detail in _details(error):
-        if isinstance(detail, error_details_pb2.ErrorInfo):
-            reason, metadata = detail.reason, dict(detail.metadata)
-        elif isinstance(detail, error_details_pb2.RetryInfo):
-            retry_after = detail.retry_delay.seconds + detail.retry_delay.nanos / 1e9
-    if not reason and (code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours)):
+    told = _told(error)
+    if told.reason:
+        return KvkeeperError(code, told.reason, message, told.metadata, told.retry_after)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
+        what, taker = ("request", "the service") if sizes[1] else ("answer", "this client")
+        message = f"the {what} has {int(sizes[2]):,} bytes, and {taker} takes at most {int(sizes[3]):,} at once"
+        return KvkeeperError(code, "", message, {"requested": sizes[2], "limit": sizes[3]})
+    if code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours):
         # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These are the transport's: of a
         # connection that was cut in mid-call, and of a call that met a server in the moment in which it stopped.
         code = grpc.StatusCode.UNAVAILABLE
-    return KvkeeperError(code, reason, message, metadata, retry_after)
+    return KvkeeperError(code, "", message, told.metadata, told.retry_after)
 
 
-def _details(error: grpc.RpcError) -> list[Message]:
-    """The details that this client knows; a status that contradicts its own code carries none that count."""
+@dataclass(slots=True)
+class _Told:
+    """What the details of a status say, as far as this client knows them."""
+
+    reason: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    retry_after: float | None = None
+
+
+def _told(error: grpc.RpcError) -> _Told:
+    """A status that contradicts its own code says nothing that counts."""
+    from google.rpc import error_details_pb2
+    from grpc_status import rpc_status
+
+    told = _Told()
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # both kinds of RpcError are calls
     except ValueError:
-        return []
-    known: list[Message] = []
+        return told
     for packed in status.details if status else ():
-        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo):
-            if packed.Is(kind.DESCRIPTOR):
-                detail = kind()
-                packed.Unpack(detail)
-                known.append(detail)
-    return known
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if packed.Unpack(info):
+            told.reason, told.metadata = info.reason, dict(info.metadata)
+        elif packed.Unpack(retry):
+            told.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return told

@@ -41,7 +41,8 @@ class Contract:
         """The request of a method of the service. Raises its invalid_field."""
         limit = MAX_PROMPT_MESSAGE_BYTES if method.name in self.with_prompt else MAX_MESSAGE_BYTES
         if len(raw) > limit:
-            raise self.refusals.invalid_field("the message is too large", field="request", limit=limit)
+            text = f"the message has {len(raw):,} bytes, at most {limit:,} are taken"
+            raise self.refusals.invalid_field(text, field="request", limit=limit)
         try:
             return GetMessageClass(method.input_type).FromString(raw)
         except DecodeError:

@@ -1,0 +1,184 @@
+/** Typings of the Node client. Those of the messages are made from the .proto files when the package is packed. */
+import type { cache, engine } from './messages.js';
+
+export type { cache, engine } from './messages.js';
+
+/** What may be given of a message: any of its fields; undefined is absent. */
+export type Given<T> = T extends Uint8Array
+  ? Uint8Array
+  : T extends (infer Item)[]
+    ? readonly Given<Item>[] | ArrayLike<Given<Item>>
+    : T extends object
+      ? { [Key in keyof T]?: Given<T[Key]> }
+      : T;
+
+export interface ClientOptions {
+  /** Most time of a call, repeats included; 10,000 by default. */
+  timeoutMs?: number;
+  /** For how long after its start a call is repeated while the service is unavailable; 3,000 by default. */
+  retryMs?: number;
+}
+
+/** A call that failed. */
+export class KvkeeperError extends Error {
+  name: 'KvkeeperError';
+  /** A value of grpc.status. */
+  code: number;
+  /** A name of the protocol's ErrorReason without its prefix; empty when the transport failed. */
+  reason: string;
+  /** What is needed to go on, for example expected_step_id or limit. */
+  metadata: Record<string, string>;
+  retryAfterMs: number | null;
+}
+
+export interface Message {
+  role: 'system' | 'user' | 'assistant';
+  content: string | readonly { type: 'text'; text: string }[];
+}
+
+export type Prompt = string | ArrayLike<number> | readonly Message[];
+
+export type Sampling = Omit<Given<engine.SamplingParams>, 'choices' | 'seed'> & {
+  /** The output is one of these. */
+  choices?: readonly string[];
+  seed?: number | bigint;
+};
+
+export type GenerateOptions = Omit<Given<engine.GenerateRequest>, 'text' | 'tokenIds' | 'chat' | 'sampling'> & {
+  sampling?: Sampling;
+};
+
+export type FinishReason = 'length' | 'stop' | 'end_of_sequence' | 'cancelled' | 'error' | (string & {});
+export type RequestState = 'pending' | 'running' | 'preempted' | 'completed' | 'failed' | 'cancelled';
+
+type Told<T> = Omit<T, 'finishReason' | 'cumulativeLogprob'> & {
+  /** Null until the continuation ends. */
+  finishReason: FinishReason | null;
+  /** Null but at the end of a continuation of bestOf or beamSearch. */
+  cumulativeLogprob: number | null;
+};
+
+/** A piece of one continuation. The last one of the request has its usage. */
+export type Piece = Told<engine.GenerateResponse>;
+export type RequestInfo = Omit<engine.RequestInfo, 'state'> & { state: RequestState };
+
+export interface Result {
+  request: RequestInfo;
+  state: RequestState;
+  outputs: Told<engine.RequestOutput>[];
+  usage: engine.Usage | null;
+  error: engine.RequestError | null;
+}
+
+/** One channel to an engine service; host:port or unix:/path. */
+export class EngineClient {
+  constructor(address?: string, options?: ClientOptions);
+  /** Continues a prompt; leaving the loop cancels it. Throws TypeError for what no request can hold. */
+  generate(prompt: Prompt, options?: GenerateOptions): AsyncGenerator<Piece, void, undefined>;
+  /** Continues a conversation, by the model's chat template. */
+  chat(messages: readonly Message[], options?: GenerateOptions): AsyncGenerator<Piece, void, undefined>;
+  /** Has a prompt continued without staying connected; the id to ask for its results by. */
+  submit(prompt: Prompt, options?: GenerateOptions): Promise<string>;
+  /** What a submitted request has given: now, or when it has ended, or after waitMs. */
+  result(requestId: string, options?: { waitMs?: number }): Promise<Result>;
+  cancel(requestId: string): Promise<void>;
+  listRequests(options?: { sessionId?: string }): Promise<RequestInfo[]>;
+  tokenize(text: string): Promise<number[]>;
+  detokenize(tokenIds: ArrayLike<number>): Promise<string>;
+  model(): Promise<engine.GetModelResponse>;
+  stats(): Promise<engine.GetStatsResponse>;
+  iterationPlan(): Promise<engine.GetIterationPlanResponse>;
+  close(): void;
+}
+
+/** One channel to a cache service; host:port or unix:/path. */
+export class CacheClient {
+  constructor(address?: string, options?: ClientOptions);
+  openSession(
+    spec: Given<cache.KvSpec>,
+    options?: { ttlMs?: number; clientName?: string; executor?: cache.Executor },
+  ): Promise<CacheSession>;
+  capabilities(): Promise<cache.GetCapabilitiesResponse>;
+  stats(): Promise<cache.GetStatsResponse>;
+  checkInvariants(): Promise<cache.CheckInvariantsResponse>;
+  close(): void;
+}
+
+export interface KvChunk {
+  layerIdx: number;
+  firstTokenIdx: number;
+  key: Uint8Array;
+  value: Uint8Array;
+}
+
+/** Columns of a Step by their names in the protocol, in camelCase. */
+export type StepItems = { [column: string]: ArrayLike<number> };
+/** The answer of a Step: a column is an array of numbers. */
+export type StepResult = { stepId: number } & { [column: string]: unknown };
+
+type Request<T> = Omit<Given<T>, 'sessionId' | 'epoch'>;
+
+/** A lease on a pool. Every call renews it; renew() does in between. */
+export class CacheSession {
+  private constructor();
+  readonly sessionId: string;
+  readonly epoch: number;
+  readonly pool: cache.PoolInfo;
+  /** The last step answered. */
+  readonly stepId: number;
+  renew(): Promise<cache.RenewSessionResponse>;
+  close(): Promise<cache.CloseSessionResponse>;
+  createSequence(
+    sequenceId: number,
+    tokenIds: ArrayLike<number>,
+    options?: {
+      maxTokens?: number;
+      tenant?: string;
+      priority?: number;
+      retention?: Given<cache.Retention>;
+      startNumber?: number;
+    },
+  ): Promise<number>;
+  extend(sequenceId: number, numTokens: number, options?: { skipLookUp?: boolean }): Promise<cache.SequenceInfo>;
+  commit(
+    sequenceId: number,
+    numTokens: number,
+    firstTokenIdx?: number,
+    tokenIds?: ArrayLike<number>,
+  ): Promise<cache.SequenceInfo>;
+  fork(parentId: number, childId: number, numTokens?: number): Promise<cache.SequenceInfo>;
+  truncate(sequenceId: number, numTokens: number): Promise<cache.SequenceInfo>;
+  release(sequenceId: number): Promise<number>;
+  update(
+    sequenceId: number,
+    changes: { priority?: number; retention?: Given<cache.Retention> },
+  ): Promise<cache.SequenceInfo>;
+  swapOut(sequenceId: number): Promise<cache.SequenceInfo>;
+  swapIn(sequenceId: number): Promise<cache.SequenceInfo>;
+  handOff(sequenceId: number, targetSessionId: string): Promise<cache.HandOffSequenceResponse>;
+  get(sequenceId: number, options?: { includeTokens?: boolean }): Promise<cache.SequenceInfo>;
+  list(): Promise<cache.SequenceInfo[]>;
+  writeKv(sequenceId: number, chunks: readonly KvChunk[]): Promise<cache.WriteKvResponse>;
+  readKv(
+    sequenceId: number,
+    options?: { firstTokenIdx?: number; numTokens?: number; layers?: ArrayLike<number> },
+  ): Promise<(KvChunk & { numTokens: number })[]>;
+  step(items: StepItems, completedStepId?: number): Promise<StepResult>;
+  streamSteps(): { step(items: StepItems, completedStepId?: number): Promise<StepResult>; end(): void };
+  matchPrefix(tokenIds: ArrayLike<number>, options?: { tenant?: string }): Promise<cache.MatchPrefixResponse>;
+  explainMatch(tokenIds: ArrayLike<number>, options?: { tenant?: string }): Promise<cache.ExplainMatchResponse>;
+  pinPrefix(tokenIds: ArrayLike<number>, ttlMs: number, options?: { tenant?: string }): Promise<cache.PinPrefixResponse>;
+  unpinPrefix(pinId: string): Promise<void>;
+  watchEvents(options?: {
+    tenant?: string;
+    timeoutMs?: number;
+  }): AsyncGenerator<cache.WatchEventsResponse, void, undefined>;
+  checkAdmission(options?: Request<cache.CheckAdmissionRequest>): Promise<cache.CheckAdmissionResponse>;
+  getBlock(blockId: number): Promise<cache.GetBlockResponse>;
+  selectVictims(options?: Request<cache.SelectVictimsRequest>): Promise<cache.SelectVictimsResponse>;
+  clearPrefixCache(): Promise<cache.ClearPrefixCacheResponse>;
+  evictBlocks(options?: Request<cache.EvictBlocksRequest>): Promise<cache.EvictBlocksResponse>;
+  collectGarbage(): Promise<cache.CollectGarbageResponse>;
+  storeLogits(sequenceId: number, numTokens: number, logits: Float32Array): Promise<void>;
+  readLogits(sequenceId: number): Promise<Float32Array>;
+}

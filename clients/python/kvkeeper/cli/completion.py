@@ -1,0 +1,36 @@
+"""`kvkeeper completion`: a script for bash, zsh or fish that completes commands and flags, made from the parsers themselves."""
+
+import argparse
+from typing import Any
+
+from kvkeeper.cli.problems import EXIT_OK
+
+_SHELLS = ("bash", "zsh", "fish")
+_FILES = ("PATH", "FILE", "FILE_OR_JSON")  # metavars of what is completed as names of files
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help=text,
+        description="Prints a script for one shell. In bash, for this session: source <(kvkeeper completion bash)."
+        " For good: kvkeeper completion bash > ~/.local/share/bash-completion/completions/kvkeeper; in zsh > _kvkeeper in a"
+        " folder of $fpath; in fish > ~/.config/fish/completions/kvkeeper.fish.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", choices=_SHELLS, help="whose script is wanted")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import shtab
+
+    from kvkeeper.cli.commands import whole_parser
+
+    parser, commands = whole_parser()
+    for command in commands.values():
+        for action in command._actions:
+            if action.metavar in _FILES:
+                vars(action)["complete"] = shtab.FILE
+    print(shtab.complete(parser, args.shell))
+    return EXIT_OK

@@ -1,0 +1,30 @@
+"""The Node client as a package: what it holds, its typings, and what it refuses; test_services.py runs it."""
+
+import json
+import shutil
+from pathlib import Path
+
+from tests.clients.test_node_client import run_node
+from tests.support.node_package import NODE_CLIENT, run
+
+
+async def test_a_request_that_cannot_be_is_refused_before_anything_is_sent() -> None:
+    await run_node("requests.test.js")
+
+
+def test_the_package_holds_the_protocol_and_the_checkout_keeps_one_copy(node_project: Path) -> None:
+    package = node_project / "node_modules" / "kvkeeper"
+    for name in ("cache/v1/cache_service.proto", "engine/v1/engine_service.proto"):
+        assert (package / "protos" / "kvkeeper" / name).read_bytes() == (
+            NODE_CLIENT / "../../protos/kvkeeper" / name
+        ).read_bytes()
+    assert not list(package.rglob("*.py")) and not (package / "test").exists()
+    assert not (NODE_CLIENT / "protos").exists() and not (NODE_CLIENT / "messages.d.ts").exists()
+
+
+def test_typings_are_those_of_the_protocol_and_refuse_what_is_refused(node_project: Path) -> None:
+    shutil.copy(NODE_CLIENT / "test" / "package" / "typed.ts", node_project / "typed.ts")
+    compiler = NODE_CLIENT / "node_modules" / "typescript" / "lib" / "tsc.js"
+    options = {"strict": True, "noEmit": True, "module": "nodenext", "target": "es2022", "lib": ["es2022"], "types": []}
+    (node_project / "tsconfig.json").write_text(json.dumps({"compilerOptions": options, "files": ["typed.ts"]}))
+    run("node", compiler, cwd=node_project)
