@@ -56,6 +56,22 @@ async def test_a_prompt_that_is_too_large_is_refused_with_the_limit(services: Se
             await client.tokenize("x" * 4_194_304)
 
 
+async def test_the_command_line_asks_for_all_that_the_protocol_has(services: Services) -> None:
+    engine = ("--engine", services.engine, "--temperature", "0")
+    assert (await kvkeeper("generate", "x", "--choice", "yes", "--choice", "no", *engine)).out in ("yes\n", "no\n")
+    assert (await kvkeeper("generate", "x", "--regex", "a{3}", *engine)).out == "aaa\n"
+    assert (await kvkeeper("generate", "x", "--json-schema", '{"type": "boolean"}', *engine)).out in ("true\n", "false\n")
+    piped = await kvkeeper("generate", "--max-tokens", "2", "--logprobs", "1", *engine, stdin=b"def f(")
+    typed = await kvkeeper("generate", "def f(", "--max-tokens", "2", *engine)
+    assert (piped.exit_code, piped.out) == (0, typed.out)
+    assert piped.err.splitlines()[0].split() == ["token", "logprob", "rank", "likeliest"]
+    assert len(piped.err.splitlines()) == 2 + 2 + 1  # headings, tokens, what it took
+    refused = await kvkeeper("generate", "hello", "--system", "Be brief.", "--json", *engine)
+    told = json.loads(refused.err)["error"]
+    assert (refused.exit_code, told["reason"], told["metadata"]["field"]) == (1, "INVALID_FIELD", "chat")
+    assert "chat template" in told["message"]
+
+
 async def test_an_empty_stop_text_is_refused_with_its_unit(services: Services) -> None:
     async with AsyncEngineClient(services.engine) as client:
         with pytest.raises(KvkeeperError, match=r"sampling\.stop: 1 to 256 bytes, not 0"):

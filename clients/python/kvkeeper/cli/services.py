@@ -4,7 +4,6 @@ A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is 
 parent is gone, however it ended.
 """
 
-import ctypes
 import importlib
 import os
 import signal
@@ -29,6 +28,8 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def _end_with(parent: int) -> bool:
     """Whether the parent still lives and will take this process along."""
+    import ctypes  # for this alone, and every command imports this module
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
