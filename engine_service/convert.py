@@ -8,7 +8,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from engine_service.refusals import InvalidField, WrongTokenId
 from engine_service.request import Int32Array
 from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
+from engine_service.sampling_defaults import with_fields
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
@@ -31,7 +32,6 @@ _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
-_LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class RequestOptions:
     retention: Retention | None
 
 
-def options_of(request: pb.GenerateRequest) -> RequestOptions:
-    """Raises InvalidField."""
+def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> RequestOptions:
+    """defaults: of the model, where a sampling field is absent. Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else None
@@ -93,7 +93,7 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         tenant=request.tenant,
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,
-        params=_params_of(sampling),
+        params=_params_of(sampling, defaults),
         seed=sampling.seed % 2**64 if sampling.HasField("seed") else secrets.randbits(64),
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
@@ -138,25 +138,19 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     return count
 
 
-def _params_of(sampling: pb.SamplingParams) -> SamplingParams:
-    """Absent fields are SamplingParams' defaults, which are the protocol's."""
+def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {
-        name: getattr(sampling, name)
-        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-        if sampling.HasField(name)
+        field.name: getattr(sampling, field.name) for field in fields(SamplingParams) if sampling.HasField(field.name)
     }
-    for name in ("frequency_penalty", "presence_penalty"):
-        given[name] = getattr(sampling, name)
-    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
-        given["temperature"] = _LEAST_TEMPERATURE
-    if not given.get("repetition_penalty", 1) <= 10:
-        raise InvalidField("repetition_penalty: above 0, up to 10", field="sampling.repetition_penalty", limit=10)
-    if not given.get("min_p", 0) < 1:
-        raise InvalidField("min_p: 0 to below 1", field="sampling.min_p", limit=1)
     try:
-        return SamplingParams(**given)
+        return with_fields(defaults, given)
     except SamplingParamsError as error:
         raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
+
+
+def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
+    """What applies where a request names no field."""
+    return pb.SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asdict(defaults))
 
 
 def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:

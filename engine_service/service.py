@@ -21,6 +21,7 @@ from engine_service.convert import (
     check_text,
     options_of,
     page_of,
+    sampling_message,
     submission_of,
     token_array,
     wait_of,
@@ -138,6 +139,7 @@ class EngineService:
             token_budget=self._config.token_budget,
             eos_token_ids=sorted(model.eos_token_ids),
             version=VERSION,
+            sampling_defaults=sampling_message(model.sampling_defaults),
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -161,7 +163,7 @@ class EngineService:
 
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
         """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
-        options = options_of(message)
+        options = options_of(message, self._model.sampling_defaults)
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)

@@ -59,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; None leaves it to the service. The protocol's SamplingParams explains each."""
+    """How the next token is chosen; the protocol's SamplingParams explains each. None: the model's sampling_defaults apply."""
 
     max_tokens: int | None = None
     temperature: float | None = None
