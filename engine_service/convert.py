@@ -23,7 +23,6 @@ from engine_service.sampling_defaults import with_fields
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
-DEFAULT_TIMEOUT_MS = 60_000
 MAX_WAIT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
@@ -43,7 +42,7 @@ class RequestOptions:
     best_of: int | None
     beams: BeamOptions | None
     priority: int
-    timeout_s: float
+    timeout_ms: int | None
     tenant: str
     look_up: bool
     max_tokens: int | None
@@ -64,7 +63,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Request
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else None
-    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
+    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else None
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     _check_name("request_id", request.request_id)
     _check_name("tenant", request.tenant)
@@ -74,7 +73,8 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Request
     if best_of is not None:
         _check_range("best_of", best_of, n, 64)
     _check_range("priority", request.priority, -1000, 1000)
-    _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
+    if timeout_ms is not None:
+        _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
         _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
     if len(sampling.stop) > _MAX_STOPS:
@@ -89,7 +89,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Request
         best_of=best_of,
         beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
-        timeout_s=timeout_ms / 1000,
+        timeout_ms=timeout_ms,
         tenant=request.tenant,
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,

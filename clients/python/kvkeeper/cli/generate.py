@@ -14,6 +14,7 @@ from kvkeeper.client import BeamSearch, EngineClient, GenerateOptions, Piece, Re
 from kvkeeper.service import VERSION
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
+_CUT_SHORT = {"error", "cancelled", "timed_out", "stalled"}  # finish reasons
 _DEFAULT_SINK = 4  # tokens; what the models need that were not trained with a sink of their own (arXiv 2309.17453)
 
 
@@ -81,7 +82,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     parser.add_argument("--priority", type=_whole, metavar="X", default=0, help="larger is more important")
-    parser.add_argument("--timeout-ms", type=_whole, metavar="MS", help="from arrival to the last token (default: 60000)")
+    parser.add_argument(
+        "--timeout-ms",
+        type=_whole,
+        metavar="MS",
+        help="most time it may take (default: none, while it makes progress)",
+    )
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
     parser.add_argument(
@@ -142,7 +148,9 @@ def _generate(prompt: str, args: argparse.Namespace) -> int:
     else:
         printer.end()
         print(_summary(usage, first_ms, total_ms, printer), file=sys.stderr)
-    return EXIT_OK if all(reason not in ("error", "cancelled") for reason in printer.reasons) else EXIT_FAILED
+        if "timed_out" in printer.reasons:
+            print(f"kvkeeper: cut short by --timeout-ms {args.timeout_ms}", file=sys.stderr)
+    return EXIT_FAILED if _CUT_SHORT.intersection(printer.reasons) else EXIT_OK
 
 
 class _Printer:
