@@ -91,6 +91,13 @@ class Generation:
         return [reason for _, reason in sorted(self._ended.items())]
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Why the request as a whole ended: as the last of its continuations did."""
+        if self.refusal is not None:
+            return FinishReason.__members__.get(self.refusal.reason, FinishReason.ERROR)
+        return next(reversed(self._ended.values()))
+
+    @property
     def num_told(self) -> int:
         """Continuations that its client gets."""
         return self.request.n if self.best_of is None else self.best_of.num_told

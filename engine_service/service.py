@@ -57,7 +57,7 @@ class EngineService:
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
-        return engine_metrics(self._engine, self._submissions.num_kept)
+        return engine_metrics(self._engine, self._model, self._submissions.num_kept)
 
     async def wait_heard(self) -> None:
         """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
