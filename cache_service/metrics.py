@@ -31,7 +31,11 @@ def cache_metrics(keeper: Keeper) -> Iterator[Metric]:
             family.add_metric(labels, getattr(stats, field.name))
         yield family
     yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(keeper.sessions))
-    for field_name, count in (("num_opened_sessions", keeper.num_opened), ("num_reaped_sessions", keeper.num_reaped)):
+    for field_name, count in (
+        ("num_opened_sessions", keeper.num_opened),
+        ("num_reaped_sessions", keeper.num_reaped),
+        ("num_replaced_pools", keeper.registry.num_replaced),
+    ):
         name = _PREFIX + field_name.removeprefix("num_")
         yield CounterMetricFamily(name, COMMENTS[f"GetStatsResponse.{field_name}"], value=count)
     yield build_info(_PREFIX)
