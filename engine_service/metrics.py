@@ -86,8 +86,7 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         for percentile in (50, 99):
             gauge = GaugeMetricFamily(f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Of the latest 4,096.", labels=["model"])
             yield _one(gauge, label, timings.percentile_ms(percentile) / 1000)
-    names = ("revision", "architecture", "compute_dtype")
-    facts = {**label, **{name: getattr(model, name) for name in names}}
+    facts = {**label, "revision": model.revision, "architecture": model.architecture, "compute_dtype": model.compute_dtype}
     yield InfoMetricFamily(_PREFIX + "model", "The model that is served.", facts)
     yield build_info(_PREFIX)
 
