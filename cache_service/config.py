@@ -52,6 +52,7 @@ class CacheConfig:
     device: str = "cpu"  # where pools are: cpu, cuda or cuda:N
     pool_memory: int = _POOL_MEMORY  # bytes of each pool, reserved at start; without effect where num_blocks is given
     num_pools: int = 2
+    keep_idle_pools: bool = False  # a pool that nobody uses makes no room for another KV spec
     num_blocks: int | None = None  # blocks of each pool, null block included, reserved when its first session opens
     max_sequences: int = 256
     max_tokens_per_sequence: int = 4096
@@ -156,6 +157,7 @@ _PARSERS: dict[str, Any] = {
     "device": str,
     "pool_memory": parse_size,
     "num_pools": int,
+    "keep_idle_pools": parse_switch,
     "num_blocks": int,
     "max_sequences": int,
     "max_tokens_per_sequence": int,
@@ -186,6 +188,7 @@ _HELP = {
     "runtime_dir": "folder of the attach socket (default: $XDG_RUNTIME_DIR/kvkeeper, or a private temporary one)",
     "pool_memory": f"memory of each pool, reserved at start, for example 256MiB (default: {_POOL_MEMORY // MIB}MiB)",
     "num_pools": "most pools, that is KV specs, at once",
+    "keep_idle_pools": "refuse a KV spec beyond them instead of forgetting what an idle pool has cached",
     "num_blocks": "blocks of each pool instead of --pool-memory, reserved when its first session opens",
     "max_sequences": "most live sequences of a pool",
     "max_tokens_per_sequence": "most tokens of a sequence",

@@ -307,6 +307,7 @@ def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
         parent_names=event.parents,
         tier=int(event.tier or 0),  # type: ignore[arg-type]
         pressure=int(event.pressure or 0),  # type: ignore[arg-type]
+        replaced_model_id=event.replaced_model_id,
     )
 
 

@@ -39,6 +39,7 @@ class Event:
     parents: list[bytes] = field(default_factory=list)
     tier: Tier | None = None
     pressure: PressureLevel | None = None
+    replaced_model_id: str = ""
 
 
 class Watch:
@@ -112,6 +113,12 @@ class EventFeed:
         watch = Watch(tenant, self._num_nodes)
         self.watches.append(watch)
         return watch
+
+    def tell_all(self, event: Event) -> None:
+        """Something that is not of this pool's blocks. Each watch hears of it where it is, also within its snapshot."""
+        for watch in self.watches:
+            if not watch.is_lagging:
+                watch.add(event)
 
     def close(self, watch: Watch) -> None:
         """Nobody reads this watch any more; the last one takes the journal along."""

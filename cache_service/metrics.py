@@ -1,7 +1,7 @@
 """The cache service's metrics as Prometheus families, one for each number of PoolStats, labelled by pool.
 
 The families follow the protocol: a field of 32 bits is what is true now, one of 64 bits a sum over the pool's life, but for
-those that are told apart here.
+those that are told apart here. What explains a family is the comment of its field.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from cache_service.keeper import Keeper
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
+from kvkeeper.service.metrics import build_info
 
 _FIELDS = [field for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
 _GAUGES = {"used_bytes", "peak_used_bytes"}  # of 64 bits, and not sums
@@ -22,12 +24,18 @@ def cache_metrics(keeper: Keeper) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that owns the core."""
     rows = [((pool.info.spec.model_id, str(place)), pool.stats()) for place, pool in enumerate(keeper.registry.pools)]
     for field in _FIELDS:
-        name, text = _PREFIX + field.name.removeprefix("num_"), f"PoolStats.{field.name} of the protocol."
+        name, text = _PREFIX + field.name.removeprefix("num_"), COMMENTS[f"PoolStats.{field.name}"]
         is_sum = field.type == FieldDescriptor.TYPE_INT64 and field.name not in _GAUGES
         family = (CounterMetricFamily if is_sum else GaugeMetricFamily)(name, text, labels=("model", "pool"))
         for labels, stats in rows:
             family.add_metric(labels, getattr(stats, field.name))
         yield family
     yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(keeper.sessions))
-    yield CounterMetricFamily(_PREFIX + "opened_sessions", "Sessions ever opened.", value=keeper.num_opened)
-    yield CounterMetricFamily(_PREFIX + "reaped_sessions", "Sessions that ended without CloseSession.", value=keeper.num_reaped)
+    for field_name, count in (
+        ("num_opened_sessions", keeper.num_opened),
+        ("num_reaped_sessions", keeper.num_reaped),
+        ("num_replaced_pools", keeper.registry.num_replaced),
+    ):
+        name = _PREFIX + field_name.removeprefix("num_")
+        yield CounterMetricFamily(name, COMMENTS[f"GetStatsResponse.{field_name}"], value=count)
+    yield build_info(_PREFIX)

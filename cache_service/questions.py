@@ -18,6 +18,7 @@ class Questions:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._watches = WatchDesk()
+        keeper.registry.on_replaced = self._watches.tell_replaced
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
         live = self._keeper.require(request.session_id, request.epoch)

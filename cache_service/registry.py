@@ -2,12 +2,13 @@
 
 Owns the arenas. Memory is reserved before the first session (or, where the configuration counts blocks, when a spec first needs
 it, because only then a block's size is known). When all pools are taken, the least recently used one that nobody can reach
-makes room, and the new one gets fresh memory: its K and V are not the old one's. Does not know sessions, only who holds a pool.
+makes room, unless idle pools are kept, and the new one gets fresh memory: its K and V are not the old one's. That is told, for
+what was cached is gone. Does not know sessions, only who holds a pool.
 """
 
 import asyncio
 import gc
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import structlog
@@ -166,6 +167,8 @@ class PoolRegistry:
     """At most config.num_pools pools."""
 
     def __init__(self, config: CacheConfig, memory: Memory | None = None) -> None:
+        self.num_replaced = 0
+        self.on_replaced: Callable[[pb.PoolInfo], None] = lambda replaced: None  # a pool that made room for another spec
         self._config = config
         self._memory = memory or SharedMemory()
         self._pools: dict[bytes, Pool] = {}
@@ -251,7 +254,7 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(bytes_per_block),
         )
-        arena = await self._arena(num_bytes)
+        arena = await self._arena(num_bytes, spec)
         try:
             return Pool(
                 key, spec, config, arena, self._start_numbers, await self._host_arena(config.num_host_blocks * bytes_per_block)
@@ -282,24 +285,36 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 
-    async def _arena(self, num_bytes: int) -> Arena:
+    async def _arena(self, num_bytes: int, spec: pb.KvSpec) -> Arena:
         if self._spare:
             return self._spare.pop()
         if len(self._pools) >= self._config.num_pools:
-            self._drop_idle_pool()
+            self._replace_idle_pool(spec)
         flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
         try:
             return await asyncio.to_thread(self._memory.allocate, num_bytes)
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 
-    def _drop_idle_pool(self) -> None:
+    def _replace_idle_pool(self, spec: pb.KvSpec) -> None:
         idle = [pool for pool in self._pools.values() if pool.is_idle]
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
+        if self._config.keep_idle_pools:
+            text = "every pool has another KV spec, and those that are idle are kept, see --keep-idle-pools and --num-pools"
+            raise OutOfPools(text, flag="--keep-idle-pools")
         pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
+        info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
         pool.close()
-        log.info("pool_dropped", num_blocks=pool.info.num_blocks, model_id=pool.info.spec.model_id)
+        log.warning(
+            "pool_replaced",
+            model_id=info.spec.model_id,
+            by_model_id=spec.model_id,
+            num_blocks=info.num_blocks,
+            num_cached_blocks=num_cached_blocks,
+        )
+        self.num_replaced += 1
+        self.on_replaced(info)
         del pool, idle
         gc.unfreeze()
         gc.collect()  # it refers to itself

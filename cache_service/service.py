@@ -255,6 +255,7 @@ class CacheService(Questions, PrefixService):
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
             num_opened_sessions=self._keeper.num_opened,
             num_reaped_sessions=self._keeper.num_reaped,
+            num_replaced_pools=self._keeper.registry.num_replaced,
         )
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:

@@ -102,6 +102,7 @@ class EventKind(IntEnum):
     REMOVED = 4
     TIER_CHANGED = 5
     PRESSURE = 6
+    POOL_REPLACED = 7
 
 
 class BlockState(Enum):

@@ -13,9 +13,10 @@ import structlog
 
 from cache_service import convert
 from cache_service.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
-from cache_service.events import EventFeed, Watch
+from cache_service.events import Event, EventFeed, Watch
 from cache_service.keeper import LiveSession
 from cache_service.registry import Pool
+from cache_service.types import EventKind
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 log = structlog.get_logger()
@@ -32,6 +33,11 @@ class WatchDesk:
     def __init__(self) -> None:
         self._num_open = 0  # calls that have not ended, also those whose reader takes nothing any more
         self._pumps: dict[Pool, _Pump] = {}
+
+    def tell_replaced(self, replaced: pb.PoolInfo) -> None:
+        """All watches hear that an idle pool made room. It has none of its own any more: they ended with its sessions."""
+        for pump in self._pumps.values():
+            pump.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
     async def watch(self, live: LiveSession, tenant: str) -> AsyncIterator[pb.WatchEventsResponse]:
         """The messages of one watch, until it is ended. Raises OutOfWatches, WatchLagged, and what its session ends with."""
@@ -113,6 +119,10 @@ class _Pump:
             self._pool.num_watches -= 1
         if not self.readers and self._turn_to_come is not None:
             self._turn_to_come.cancel()
+
+    def tell_all(self, event: Event) -> None:
+        self._feed.tell_all(event)
+        self.wake()
 
     def wake(self) -> None:
         self._work_in(_LINGER_S)

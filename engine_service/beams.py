@@ -124,6 +124,11 @@ class BeamSearch:
         """The best that have finished."""
         return self._finished[: self.num_told]
 
+    def so_far(self, reason: FinishReason) -> list[Finished]:
+        """The best where it is cut short behind its first tokens: finished lists, and those that went on, with the reason."""
+        going = [Finished(tokens, reason, self._score(tokens)) for tokens in self._live.values()]
+        return sorted([*self._finished, *going], key=lambda finished: -finished.score)[: self.num_told]
+
     def _move_on(self) -> list[Branch] | None:
         num_beams = self.options.num_beams
         going: list[tuple[int, TokenList]] = []  # with their parents' slots

@@ -58,6 +58,7 @@ class EngineConfig:
     dtype: str = "auto"
     threads: int | None = None
     lease_ms: int = 10_000
+    stall_timeout: float = 300.0
     reconnect_timeout: float = 20.0
     drain_timeout: float = 5.0
     metrics_listen: str = ""  # host:port of /metrics; empty: not served
@@ -93,6 +94,7 @@ class EngineConfig:
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)
         check_range("lease_ms", self.lease_ms, 500, 60_000)
+        check_range("stall_timeout", self.stall_timeout, 0, 86_400)
         check_range("reconnect_timeout", self.reconnect_timeout, 0, 3600)
         check_range("drain_timeout", self.drain_timeout, 0, 3600)
         if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
@@ -126,6 +128,7 @@ _PARSERS: dict[str, Any] = {
     "dtype": str,
     "threads": int,
     "lease_ms": int,
+    "stall_timeout": float,
     "reconnect_timeout": float,
     "drain_timeout": float,
     "metrics_listen": str,
@@ -158,6 +161,7 @@ _HELP = {
     "dtype": "what the model computes in: " + ", ".join(_DTYPES) + "; auto is float32 on a CPU",
     "threads": "threads of the forward pass (default: torch's)",
     "lease_ms": "lease of the session on the cache service, milliseconds",
+    "stall_timeout": "seconds without progress after which a running request ends with what it gave; 0: never",
     "reconnect_timeout": "seconds that requests are kept while the cache service is away",
     "drain_timeout": "seconds that requests have to end, and clients to hear of it, once the service is asked to stop",
     "metrics_listen": "loopback host:port that serves /metrics for Prometheus (default: none)",

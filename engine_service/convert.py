@@ -8,7 +8,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from engine_service.refusals import InvalidField, WrongTokenId
 from engine_service.request import Int32Array
 from engine_service.retention import Retention
 from engine_service.sampler import SamplingParams
+from engine_service.sampling_defaults import with_fields
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
-DEFAULT_TIMEOUT_MS = 60_000
 MAX_WAIT_MS = 60_000
 MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
@@ -31,7 +31,6 @@ _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
 _MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
-_LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class RequestOptions:
     best_of: int | None
     beams: BeamOptions | None
     priority: int
-    timeout_s: float
+    timeout_ms: int | None
     tenant: str
     look_up: bool
     max_tokens: int | None
@@ -59,12 +58,12 @@ class RequestOptions:
     retention: Retention | None
 
 
-def options_of(request: pb.GenerateRequest) -> RequestOptions:
-    """Raises InvalidField."""
+def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> RequestOptions:
+    """defaults: of the model, where a sampling field is absent. Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
     best_of = request.best_of if request.HasField("best_of") else None
-    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else DEFAULT_TIMEOUT_MS
+    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else None
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     _check_name("request_id", request.request_id)
     _check_name("tenant", request.tenant)
@@ -74,7 +73,8 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
     if best_of is not None:
         _check_range("best_of", best_of, n, 64)
     _check_range("priority", request.priority, -1000, 1000)
-    _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
+    if timeout_ms is not None:
+        _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
         _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
     if len(sampling.stop) > _MAX_STOPS:
@@ -89,11 +89,11 @@ def options_of(request: pb.GenerateRequest) -> RequestOptions:
         best_of=best_of,
         beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
-        timeout_s=timeout_ms / 1000,
+        timeout_ms=timeout_ms,
         tenant=request.tenant,
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,
-        params=_params_of(sampling),
+        params=_params_of(sampling, defaults),
         seed=sampling.seed % 2**64 if sampling.HasField("seed") else secrets.randbits(64),
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
@@ -138,25 +138,19 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     return count
 
 
-def _params_of(sampling: pb.SamplingParams) -> SamplingParams:
-    """Absent fields are SamplingParams' defaults, which are the protocol's."""
+def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {
-        name: getattr(sampling, name)
-        for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-        if sampling.HasField(name)
+        field.name: getattr(sampling, field.name) for field in fields(SamplingParams) if sampling.HasField(field.name)
     }
-    for name in ("frequency_penalty", "presence_penalty"):
-        given[name] = getattr(sampling, name)
-    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
-        given["temperature"] = _LEAST_TEMPERATURE
-    if not given.get("repetition_penalty", 1) <= 10:
-        raise InvalidField("repetition_penalty: above 0, up to 10", field="sampling.repetition_penalty", limit=10)
-    if not given.get("min_p", 0) < 1:
-        raise InvalidField("min_p: 0 to below 1", field="sampling.min_p", limit=1)
     try:
-        return SamplingParams(**given)
+        return with_fields(defaults, given)
     except SamplingParamsError as error:
         raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
+
+
+def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
+    """What applies where a request names no field."""
+    return pb.SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asdict(defaults))
 
 
 def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:

@@ -27,6 +27,12 @@ from engine_service.stopping import StopRules, TextOutput
 log = structlog.get_logger()
 
 
+class Timer(Protocol):
+    """What ends a request that takes too long."""
+
+    def cancel(self) -> None: ...
+
+
 class Constraint(Protocol):
     """What a continuation has to be."""
 
@@ -59,6 +65,7 @@ class Generation:
     session_id: str = ""  # conversation that it belongs to, as its client calls it
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
+    timer: Timer | None = None  # of its time-out
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
     refusal: Refusal | None = None
@@ -74,9 +81,21 @@ class Generation:
         return self.refusal is None and len(self._ended) < self.request.n
 
     @property
+    def num_taken(self) -> int:
+        """Tokens of all continuations, or of all lists of a search."""
+        return self._num_taken.total() if self.search is None else self.search.num_tokens
+
+    @property
     def finish_reasons(self) -> list[FinishReason]:
         """Of the continuations that have ended, by index."""
         return [reason for _, reason in sorted(self._ended.items())]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the request as a whole ended: as the last of its continuations did."""
+        if self.refusal is not None:
+            return FinishReason.__members__.get(self.refusal.reason, FinishReason.ERROR)
+        return next(reversed(self._ended.values()))
 
     @property
     def num_told(self) -> int:
@@ -192,9 +211,27 @@ class Generation:
 
     def cancel(self) -> None:
         """End what is still under way. Nothing happens to a request that has ended."""
+        self._end_rest(FinishReason.CANCELLED)
+
+    def cut_short(self, reason: FinishReason, refusal: Refusal) -> None:
+        """End it with what it has given; with the refusal where that is nothing. Nothing happens to one that has ended."""
+        if not self.num_taken:
+            return self.fail(refusal)
+        if self.search is not None and self.is_open:
+            try:
+                found = [self._found(index, best) for index, best in enumerate(self.search.so_far(reason))]
+            except Exception:
+                log.exception("text_failed", request_id=self.request.request_id)
+                return self.fail(RequestFailed("the tokens could not be turned into text"))
+            for piece in found:
+                self._finish(piece)
+        self._end_rest(reason)
+        return None
+
+    def _end_rest(self, reason: FinishReason) -> None:
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
-                self._finish(Piece(index, self._rest(index), (), FinishReason.CANCELLED))
+                self._finish(Piece(index, self._rest(index), (), reason))
         self.deliver()
 
     def _rest(self, index: int) -> str:

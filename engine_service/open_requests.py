@@ -80,6 +80,16 @@ class OpenRequests:
         searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
         return StepRows(sampled, searched)
 
+    def progress(self) -> dict[Generation, tuple[int, int]]:
+        """Of each request that runs, what grows while it does: tokens taken, and tokens computed of what runs of it."""
+        num_computed, found = self._scheduler.running.num_computed, {}
+        for generation in self.generations.values():
+            sequences = generation.request.sequences
+            rows = [each.row for each in sequences if each.state is SequenceState.RUNNING and each.row is not None]
+            if rows:
+                found[generation] = (generation.num_taken, int(num_computed[rows].sum()))
+        return found
+
     def may_guess(self, sequence: Sequence) -> bool:
         """Whether guessed tokens may be checked for it."""
         generation = self._by_request.get(sequence.request)
@@ -165,6 +175,8 @@ class OpenRequests:
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
+        if generation.timer is not None:
+            generation.timer.cancel()
         self._stats.count_end(generation)
         self._tracing.end(generation)
         log.info("request_ended", **generation.summary())

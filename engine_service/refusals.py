@@ -57,9 +57,15 @@ class CacheServiceDown(Refusal):
 
 
 class TimedOut(Refusal):
-    """The request took longer than its timeout."""
+    """The request's timeout ended before its first token. Metadata: timeout_ms."""
 
     reason = "TIMED_OUT"
+
+
+class Stalled(Refusal):
+    """The request made no progress while it ran, and had no token yet. Metadata: flag."""
+
+    reason = "STALLED"
 
 
 class RequestFailed(Refusal):

@@ -28,6 +28,8 @@ class FinishReason(IntEnum):
     END_OF_SEQUENCE = 3
     CANCELLED = 4
     ERROR = 5
+    TIMED_OUT = 6
+    STALLED = 7
 
 
 class RequestState(IntEnum):

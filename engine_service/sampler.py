@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one row's next token is drawn.
+    """How one row's next token is drawn; by default from the model's own distribution.
 
     Attributes:
         temperature: 0 to 100; 0: the likeliest token (greedy), and the filters below do not apply.
@@ -36,12 +36,12 @@ class SamplingParams:
         SamplingParamsError: out of range.
     """
 
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int = 40
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     min_p: float = 0.0
     typical_p: float = 1.0
-    repetition_penalty: float = 1.1
+    repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
 
@@ -60,7 +60,8 @@ class SamplingParams:
             raise SamplingParamsError(field, getattr(self, field), text)
 
 
-GREEDY = SamplingParams(temperature=0, repetition_penalty=1.0)
+NEUTRAL = SamplingParams()
+GREEDY = SamplingParams(temperature=0)
 
 
 class Allowing(Protocol):

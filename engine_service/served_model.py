@@ -28,6 +28,8 @@ from engine_service.model.loader import DtypeChoice, load_model
 from engine_service.model.safetensors_files import list_weight_files
 from engine_service.model.transformers_model import load_transformers_model
 from engine_service.model_runner import Model, ModelRunner, Runner, kv_layout_of
+from engine_service.sampler import NEUTRAL, SamplingParams
+from engine_service.sampling_defaults import read_sampling_defaults
 from engine_service.text import ModelText
 from engine_service.tokenizer import Tokenizer
 from kernels.layout import KvLayout
@@ -59,6 +61,7 @@ class ServedModel:
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
     sliding_window: int = 0
     rope_parameters: str = ""
+    sampling_defaults: SamplingParams = NEUTRAL  # where a request names no field
     refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
     device: torch.device = _CPU
 
@@ -127,6 +130,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
         rope_parameters=rope_parameters,
+        sampling_defaults=read_sampling_defaults(folder),
         refuses_retention=_refuses_retention(model),
         device=model.device,
     )

@@ -24,6 +24,7 @@ from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
+from engine_service.time_limits import end_stalled
 from engine_service.tracing import EngineTracing
 from engine_service.waiting import WaitingSequences
 from kvkeeper import tracing
@@ -53,6 +54,7 @@ class RunningServer:
     _endpoint: Endpoint
     _client: AsyncCacheClient
     metrics: MetricsServer | None = None
+    _stalls: asyncio.Task[None] | None = None
     _is_stopped: bool = False
 
     @property
@@ -100,6 +102,8 @@ class RunningServer:
         await asyncio.wait((self._serving,), timeout=_LAST_STEP_S)
         if self.metrics is not None:
             await self.metrics.stop()
+        if self._stalls is not None:
+            self._stalls.cancel()
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
@@ -147,7 +151,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
-    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics)
+    stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
+    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics, stalls)
 
 
 def call_options(config: EngineConfig) -> CallOptions:

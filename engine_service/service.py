@@ -21,6 +21,7 @@ from engine_service.convert import (
     check_text,
     options_of,
     page_of,
+    sampling_message,
     submission_of,
     token_array,
     wait_of,
@@ -30,12 +31,13 @@ from engine_service.generation import Generation
 from engine_service.metrics import engine_metrics
 from engine_service.outbox import Outbox
 from engine_service.pieces import Piece
-from engine_service.refusals import InvalidField, Refusal, TimedOut
+from engine_service.refusals import InvalidField, Refusal
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
 from engine_service.stopping import StopRules
 from engine_service.submissions import Submissions
+from engine_service.time_limits import limit_time
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 
@@ -55,7 +57,7 @@ class EngineService:
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
-        return engine_metrics(self._engine, self._submissions.num_kept)
+        return engine_metrics(self._engine, self._model, self._submissions.num_kept)
 
     async def wait_heard(self) -> None:
         """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
@@ -64,9 +66,8 @@ class EngineService:
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         outbox = Outbox()
-        generation, timeout_s = await self._admit(request, outbox.put)
+        generation = await self._admit(request, outbox.put)
         outbox.on_full = generation.fail
-        timer = asyncio.get_running_loop().call_later(timeout_s, generation.fail, TimedOut("the request took too long"))
         self.num_streams += 1
         self._no_stream.clear()
         try:
@@ -79,7 +80,6 @@ class EngineService:
                 if pieces[-1].usage is not None:
                     return
         finally:
-            timer.cancel()
             generation.cancel()
             self.num_streams -= 1
             if not self.num_streams:
@@ -138,6 +138,8 @@ class EngineService:
             token_budget=self._config.token_budget,
             eos_token_ids=sorted(model.eos_token_ids),
             version=VERSION,
+            sampling_defaults=sampling_message(model.sampling_defaults),
+            stall_timeout_ms=round(self._config.stall_timeout * 1000),
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -159,9 +161,9 @@ class EngineService:
         """Most tokens of a sequence; 0 before there was a session."""
         return self._engine.scheduler.limits.max_len
 
-    async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> tuple[Generation, float]:
-        """Queue what the message asks for; its timeout in seconds. Raises Refusal."""
-        options = options_of(message)
+    async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> Generation:
+        """Queue what the message asks for. Raises Refusal."""
+        options = options_of(message, self._model.sampling_defaults)
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: not with {reason}", field="retention")
         prompt = await self._prompt(message)
@@ -208,7 +210,9 @@ class EngineService:
             metadata=options.metadata,
         )
         self._engine.submit(generation)
-        return generation, options.timeout_s
+        if options.timeout_ms is not None:
+            limit_time(generation, options.timeout_ms)
+        return generation
 
     def _search(
         self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]

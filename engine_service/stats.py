@@ -1,13 +1,15 @@
 """EngineStats: sums over the engine's life, for GetStats and the metrics. What is true now is asked of the scheduler."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+
+import numpy as np
 
 from engine_service.generation import Generation
 from engine_service.plan import Work
-from engine_service.request import Int32Array, RequestState
-from engine_service.timings import Timings
+from engine_service.request import FinishReason, Int32Array, RequestState
+from engine_service.timings import TOKEN_BOUNDS, Histogram, Timings
 
 _NUM_STEPS = 256
 
@@ -20,6 +22,7 @@ class EngineStats:
         self.num_completed_requests = 0
         self.num_failed_requests = 0
         self.num_cancelled_requests = 0
+        self.num_ended: Counter[FinishReason] = Counter()
         self.num_cached_tokens = 0
         self.num_prefill_tokens = 0
         self.num_new_tokens = 0
@@ -28,6 +31,8 @@ class EngineStats:
         self.first_token = Timings()
         self.between_tokens = Timings()
         self.requests = Timings()
+        self.prompt_lens = Histogram(TOKEN_BOUNDS)  # of requests that ended
+        self.output_lens = Histogram(TOKEN_BOUNDS)  # of all their continuations together
         self.steps = Timings()
         self.cache_waits = Timings()
         self._first: list[float] = []
@@ -71,6 +76,9 @@ class EngineStats:
         self.num_failed_requests += state is RequestState.FAILED
         self.num_cancelled_requests += state is RequestState.CANCELLED
         self.num_cached_tokens += generation.request.num_hit_tokens or 0
+        self.num_ended[generation.finish_reason] += 1
+        self.prompt_lens.take(np.array([len(generation.request.prompt)], np.float64))
+        self.output_lens.take(np.array([generation.usage.new_tokens], np.float64))
         self.requests.take(time.monotonic() - generation.started_at)
 
     def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:

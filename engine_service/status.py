@@ -15,6 +15,7 @@ _CODES = {
     "QUEUE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "CACHE_SERVICE_DOWN": grpc.StatusCode.UNAVAILABLE,
     "TIMED_OUT": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "STALLED": grpc.StatusCode.DEADLINE_EXCEEDED,
     "REQUEST_FAILED": grpc.StatusCode.INTERNAL,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from engine_service.generation import Generation
 from engine_service.logprobs import TokenLogprobs
 from engine_service.pieces import Piece, Usage
-from engine_service.refusals import DuplicateRequest, Refusal, TimedOut, UnknownRequest
+from engine_service.refusals import DuplicateRequest, Refusal, UnknownRequest
 from engine_service.request import FinishReason
 
-Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[tuple[Generation, float]]]
+Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[Generation]]
 
 
 @dataclass(slots=True)
@@ -44,7 +44,6 @@ class Submission:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
     ended_at: float = 0.0
-    timer: asyncio.TimerHandle | None = None
 
     def take(self, news: Piece | Refusal) -> None:
         """What the loop hands over."""
@@ -65,8 +64,6 @@ class Submission:
     def _end(self) -> None:
         self.ended_at = time.monotonic()
         self.ended.set()
-        if self.timer is not None:
-            self.timer.cancel()
 
 
 class Submissions:
@@ -86,19 +83,16 @@ class Submissions:
                 raise DuplicateRequest("a request of this id was submitted with other contents")
             await asyncio.shield(known.admitted)
             return
-        loop = asyncio.get_running_loop()
-        submission = self._by_id[request_id] = Submission(digest, loop.create_future())
+        admitted = asyncio.get_running_loop().create_future()
+        submission = self._by_id[request_id] = Submission(digest, admitted)
         try:
-            submission.generation, timeout_s = await admit(submission.take)
+            submission.generation = await admit(submission.take)
         except BaseException as error:
             del self._by_id[request_id]
             submission.fetched.set()
             submission.admitted.set_exception(error if isinstance(error, Refusal) else UnknownRequest("it was not admitted"))
             submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
             raise
-        if not submission.ended.is_set():
-            too_late = TimedOut("the request took too long")
-            submission.timer = loop.call_later(timeout_s, submission.generation.fail, too_late)
         submission.admitted.set_result(None)
 
     async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:

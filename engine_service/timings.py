@@ -8,15 +8,30 @@ import numpy as np
 import numpy.typing as npt
 
 _NUM_RECENT = 4096
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+# Seconds. What a CPU generates, or a queue holds, takes minutes.
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+TOKEN_BOUNDS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class Histogram:
+    """counts [len(bounds) + 1]: values up to each bound and above the one before; the last is above all."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts: npt.NDArray[np.int64] = np.zeros(len(bounds) + 1, np.int64)
+        self.total = 0.0
+
+    def take(self, values: npt.NDArray[np.float64]) -> None:
+        """More of them."""
+        self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.total += float(values.sum())
 
 
 class Timings:
-    """Seconds. counts [len(BOUNDS) + 1]: values up to each bound and above the one before; the last is above all."""
+    """Seconds."""
 
     def __init__(self) -> None:
-        self.counts: npt.NDArray[np.int64] = np.zeros(len(BOUNDS) + 1, np.int64)
-        self.total_seconds = 0.0
+        self.histogram = Histogram(BOUNDS)
         self._recent = np.zeros(_NUM_RECENT)
         self._num_seen = 0
 
@@ -25,15 +40,14 @@ class Timings:
         values = np.atleast_1d(np.asarray(seconds, np.float64))
         if not len(values):
             return
-        self.counts += np.bincount(np.searchsorted(BOUNDS, values), minlength=len(self.counts))
-        self.total_seconds += float(values.sum())
+        self.histogram.take(values)
         values = values[-_NUM_RECENT:]
         self._recent[(self._num_seen + np.arange(len(values))) % _NUM_RECENT] = values
         self._num_seen += len(values)
 
     @property
     def num(self) -> int:
-        return int(self.counts.sum())
+        return int(self.histogram.counts.sum())
 
     def percentile_ms(self, percentile: float) -> float:
         """Of the latest 4,096, milliseconds; 0 without any."""

@@ -30,6 +30,7 @@ async def test_a_running_service_is_serving(api: Api) -> None:
     assert await health(api.channel, "") == health_pb2.HealthCheckResponse.SERVING
     await api.server.drain()
     assert await health(api.channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await health(api.channel, "") == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_it_listens_before_its_memory_is_reserved(tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ async def test_it_listens_before_its_memory_is_reserved(tmp_path: Path) -> None:
         starting = asyncio.create_task(start_server(config, memory=MemoryOf(allocate)))
         async with grpc.aio.insecure_channel(listen) as channel:
             assert await health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING, "it lives"
             stub = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]
             error = await refusal(stub.OpenSession(pb.OpenSessionRequest(spec=SPEC), timeout=DEADLINE))
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "POOL_NOT_READY")

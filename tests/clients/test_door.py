@@ -1,6 +1,7 @@
 """Calls: explicit deadlines, UNAVAILABLE repeated with the same bytes and nothing else, one error type."""
 
 import asyncio
+import math
 
 import grpc
 import pytest
@@ -9,6 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
 from kvkeeper.client.door import AsyncDoor, Door
+from kvkeeper.client.engine_calls import stream_options
 from kvkeeper.client.retry import Patience
 from tests.support.fake_cache import FakeCache, Fault, Refusal
 
@@ -162,3 +164,12 @@ def test_patience_grows_its_pauses_up_to_the_deadline() -> None:
     assert patience.pause_after(KvkeeperError(grpc.StatusCode.ABORTED), 100.0) is None
     assert patience.left(100.4) == pytest.approx(0.6)
     assert patience.left(200.0) == 0.001
+    endless = Patience(CallOptions(timeout_s=math.inf, retry_s=1.0, first_pause_s=0.1), now=100.0)
+    assert endless.left(1e9) is None, "no deadline"
+    assert [endless.pause_after(unavailable, now) for now in (100.0, 101.0)] == [0.1, None], "repeats have an end of their own"
+
+
+def test_a_stream_has_the_deadline_of_its_request_or_none() -> None:
+    base = CallOptions(timeout_s=10.0, retry_s=0.0)
+    assert stream_options(base, None) == CallOptions(timeout_s=math.inf, retry_s=0.0)
+    assert stream_options(base, 1500) == CallOptions(timeout_s=6.5, retry_s=0.0)

@@ -138,7 +138,7 @@ def test_a_row_does_not_depend_on_its_neighbours(top_k):
         params(top_k=top_k),
         params(top_k=top_k, top_p=0.7),
         params(top_k=5),
-        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.1),
         GREEDY,
         params(min_p=0.1, typical_p=0.8),
         params(frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.3),
@@ -230,9 +230,9 @@ def test_params_out_of_range_are_refused(field, value):
     assert caught.value.field == field
 
 
-def test_defaults_are_the_documented_ones():
+def test_by_default_nothing_shapes_the_distribution():
     found = SamplingParams()
-    assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (0.7, 0.9, 40, 1.1)
+    assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (1, 1, 0, 1)
 
 
 def test_a_constraint_is_obeyed_and_one_that_allows_nothing_harms_its_row_alone():

@@ -41,3 +41,31 @@ def odd_model(gate: threading.Event | None = None) -> ServedModel:
         gate.set()
     toy = load_served_model(EngineConfig(model=HASH_TOY))
     return dataclasses.replace(toy, make_runner=lambda kv_view, layout: OddRunner(kv_view, layout, gate))
+
+
+class LateGate:
+    """Where the toy's steps wait once a sequence has come to so many tokens. is_reached is set with the first that does."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+
+class LateGateRunner(HashToyRunner):
+    """The toy behind a LateGate."""
+
+    def __init__(self, kv_view: torch.Tensor, layout: KvLayout, gate: LateGate) -> None:
+        super().__init__(HashToyConfig(), kv_view, layout)
+        self._gate = gate
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if int(max(batch.seq_lens)) >= self._gate.num_tokens:
+            self._gate.is_reached.set()
+            self._gate.is_open.wait(30)
+        return super().forward(batch)
+
+
+def late_gate_model(gate: LateGate) -> ServedModel:
+    """The hash toy's ServedModel on a LateGateRunner."""
+    toy = load_served_model(EngineConfig(model=HASH_TOY))
+    return dataclasses.replace(toy, make_runner=lambda kv_view, layout: LateGateRunner(kv_view, layout, gate))

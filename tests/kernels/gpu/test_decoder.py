@@ -1,5 +1,7 @@
 """A whole decoder on the Triton path, interpreted, against the CPU's: the step's one upload, every kernel, and sampling."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -53,8 +55,9 @@ def test_logits_are_those_of_the_cpu(model, tmp_path):
 def test_what_is_drawn_is_what_the_cpu_draws():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
     logits[4, 7] = float("nan")
-    chosen = [GREEDY, SamplingParams(), SamplingParams(top_k=0, top_p=1.0, repetition_penalty=1.0), SamplingParams(min_p=0.1),
-              SamplingParams(), SamplingParams(frequency_penalty=0.5, presence_penalty=0.2)]  # fmt: skip
+    shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.1)
+    chosen = [GREEDY, shaped, SamplingParams(), dataclasses.replace(shaped, min_p=0.1),
+              shaped, dataclasses.replace(shaped, frequency_penalty=0.5, presence_penalty=0.2)]  # fmt: skip
     history = np.array([5, 6, 5, 9], np.int32)
     rows = [SamplingRow(params, 11, 0, history, 2) for params in chosen]
     expected, found = sample(logits, rows), sample(on_cuda(logits)[0], rows)

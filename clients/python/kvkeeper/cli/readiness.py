@@ -1,17 +1,29 @@
-"""Waiting for a service to say SERVING (grpc.health.v1)."""
+"""Whether a service takes requests: what grpc.health.v1 says of its own name. Of the name "" it says that the process lives."""
 
 import asyncio
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import CallOptions, KvkeeperError
-from kvkeeper.client.door import AsyncDoor
+from kvkeeper.client.door import AsyncDoor, Door
 
 _POLL_S = 0.05
+_NAMES = {"cache": "kvkeeper.cache.v1.CacheService", "engine": "kvkeeper.engine.v1.EngineService"}
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def is_serving(service: str, address: str, options: CallOptions) -> bool:
+    """Whether the service, "cache" or "engine", takes requests now. Raises KvkeeperError where it does not answer."""
+    door = Door(address, options, health_pb2_grpc.HealthStub)
+    try:
+        answer = door.call(door.stub.Check, health_pb2.HealthCheckRequest(service=_NAMES[service]))
+    finally:
+        door.close()
+    return bool(answer.status == _SERVING)
 
 
 async def until_serving(address: str) -> None:
-    """Returns when the service serves; the caller decides how long that may take."""
+    """Returns when the service there serves, whichever it is; the caller decides how long that may take."""
     door = AsyncDoor(address, CallOptions(timeout_s=5.0, retry_s=0.0), health_pb2_grpc.HealthStub)
     try:
         while not await _is_serving(door):  # noqa: ASYNC110  the event is in another process
@@ -21,8 +33,10 @@ async def until_serving(address: str) -> None:
 
 
 async def _is_serving(door: AsyncDoor) -> bool:
-    try:
-        answer = await door.call(door.stub.Check, health_pb2.HealthCheckRequest())
-    except KvkeeperError:
-        return False  # nobody there yet, or a service that has not got that far
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    for name in _NAMES.values():
+        try:
+            answer = await door.call(door.stub.Check, health_pb2.HealthCheckRequest(service=name))
+        except KvkeeperError:
+            continue  # the other service, nobody there yet, or a service that has not got that far
+        return bool(answer.status == _SERVING)
+    return False

@@ -1,4 +1,4 @@
-"""`kvkeeper status`: whether both services are up, where, and what they serve."""
+"""`kvkeeper status`: whether both services are up, that is take requests, where, and what they serve."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.outcome import OPTIONS, tell_down
 from kvkeeper.cli.problems import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.readiness import is_serving
 from kvkeeper.cli.tables import size, table
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 
@@ -19,7 +20,7 @@ class ServiceStatus:
     """What is known of one service; detail is for people."""
 
     service: str
-    state: str  # "up", "down", or the reason why it does not serve
+    state: str  # "up", "not ready", "down", or the reason why it refuses to tell
     address: str
     version: str = ""
     detail: str = ""
@@ -46,25 +47,29 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if all(row.state == "up" for row in rows) else EXIT_DOWN
 
 
-def _state(service: str, address: str, ask: Callable[[str], tuple[str, str]]) -> ServiceStatus:
+def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]]) -> ServiceStatus:
     try:
-        version, detail = ask(address)
+        version, detail, why_not = ask(address)
+        if not why_not and not is_serving(service, address, OPTIONS):
+            why_not = "it is starting or stopping"
     except KvkeeperError as error:
         state = "down" if error.service_down else (error.reason or error.code.name).lower().replace("_", " ")
         return ServiceStatus(service, state, address)
-    return ServiceStatus(service, "up", address, version, detail)
+    return ServiceStatus(service, "not ready" if why_not else "up", address, version, why_not or detail)
 
 
-def _cache(address: str) -> tuple[str, str]:
+def _cache(address: str) -> tuple[str, str, str]:
+    """Version, what it serves, and why it does not, where it tells."""
     with CacheClient(address, OPTIONS) as client:
         capabilities = client.capabilities()
-    return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet"
+    return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet", ""
 
 
-def _engine(address: str) -> tuple[str, str]:
+def _engine(address: str) -> tuple[str, str, str]:
+    """The same. Without a session on its cache service it refuses requests."""
     with EngineClient(address, OPTIONS) as client:
-        model = client.model()
-    return model.version, model_line(model)
+        model, has_session = client.model(), bool(client.stats().cache_session_id)
+    return model.version, model_line(model), "" if has_session else "its cache service does not answer"
 
 
 def pool_line(pool: cache_pb.PoolInfo) -> str:

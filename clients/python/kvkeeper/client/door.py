@@ -23,6 +23,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),  # a channel's backoff is its own
     ("grpc.enable_http_proxy", 0),
+    # A call without a deadline ends where the peer is gone or stopped: unanswered pings make it UNAVAILABLE.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -53,7 +57,7 @@ class Door:
     ) -> "Stream":
         return Stream(self, method, request, options or self.options, metadata)
 
-    def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
+    def _repeat(self, options: CallOptions | None, attempt: Callable[[float | None], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
         while True:
             try:
@@ -124,7 +128,7 @@ class AsyncDoor:
     async def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
 
-        async def attempt(left: float) -> Any:
+        async def attempt(left: float | None) -> Any:
             call = method(_requests(request), timeout=left, metadata=tracing.outgoing())
             try:
                 return await call
@@ -136,7 +140,7 @@ class AsyncDoor:
     async def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""
 
-        async def attempt(left: float) -> list[Any]:
+        async def attempt(left: float | None) -> list[Any]:
             call = method(request, timeout=left, metadata=tracing.outgoing())
             try:
                 return [message async for message in call]
@@ -150,7 +154,7 @@ class AsyncDoor:
     ) -> "AsyncStream":
         return AsyncStream(method, request, options or self.options, metadata)
 
-    async def _repeat(self, options: CallOptions | None, attempt: Callable[[float], Any]) -> Any:
+    async def _repeat(self, options: CallOptions | None, attempt: Callable[[float | None], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
         while True:
             try:

@@ -1,14 +1,14 @@
 """What the engine service is asked and what comes back: pure, shared by the synchronous and the asyncio client."""
 
+import math
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from kvkeeper.client.prompts import Prompt, set_prompt
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-_DEFAULT_TIMEOUT_MS = 60_000  # the service's
 _LONGEST_WAIT_S = 60.0  # the service's
 _CONSTRAINTS = {"json_schema", "regex", "choices"}
 _SLACK_S = 5.0  # the service's own deadline, with its reason, comes before the client's
@@ -54,7 +54,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; None leaves it to the service. The protocol's SamplingParams explains each."""
+    """How the next token is chosen; the protocol's SamplingParams explains each. None: the model's sampling_defaults apply."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -117,6 +117,7 @@ class Retention:
 class GenerateOptions:
     """What a request asks for beside its prompt and sampling.
 
+    timeout_ms: most time from arrival to the last token; None: as long as it makes progress.
     retention: what is kept of it while it grows; None: everything.
     session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
@@ -180,9 +181,8 @@ def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
 
 
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
-    """The deadline of a Generate: that of the request and a little more."""
-    timeout_s = (_DEFAULT_TIMEOUT_MS if timeout_ms is None else timeout_ms) / 1000 + _SLACK_S
-    return CallOptions(timeout_s, base.retry_s, base.first_pause_s, base.longest_pause_s)
+    """The deadline of a Generate: the request's and a little more; none where it has none, as the service ends what stalls."""
+    return replace(base, timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000 + _SLACK_S)
 
 
 def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> Piece:

@@ -4,6 +4,7 @@ Only UNAVAILABLE is repeated, with the same bytes, after growing pauses or the p
 are seconds of any monotone clock, handed in.
 """
 
+import math
 from dataclasses import dataclass
 
 from kvkeeper.client.errors import KvkeeperError
@@ -11,7 +12,10 @@ from kvkeeper.client.errors import KvkeeperError
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """timeout_s bounds a whole call, repeats included; retry_s is how long after its start it is still repeated."""
+    """timeout_s bounds a whole call, repeats included; math.inf: nothing does.
+
+    retry_s is how long after its start it is still repeated.
+    """
 
     timeout_s: float = 10.0
     retry_s: float = 3.0
@@ -28,9 +32,9 @@ class Patience:
         self._pause = options.first_pause_s
         self._longest_pause = options.longest_pause_s
 
-    def left(self, now: float) -> float:
-        """Seconds until the deadline; a call is never made with less than a millisecond."""
-        return max(self._deadline - now, 0.001)
+    def left(self, now: float) -> float | None:
+        """Seconds until the deadline; a call is never made with less than a millisecond. None: there is none."""
+        return None if math.isinf(self._deadline) else max(self._deadline - now, 0.001)
 
     def pause_after(self, error: KvkeeperError, now: float) -> float | None:
         """Seconds to wait before the same call is repeated; None when it is not repeated."""

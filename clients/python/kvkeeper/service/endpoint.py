@@ -1,5 +1,8 @@
 """Endpoint: one address and the grpc.aio server that answers there, with health and, if wanted, reflection.
 
+Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, whatever it waits for. The service's
+own name is readiness: SERVING while it takes requests.
+
 The service decides the order: open, start, say that it serves; and backwards: drain, stop, and give the address back last,
 when nothing else of the service is left that a successor would meet.
 """
@@ -20,6 +23,7 @@ HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
     ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # past the door's own limit, which tells its reason
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask every 20 s whether anybody is there
 ]
 
 
@@ -50,24 +54,24 @@ class Endpoint:
             raise
 
     async def start(self, door: Door, *, has_reflection: bool) -> None:
-        """Answers calls from now on. Health says NOT_SERVING."""
+        """Answers calls from now on. Health says that it lives, and does not serve yet."""
         self._service_name = door.service_name
         self._server.add_generic_rpc_handlers((door,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if has_reflection:
             names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
 
     async def set_serving(self, is_serving: bool) -> None:
-        """What health says, of the server and of the service."""
+        """Whether the service takes requests, for health to say."""
         statuses = health_pb2.HealthCheckResponse
-        for name in ("", self._service_name):
-            await self._health.set(name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
+        await self._health.set(self._service_name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
 
     async def drain(self) -> None:
-        """Health says NOT_SERVING from now on, whatever set_serving is told."""
+        """Health says NOT_SERVING for both names from now on, whatever set_serving is told."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float | None = 0.2) -> None:

@@ -1,0 +1,139 @@
+"""Requests that take too long, by their own time-out or by standing still: each ends with what it gave, and says why."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_service.generation import Generation
+from engine_service.time_limits import NUM_LOOKS, StallWatch
+from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, KvkeeperError, Piece, Sampling, door
+from tests.support.cut_proxy import cutting
+from tests.support.odd_models import GATE_TOKEN, LateGate, late_gate_model
+from tests.support.service_pair import Services, toy_output, until
+
+PROMPT, NUM_MADE = [7, 8, 9], 5
+LONG = Sampling(max_tokens=50, temperature=0, ignore_eos=True)
+
+
+async def start(world: Services, **options: Any) -> AsyncEngineClient:
+    """An engine that makes NUM_MADE tokens of the prompt and then stands still."""
+    await world.start_cache()
+    gate = LateGate(len(PROMPT) + NUM_MADE)
+    client = await world.client(await world.start_engine(late_gate_model(gate), **options))
+
+    async def open_gate() -> None:
+        gate.is_open.set()
+
+    world.defer(open_gate)
+    return client
+
+
+async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[list[Piece], int]:
+    """What a request gave, piece by piece or in all, and its count of new tokens."""
+    asked = GenerateOptions(sampling=LONG, **options)
+    if way == "submitted":
+        found = await client.result(await client.submit(PROMPT, asked), wait_s=20)
+        assert (found.state, found.error) == ("completed", None)
+        assert found.usage is not None
+        return list(found.outputs), found.usage.new_tokens
+    generation = client.generate(PROMPT, asked)
+    pieces = [piece async for piece in generation]
+    assert generation.usage is not None
+    return pieces, generation.usage.new_tokens
+
+
+WAYS = {
+    "streamed": {"n": 2},
+    "submitted": {},
+    "best of": {"best_of": 3, "n": 2},
+    "beams": {"beam_search": BeamSearch(2), "n": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("limit", ["timed_out", "stalled"])
+async def test_what_was_made_is_told_with_why_it_ended(world: Services, way: str, limit: str) -> None:
+    client = await start(world, stall_timeout=0.4 if limit == "stalled" else 300.0)
+    pieces, num_new = await told(client, way, timeout_ms=1000 if limit == "timed_out" else None, **WAYS[way])
+    outputs: dict[int, list[int]] = {}
+    for piece in pieces:
+        outputs.setdefault(piece.index, []).extend(piece.token_ids)
+    assert sorted(outputs) == list(range(WAYS[way].get("n", 1)))
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [limit] * len(outputs)
+    assert all(NUM_MADE - 1 <= len(tokens) <= NUM_MADE for tokens in outputs.values()), "a fork may be a token behind"
+    assert num_new >= sum(len(tokens) for tokens in outputs.values())
+    if way != "beams":
+        assert outputs[0] == toy_output(PROMPT, len(outputs[0]))
+    if way in ("best of", "beams"):
+        assert all(piece.cumulative_logprob is not None for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("timeout_ms", "reason", "names"),
+    [(50, "TIMED_OUT", ("timeout_ms", "--timeout-ms", "50 ms")), (None, "STALLED", ("--stall-timeout", "0.3 s"))],
+)
+async def test_a_request_without_a_token_is_refused_with_what_to_change(
+    world: Services, timeout_ms: int | None, reason: str, names: tuple[str, ...]
+) -> None:
+    await world.start_cache()
+    engine, _ = await world.start_gated_engine(stall_timeout=0.3)
+    client = await world.client(engine)
+    with pytest.raises(KvkeeperError) as late:
+        async for _ in client.generate([GATE_TOKEN], GenerateOptions(sampling=LONG, timeout_ms=timeout_ms)):
+            pass
+    assert (late.value.code, late.value.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+    assert all(name in late.value.message for name in names)
+
+
+async def test_without_a_time_out_nothing_ends_what_makes_progress(world: Services) -> None:
+    """Neither here nor in the client: the call has no deadline, and the engine no timer."""
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine()
+    client = await world.client(engine)
+    generation = client.generate([GATE_TOKEN], GenerateOptions(request_id="mine", sampling=LONG))
+    assert generation._stream._call.time_remaining() is None
+    taking = asyncio.create_task(anext(generation))
+
+    async def admitted() -> Generation | None:
+        return engine.engine.requests.generations.get("mine")
+
+    assert (await until(admitted)).timer is None
+    gate.set()
+    assert (await taking).token_ids
+    assert (await client.model()).stall_timeout_ms == 300_000
+
+
+async def test_a_stream_without_a_deadline_ends_where_nobody_answers(
+    world: Services, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """As with an engine that was stopped, or whose machine is gone."""
+    quick = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 200)]
+    options = [option for option in door._CHANNEL_OPTIONS if option[0] not in dict(quick)]
+    assert len(options) == len(door._CHANNEL_OPTIONS) - len(quick)
+    await world.start_cache()
+    engine, _ = await world.start_gated_engine(listen=f"127.0.0.1:{unused_tcp_port}")
+    monkeypatch.setattr(door, "_CHANNEL_OPTIONS", (*options, *quick))
+    async with cutting(engine.address) as proxy, AsyncEngineClient(proxy.address, CallOptions(retry_s=0)) as client:
+        generation = client.generate([GATE_TOKEN], GenerateOptions(sampling=LONG))
+        taking = asyncio.create_task(anext(generation))
+
+        async def is_admitted() -> bool:
+            return bool(engine.engine.requests.generations)
+
+        await until(is_admitted)
+        proxy.is_holding = True
+        with pytest.raises(KvkeeperError) as lost:
+            await asyncio.wait_for(taking, 20)
+        assert lost.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_only_what_is_the_same_at_each_look_is_stalled() -> None:
+    watch = StallWatch[str]()
+    for look in range(NUM_LOOKS):
+        seen = {"stuck": 5, "slow": look // (NUM_LOOKS - 1), **({"paused": 1} if look != 3 else {})}
+        assert watch.look(seen) == []
+    assert watch.look({"stuck": 5, "slow": 1, "paused": 1}) == ["stuck"]
+    assert watch.look({}) == []
+    assert watch.look({"stuck": 5}) == [], "what was not running starts anew"
