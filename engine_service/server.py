@@ -24,6 +24,8 @@ from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
+from engine_service.text_work import TextWork
+from engine_service.text_worker import Limits
 from engine_service.tracing import EngineTracing
 from engine_service.waiting import WaitingSequences
 from kvkeeper import tracing
@@ -46,6 +48,7 @@ class RunningServer:
     engine: Engine
     config: EngineConfig
     service: EngineService
+    text_work: TextWork
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -102,6 +105,7 @@ class RunningServer:
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
         await self._client.close()
+        await self.text_work.close()
         self.engine.close()
         self._endpoint.release()
         log.info("stopped")
@@ -120,7 +124,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         shares = FairShare() if config.fair_share else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
-        service = EngineService(config, served, engine)
+        limits = Limits(config.text_seconds, config.text_memory)
+        text_work = await asyncio.to_thread(TextWork, served.text, served.vocab_size, config.text_workers, limits)
+        service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
         await endpoint.start(Door(CONTRACT, service), has_reflection=config.reflection)
@@ -145,7 +151,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
-    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics)
+    return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics)
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:
