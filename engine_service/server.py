@@ -125,7 +125,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         limits = Limits(config.text_seconds, config.text_memory)
-        text_work = await asyncio.to_thread(TextWork, served.text, served.vocab_size, config.text_workers, limits)
+        text_work = await asyncio.to_thread(
+            TextWork, served.text, served.vocab_size, config.text_workers, limits, config.max_waiting
+        )
         service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)

@@ -30,14 +30,17 @@ _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
 class TextWork:
     """See the module. `client` is who a call comes from: workers take turns among clients. To be closed."""
 
-    def __init__(self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits) -> None:
-        """Reads the tokenizer once more and builds what constraints need, which takes a second for a large vocabulary."""
+    def __init__(self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits, max_waiting: int) -> None:
+        """Builds what constraints need, which takes a second for a large vocabulary.
+
+        max_waiting: texts, chats and constraints of one client that may wait for a worker.
+        """
         self._text = text
         self._vocabulary: Vocabulary | None = None
         self._workers: Workers | None = None
         if text.tokenizer is not None:
             self._vocabulary = Vocabulary.of(text.tokenizer, vocab_size)
-            self._workers = Workers(num_workers, SetUp(text.tokenizer.state(), vocab_size, asdict(limits)))
+            self._workers = Workers(num_workers, SetUp(text.tokenizer.state(), vocab_size, asdict(limits)), max_waiting)
 
     async def close(self) -> None:
         if self._workers is not None:

@@ -24,7 +24,7 @@ from engine_service.worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
 
 log = structlog.get_logger()
 
-MAX_WAITING, MAX_WAITING_EACH = 256, 64
+_NUM_CLIENTS = 4  # that may have as much waiting as one may, before others are refused too
 _PATIENCE = 20  # times its processor time that a job may take on a busy machine, before its worker counts as stuck
 _READ_BYTES = 1 << 20
 
@@ -47,10 +47,11 @@ class _Job:
 class Workers:
     """See the module."""
 
-    def __init__(self, num_workers: int, set_up: SetUp) -> None:
+    def __init__(self, num_workers: int, set_up: SetUp, max_waiting: int) -> None:
+        """max_waiting: jobs of one client."""
         self._num_workers, self._set_up = num_workers, set_up
         self._queue = FairQueue[_Job](
-            max_waiting=MAX_WAITING, max_waiting_each=MAX_WAITING_EACH, max_busy_each=max(1, num_workers - 1)
+            max_waiting=_NUM_CLIENTS * max_waiting, max_waiting_each=max_waiting, max_busy_each=max(1, num_workers - 1)
         )
         self._idle: list[Process] = []
         self._tasks = set[asyncio.Task[None]]()

@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @asynccontextmanager
 async def workers(num_workers: int = 1, cpu_s: float = 20.0, memory: int = 512 << 20) -> AsyncIterator[Workers]:
-    made = Workers(num_workers, SetUp(tokenizer().state(), tokenizer().vocab_size, asdict(Limits(cpu_s, memory))))
+    made = Workers(num_workers, SetUp(tokenizer().state(), tokenizer().vocab_size, asdict(Limits(cpu_s, memory))), 8)
     try:
         yield made
     finally:
