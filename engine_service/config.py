@@ -24,6 +24,7 @@ from kvkeeper.service.config import (
     check_trace_endpoint,
     parse_switch,
 )
+from kvkeeper.service.sizes import parse_size
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
@@ -51,6 +52,11 @@ class EngineConfig:
     max_waiting: int = 1000
     max_results: int = 1000
     result_ttl: float = 600.0
+    request_memory: int = 256 << 20
+    result_memory: int = 256 << 20
+    text_workers: int = 2
+    text_memory: int = 512 << 20
+    text_seconds: float = 5.0
     preemption: str = "auto"
     speculation: str = "off"
     draft_model: str = ""
@@ -87,6 +93,11 @@ class EngineConfig:
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)
         check_range("max_results", self.max_results, 1, 1 << 20)
         check_range("result_ttl", self.result_ttl, 0, 86_400)
+        check_range("request_memory", self.request_memory, 1 << 20, 1 << 46)
+        check_range("result_memory", self.result_memory, 1 << 20, 1 << 46)
+        check_range("text_workers", self.text_workers, 1, 64)
+        check_range("text_memory", self.text_memory, 64 << 20, 1 << 46)
+        check_range("text_seconds", self.text_seconds, 0.1, 600)
         check_choice("preemption", self.preemption, _PREEMPTIONS)
         check_choice("speculation", self.speculation, _SPECULATIONS)
         if (self.speculation == "draft-model") != bool(self.draft_model):
@@ -121,6 +132,11 @@ _PARSERS: dict[str, Any] = {
     "max_waiting": int,
     "max_results": int,
     "result_ttl": float,
+    "request_memory": parse_size,
+    "result_memory": parse_size,
+    "text_workers": int,
+    "text_memory": parse_size,
+    "text_seconds": float,
     "preemption": str,
     "speculation": str,
     "draft_model": str,
@@ -154,6 +170,11 @@ _HELP = {
     "max_waiting": "most waiting sequences; a request beyond them is refused",
     "max_results": "most ended requests of SubmitRequest whose results are kept",
     "result_ttl": "seconds that they are kept",
+    "request_memory": "most bytes held for open requests, each counted as 4 KiB and four times its message (default: 256MiB)",
+    "result_memory": "most bytes of kept results; the eldest are forgotten beyond them (default: 256MiB)",
+    "text_workers": "most processes that work on long texts, chats and constraints; one client has all but one of them",
+    "text_memory": "most memory that one text, chat or constraint may take there (default: 512MiB)",
+    "text_seconds": "most seconds of a processor that it may take there",
     "preemption": "how a sequence gives its blocks back: " + ", ".join(_PREEMPTIONS) + "; auto takes what costs less time",
     "speculation": "guess next tokens and check them together: " + ", ".join(_SPECULATIONS) + "; rests where it does not pay",
     "draft_model": "folder of the model that guesses, with the same tokenizer as the model (default: none)",

@@ -24,7 +24,6 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000
-MAX_TEXT_BYTES = 1 << 20
 MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
@@ -154,7 +153,7 @@ def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
 
 
 def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
-    """Token ids of a repeated field, each in the vocabulary."""
+    """Token ids of a repeated field, each in the vocabulary. Raises WrongTokenId."""
     token_ids = np.array(ids, np.int64)
     if len(token_ids) and (largest := int(token_ids.max())) >= vocab_size:
         raise WrongTokenId(
@@ -175,13 +174,6 @@ def wait_of(message: pb.GetRequestRequest) -> float:
     """Seconds. Raises InvalidField."""
     _check_range("wait_ms", message.wait_ms, 0, MAX_WAIT_MS)
     return message.wait_ms / 1000
-
-
-def check_text(text: str, field: str) -> str:
-    """Text of a bounded size."""
-    if len(text.encode()) > MAX_TEXT_BYTES:
-        raise InvalidField(f"{field}: at most {MAX_TEXT_BYTES} bytes", field=field, limit=MAX_TEXT_BYTES)
-    return text
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:

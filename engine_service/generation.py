@@ -46,6 +46,9 @@ class Constraint(Protocol):
     def is_complete(self) -> bool:
         """Nothing more can follow."""
 
+    def refusal(self) -> Refusal:
+        """Of its request, when it allows nothing."""
+
 
 @dataclass(slots=True, eq=False)
 class Generation:
@@ -122,6 +125,10 @@ class Generation:
         num_prompt = len(self.request.prompt)
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
         return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint)
+
+    def fail_stuck(self, index: int) -> None:
+        """Nothing may be drawn for a continuation."""
+        self.fail(self.constraints[index].refusal() if self.constraints else RequestFailed("no token is allowed"))
 
     def search_row(self, token_ids: Int32Array) -> SearchRow:
         """How the next tokens of a list that holds token_ids are found."""

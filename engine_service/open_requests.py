@@ -127,7 +127,7 @@ class OpenRequests:
             if row in computed.sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))
             elif row in computed.sampled.stuck_rows:
-                generation.fail(RequestFailed("the constraint allows no token"))
+                generation.fail_stuck(sequence.index)
             if not generation.is_open:
                 continue
             self._news[generation] = None

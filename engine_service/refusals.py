@@ -38,6 +38,18 @@ class DuplicateRequest(Refusal):
     reason = "DUPLICATE_REQUEST"
 
 
+class TooComplex(Refusal):
+    """A constraint, text or chat that takes more time, memory or states than one request may. Metadata: field."""
+
+    reason = "TOO_COMPLEX"
+
+
+class TooMuchHeld(Refusal):
+    """What is held for requests would be more bytes than the service may hold for them. Metadata: requested, limit."""
+
+    reason = "TOO_MUCH_HELD"
+
+
 class UnknownRequest(Refusal):
     """No live request has this id."""
 

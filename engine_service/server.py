@@ -24,6 +24,8 @@ from engine_service.served_model import ServedModel, load_served_model
 from engine_service.service import EngineService
 from engine_service.serving import CacheServiceRefused, keep_serving
 from engine_service.speculator import PromptLookUp, Proposer
+from engine_service.text_work import TextWork
+from engine_service.text_worker import Limits
 from engine_service.time_limits import end_stalled
 from engine_service.tracing import EngineTracing
 from engine_service.waiting import WaitingSequences
@@ -49,6 +51,7 @@ class RunningServer:
     engine: Engine
     config: EngineConfig
     service: EngineService
+    text_work: TextWork
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -108,6 +111,7 @@ class RunningServer:
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
         await self._client.close()
+        await self.text_work.close()
         self.engine.close()
         self._endpoint.release()
         log.info("stopped")
@@ -126,7 +130,11 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         shares = FairShare() if config.fair_share else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
-        service = EngineService(config, served, engine)
+        limits = Limits(config.text_seconds, config.text_memory)
+        text_work = await asyncio.to_thread(
+            TextWork, served.text, served.vocab_size, config.text_workers, limits, config.max_waiting
+        )
+        service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
         await endpoint.start(Door(CONTRACT, service), has_reflection=config.reflection)
@@ -152,7 +160,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
-    return RunningServer(engine, config, service, serving, ready, endpoint, client, metrics, stalls)
+    return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
 
 
 def call_options(config: EngineConfig) -> CallOptions:

@@ -6,7 +6,7 @@ comes, ends the request. Text and token limits are convert.py's, statuses the do
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import Metric
@@ -14,11 +14,10 @@ from prometheus_client import Metric
 from engine_service.beams import BeamOptions, BeamSearch, why_ends
 from engine_service.best_of import BestOf
 from engine_service.config import EngineConfig
-from engine_service.constraint import Constraint, ConstraintCompiler
+from engine_service.constraint import Constraint
 from engine_service.convert import (
     DEFAULT_MAX_TOKENS,
     MAX_CHAT_MESSAGES,
-    check_text,
     options_of,
     page_of,
     sampling_message,
@@ -28,29 +27,33 @@ from engine_service.convert import (
 )
 from engine_service.engine import Engine
 from engine_service.generation import Generation
+from engine_service.held import Held
 from engine_service.metrics import engine_metrics
 from engine_service.outbox import Outbox
 from engine_service.pieces import Piece
-from engine_service.refusals import InvalidField, Refusal
+from engine_service.refusals import InvalidField, NeverFits, Refusal
 from engine_service.request import Int32Array, Request
 from engine_service.responses import iteration_plan, request_info, response_of, results_of
 from engine_service.served_model import ServedModel
 from engine_service.stopping import StopRules
 from engine_service.submissions import Submissions
+from engine_service.text_work import TextWork, max_text_bytes
 from engine_service.time_limits import limit_time
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
+from kvkeeper.service.door import peer
 
 
 class EngineService:
     """One method per call, in snake case; the door finds them by name."""
 
-    def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine) -> None:
+    def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork) -> None:
         self._config = config
         self._model = model
         self._engine = engine
-        self._submissions = Submissions(config.max_results, config.result_ttl)
-        self._compiler = ConstraintCompiler(model.text.tokenizer, model.vocab_size)
+        self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
+        self._text_work = text_work
+        self._held = Held(config.request_memory)
         self.num_streams = 0  # Generate calls that have not been answered to their end
         self._no_stream = asyncio.Event()
         self._no_stream.set()
@@ -116,12 +119,19 @@ class EngineService:
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        text = check_text(request.text, "text")
-        return pb.TokenizeResponse(token_ids=await asyncio.to_thread(self._model.text.encode, text, "text"))
+        hold = self._held.take(request.ByteSize())
+        try:
+            ids = await self._text_work.encode(peer.get(), request.text, "text", self._max_len)
+        finally:
+            hold.release()
+        return pb.TokenizeResponse(token_ids=_as_list(ids))
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids").tolist()
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(self._model.text.decode, token_ids))
+        if len(request.token_ids) > (limit := self._max_len):
+            raise InvalidField(f"token_ids: at most {limit}, as a sequence has", field="token_ids", limit=limit)
+        token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids")
+        with_added = request.keep_special_tokens
+        return pb.DetokenizeResponse(text=await self._text_work.decode(peer.get(), token_ids, with_added=with_added))
 
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         model, memory = self._model, self._engine.memory
@@ -131,7 +141,7 @@ class EngineService:
             architecture=model.architecture,
             num_parameters=model.num_parameters,
             vocab_size=model.vocab_size,
-            max_tokens_per_sequence=self._max_len or model.max_len,
+            max_tokens_per_sequence=self._max_len,
             compute_dtype=model.compute_dtype,
             block_size=self._config.block_size,
             num_blocks=memory.session.pool.num_blocks if memory else 0,
@@ -140,6 +150,9 @@ class EngineService:
             version=VERSION,
             sampling_defaults=sampling_message(model.sampling_defaults),
             stall_timeout_ms=round(self._config.stall_timeout * 1000),
+            max_text_bytes=max_text_bytes(self._max_len),
+            request_memory=self._config.request_memory,
+            result_memory=self._config.result_memory,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -158,21 +171,37 @@ class EngineService:
 
     @property
     def _max_len(self) -> int:
-        """Most tokens of a sequence; 0 before there was a session."""
-        return self._engine.scheduler.limits.max_len
+        """Most tokens of a sequence; the model's before there was a session."""
+        return self._engine.scheduler.limits.max_len or self._model.max_len
 
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> Generation:
-        """Queue what the message asks for. Raises Refusal."""
+        """Queue what the message asks for. It is held until send is told of its end. Raises Refusal."""
+        hold = self._held.take(message.ByteSize())
+
+        def tell(news: Piece | Refusal) -> None:
+            if isinstance(news, Refusal) or news.usage is not None:
+                hold.release()
+            send(news)
+
+        try:
+            return await self._take(message, tell)
+        except BaseException:
+            hold.release()
+            raise
+
+    async def _take(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> Generation:
         options = options_of(message, self._model.sampling_defaults)
+        client = options.tenant or peer.get()
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: not with {reason}", field="retention")
-        prompt = await self._prompt(message)
+        limit = self._engine.scheduler.limits.max_len_of(options.retention) or self._max_len
+        prompt = await self._prompt(message, client, limit)
         num_computed = options.n if options.best_of is None else options.best_of
         beams, vocab_size = options.beams, self._model.vocab_size
         if beams is not None and 2 * beams.num_beams > vocab_size:
             limit = vocab_size // 2
             raise InvalidField(f"at most {limit} beams, half the vocabulary", field="beam_search.num_beams", limit=limit)
-        constraints = await self._constraints(message.sampling, num_computed)
+        constraints = await self._constraints(message.sampling, client, num_computed)
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
@@ -220,32 +249,38 @@ class EngineService:
         text = self._model.text.output(context, strings) if strings else None
         return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
 
-    async def _constraints(self, sampling: pb.SamplingParams, n: int) -> list[Constraint]:
-        """One for each continuation, or none. Compiled beside the loop. Raises InvalidField."""
+    async def _constraints(self, sampling: pb.SamplingParams, client: str, n: int) -> list[Constraint]:
+        """One for each continuation, or none. Raises Refusal."""
         kind = sampling.WhichOneof("constraint")
         if kind is None:
             return []
         source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
-        compiled = await asyncio.to_thread(getattr(self._compiler, kind), source)
+        compiled = await self._text_work.constraint(client, kind, source)
         return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
-    async def _prompt(self, message: pb.GenerateRequest) -> Int32Array:
-        """Token ids, 1 or more. Text is turned into them beside the loop."""
-        text, kind = self._model.text, message.WhichOneof("prompt")
+    async def _prompt(self, message: pb.GenerateRequest, client: str, max_len: int) -> Int32Array:
+        """Token ids, 1 or more. Raises Refusal."""
+        kind = message.WhichOneof("prompt")
+        ids: Sequence[int] | Int32Array
         if kind == "text":
-            ids = await asyncio.to_thread(text.encode, check_text(message.text, "text"), "text")
+            ids = await self._text_work.encode(client, message.text, "text", max_len)
         elif kind == "chat":
             if len(message.chat.messages) > MAX_CHAT_MESSAGES:
                 raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            check_text("".join(turn["content"] for turn in messages), "chat")
             if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
                 raise InvalidField("chat: one message or more, of system, user or assistant", field="chat")
-            ids = await asyncio.to_thread(text.encode_chat, messages)
+            ids = await self._text_work.encode_chat(client, messages, max_len)
         elif kind == "token_ids":
-            ids = list(message.token_ids.ids)
+            if (num := len(message.token_ids.ids)) >= max_len:
+                raise NeverFits(f"{num} tokens and one more, and at most {max_len} fit", requested=num + 1, limit=max_len)
+            ids = message.token_ids.ids
         else:
             raise InvalidField("a prompt is needed: text, token_ids or chat", field="prompt")
-        if not ids:
+        if not len(ids):
             raise InvalidField("the prompt has no tokens", field=kind)
         return token_array(ids, self._model.vocab_size, kind)
+
+
+def _as_list(ids: list[int] | Int32Array) -> list[int]:
+    return ids if isinstance(ids, list) else ids.tolist()

@@ -21,10 +21,13 @@ _CODES = {
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
     "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
+    "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 _RETRY_DELAYS = {
     "QUEUE_FULL": duration_pb2.Duration(seconds=1),
+    "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
     "CACHE_SERVICE_DOWN": duration_pb2.Duration(seconds=1),
     "DRAINING": duration_pb2.Duration(seconds=1),
 }

@@ -2,11 +2,13 @@
 
 Rules: the same id with the same contents is the same request, however often and however close together it comes; with other
 contents it is refused while the first is remembered. What ended is forgotten after `keep_s` seconds, and the eldest of what
-ended before that when more than `max_kept` have. Knows no wire; who admits a request is handed in.
+ended before that when more than `max_kept` have, or what they gave takes more than `max_bytes`. Knows no wire; who admits a
+request is handed in.
 """
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +18,9 @@ from engine_service.pieces import Piece, Usage
 from engine_service.refusals import DuplicateRequest, Refusal, UnknownRequest
 from engine_service.request import FinishReason
 
+_EACH_BYTES = 4096  # of a submission, whatever it gave
+_CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
+
 Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[Generation]]
 
 
@@ -24,11 +29,17 @@ class Output:
     """What one continuation has given so far."""
 
     texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cumulative_logprob: float | None = None
+
+    def close(self) -> int:
+        """Nothing more comes. Bytes that it takes from now on, about."""
+        self.texts = ["".join(self.texts)]
+        num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
+        return len(self.texts[0]) * _CHAR_BYTES + len(self.token_ids) * self.token_ids.itemsize + num_logprobs * _LOGPROB_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +55,7 @@ class Submission:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
     ended_at: float = 0.0
+    num_bytes: int = 0  # once it has ended
 
     def take(self, news: Piece | Refusal) -> None:
         """What the loop hands over."""
@@ -63,14 +75,18 @@ class Submission:
 
     def _end(self) -> None:
         self.ended_at = time.monotonic()
+        self.num_bytes = _EACH_BYTES + sum(output.close() for output in self.outputs.values())
+        if self.generation is not None:
+            self.num_bytes += self.generation.request.prompt.nbytes
+            self.generation.constraints = ()  # what is kept of it draws no more, and grammars take memory
         self.ended.set()
 
 
 class Submissions:
     """See the module."""
 
-    def __init__(self, max_kept: int, keep_s: float) -> None:
-        self._max_kept = max_kept
+    def __init__(self, max_kept: int, keep_s: float, max_bytes: int) -> None:
+        self._max_kept, self._max_bytes = max_kept, max_bytes
         self._keep_s = keep_s
         self._by_id: dict[str, Submission] = {}  # in order of submission
 
@@ -127,8 +143,11 @@ class Submissions:
         now = time.monotonic()
         ended = [(key, value) for key, value in self._by_id.items() if value.ended.is_set()]
         surplus = len(ended) - self._max_kept
+        surplus_bytes = sum(submission.num_bytes for _, submission in ended) - self._max_bytes
         by_age = sorted(ended, key=lambda item: item[1].ended_at)
         for place, (request_id, submission) in enumerate(by_age):
-            if place < surplus or now - submission.ended_at >= self._keep_s:
+            is_over = place < surplus or (surplus_bytes > 0 and place < len(by_age) - 1)  # the last one is told in any case
+            if is_over or now - submission.ended_at >= self._keep_s:
                 del self._by_id[request_id]
                 submission.fetched.set()
+                surplus_bytes -= submission.num_bytes

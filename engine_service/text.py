@@ -9,8 +9,11 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine_service.errors import TokenizerError
 from engine_service.refusals import InvalidField
+from engine_service.request import Int32Array
 from engine_service.stopping import TextOutput
 from engine_service.tokenizer import Detokenizer, StopStrings, Tokenizer
 
@@ -34,9 +37,13 @@ class ModelText:
         """By the model's chat template."""
         tokenizer = self._require("chat")
         try:
-            return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+            return tokenizer.encode_chat(messages)
         except TokenizerError as error:
             raise InvalidField(f"chat: {error}", field="chat") from None
+
+    def without_added(self, token_ids: Int32Array) -> Int32Array:
+        """Without the tokens that `encode` puts around a text, where they are there."""
+        return np.array(self._require("token_ids").without_added(token_ids.tolist()), np.int32)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._require("token_ids").decode(token_ids, skip_special_tokens=False)

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +68,15 @@ class Tokenizer:
             settings["chat_template"] = template_file.read_bytes().decode(errors="replace")
         return cls(backend, settings, _find_eos_ids(configs, backend))
 
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        """The same tokenizer in another process."""
+        return cls(tokenizers.Tokenizer.from_str(state["backend"]), state["settings"], frozenset(state["eos_ids"]))
+
+    def state(self) -> dict[str, Any]:
+        """What from_state takes; can be written as JSON."""
+        return {"backend": self.to_json(), "settings": dict(self._settings), "eos_ids": sorted(self.eos_ids)}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
@@ -82,6 +92,25 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizerError("the text is not valid Unicode") from error
         return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, by the model's own template. Raises TokenizerError."""
+        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
+
+    def without_added(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """`token_ids` without what `encode` adds around a text, where it is there."""
+        before, after = self._added
+        ids = list(token_ids)
+        start = len(before) if ids[: len(before)] == before else 0
+        end = len(ids) - len(after) if after and ids[max(start, len(ids) - len(after)) :] == after else len(ids)
+        return ids[start:end]
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before a text, and what behind it."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        start = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary have none."""

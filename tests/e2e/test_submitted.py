@@ -127,7 +127,7 @@ async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(
 
 
 async def test_a_submission_that_is_never_admitted_is_nobody_s() -> None:
-    submissions = Submissions(10, 600)
+    submissions = Submissions(10, 600, 1 << 20)
     started = asyncio.Event()
 
     async def never(_: object) -> object:
@@ -204,3 +204,24 @@ async def test_the_iteration_plan_tells_what_was_computed(world: Services) -> No
     assert (decode.request_id, decode.index, decode.num_context_tokens, decode.num_query_tokens) == ("mine", 0, 7, 1)
     assert "decode mine[0]: 1 tokens behind 7" in plan.plan
     assert 0 <= plan.cache_wait_ms < plan.duration_ms
+
+
+async def test_results_are_kept_in_a_bounded_number_of_bytes(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    await client.submit(PROMPT, options("measured"))
+    await client.result("measured", wait_s=20)
+    submissions = world.engines[-1].service._submissions
+    num_bytes = submissions._by_id["measured"].num_bytes
+    assert num_bytes >= 4096
+    submissions._max_bytes = 2 * num_bytes
+    for place in range(3):
+        await client.submit(PROMPT, options(f"r{place}"))
+        await client.result(f"r{place}", wait_s=20)
+    assert (await client.result("r2")).state == (await client.result("r1")).state == "completed"
+    for gone in ("measured", "r0"):
+        with pytest.raises(KvkeeperError) as forgotten:
+            await client.result(gone)
+        assert forgotten.value.reason == "UNKNOWN_REQUEST"
+    submissions._max_bytes = 0
+    assert (await client.result("r2")).state == "completed", "the last one is told in any case"

@@ -7,6 +7,7 @@ raise the service's refusals; anything else they raise is a bug, logged here and
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ MAX_MESSAGE_BYTES = 256 << 10
 MAX_PROMPT_MESSAGE_BYTES = 4 << 20
 
 Context = grpc.aio.ServicerContext
+
+# Whose call this is, as far as gRPC knows: one connection over TCP, all of them together over a Unix socket.
+peer: ContextVar[str] = ContextVar("peer", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Contract:
 
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
         """The call's result; what it raises ends the RPC with its Status."""
+        peer.set(context.peer())
         with tracing.serving(f"{self.service.full_name}/{method}", context.invocation_metadata()) as span:
             try:
                 return await call

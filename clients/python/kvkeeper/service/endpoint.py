@@ -22,6 +22,8 @@ HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
+    # Nothing compressed is taken: what a few kilobytes unpack to costs time and memory here and nothing where it comes from.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # past the door's own limit, which tells its reason
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask every 20 s whether anybody is there
 ]

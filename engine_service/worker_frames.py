@@ -1,0 +1,32 @@
+"""Frames between the engine and its worker processes, over two pipes: a head of fixed size, then bytes.
+
+Nothing is pickled. A job's head is its kind and the length of its body; an answer's is its outcome, whether the worker ends
+behind it, and the length. Bodies: text is UTF-8, token ids are little-endian int32, everything else is JSON.
+"""
+
+import struct
+from enum import IntEnum
+from typing import Final
+
+JOB_HEAD: Final = struct.Struct("<BI")
+ANSWER_HEAD: Final = struct.Struct("<B?I")
+TOKEN_DTYPE: Final = "<i4"
+
+
+class Kind(IntEnum):
+    """Of a job; in brackets what its body is, and behind it what it gives."""
+
+    SET_UP = 0  # [JSON, see text_worker.SetUp], the first: nothing
+    ENCODE = 1  # [text]: token ids
+    ENCODE_CHAT = 2  # [JSON list of messages]: token ids
+    DECODE = 3  # [token ids]: text
+    CONSTRAINT = 4  # [JSON list of two: kind, source]: text of the grammar
+
+
+class Outcome(IntEnum):
+    """Of a job; behind it what its answer is."""
+
+    DONE = 0  # what the kind gives
+    REFUSED = 1  # text: why it cannot be done
+    TOO_MUCH = 2  # text: which limit it passed
+    BROKEN = 3  # nothing: a bug; the worker has said more on stderr

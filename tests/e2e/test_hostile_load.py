@@ -1,0 +1,213 @@
+"""Text, constraints and messages that are too much: each is refused with its reason, and nobody else has less."""
+
+import asyncio
+import dataclasses
+import functools
+
+import grpc
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from engine_service import constraint as constraints
+from engine_service.config import EngineConfig
+from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.served_model import ServedModel, load_served_model
+from engine_service.text import ModelText
+from engine_service.tokenizer import Tokenizer
+from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
+from kvkeeper.client.errors import error_of
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from tests.support.odd_models import GATE_TOKEN
+from tests.support.service_pair import Services, generate, until
+
+FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
+PROMPT = "def main():\n    "
+BOMB = "((a{100}){100}){100}"
+
+
+@pytest.fixture(scope="module")
+def demo_model() -> ServedModel:
+    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
+
+
+@pytest.fixture
+async def client(world: Services, demo_model: ServedModel) -> AsyncEngineClient:
+    await world.start_cache()
+    return await world.client(await world.start_engine(demo_model, block_size=16))
+
+
+async def stub_of(world: Services, **options: object) -> pb_grpc.EngineServiceStub:
+    """Of the engine that was started last."""
+    channel = grpc.aio.insecure_channel(world.engines[-1].address, **options)  # type: ignore[arg-type]
+    world.defer(channel.close)
+    return pb_grpc.EngineServiceStub(channel)
+
+
+async def refusal(call: object) -> KvkeeperError:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call  # type: ignore[misc]
+    return error_of(failed.value)
+
+
+# -- text
+
+
+async def test_text_is_bounded_by_what_the_model_can_take_before_it_is_tokenised(
+    world: Services, client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = await stub_of(world)
+    model = await stub.GetModel(pb.GetModelRequest())
+    limit = model.max_text_bytes
+    assert limit == 32 * model.max_tokens_per_sequence < 1 << 20
+    longest = " " * limit  # 32 in a token
+    assert len((await stub.Tokenize(pb.TokenizeRequest(text=longest))).token_ids) == model.max_tokens_per_sequence
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args, **kwargs: pytest.fail("it was tokenised"))
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=longest + "x")])
+    for field, request in (
+        ("text", pb.GenerateRequest(request_id="x", text=longest + "x")),
+        ("chat", pb.GenerateRequest(request_id="x", chat=chat)),
+    ):
+        error = await refusal(stub.SubmitRequest(pb.SubmitRequestRequest(request=request)))
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert error.metadata == {"field": field, "limit": str(limit)}
+    error = await refusal(stub.Tokenize(pb.TokenizeRequest(text=longest + "x")))
+    assert error.metadata == {"field": "text", "limit": str(limit)}
+    error = await refusal(stub.Detokenize(pb.DetokenizeRequest(token_ids=[1] * (model.max_tokens_per_sequence + 1))))
+    assert error.metadata == {"field": "token_ids", "limit": str(model.max_tokens_per_sequence)}
+
+
+async def test_long_text_is_not_tokenised_where_streams_are_served(
+    client: AsyncEngineClient, demo_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = demo_model.text.tokenizer
+    assert tokenizer is not None
+    text = PROMPT * 200 + "日本語 🙂"
+    expected = tokenizer.encode(text)
+    assert tokenizer.without_added(expected) == expected, "it adds nothing"
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args, **kwargs: pytest.fail("it was tokenised here"))
+    assert list(await client.tokenize(text)) == expected
+    monkeypatch.setattr(Tokenizer, "decode", lambda *args, **kwargs: pytest.fail("it was put together here"))
+    assert await client.detokenize(expected) == text
+    monkeypatch.undo()
+    assert (await generate(client, text, 4, FREE)).usage.prompt_tokens == len(expected)
+
+
+@pytest.fixture
+async def with_begin_token(world: Services, demo_model: ServedModel) -> AsyncEngineClient:
+    """The demo model with a tokenizer that puts a token before each text, and one behind it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    begin, end = (("<s>", backend.token_to_id("<s>")), ("</s>", backend.token_to_id("</s>")))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[begin, end])
+    text = ModelText(Tokenizer(backend, {}, frozenset({end[1]})))
+    await world.start_cache()
+    return await world.client(await world.start_engine(dataclasses.replace(demo_model, text=text), block_size=16))
+
+
+async def test_what_tokenize_gave_becomes_the_text_again(world: Services, with_begin_token: AsyncEngineClient) -> None:
+    client, stub = with_begin_token, await stub_of(world)
+    for text in ("", "x", PROMPT, "<s>", "<s>x</s>", "</s></s>", " naïve 日本語 🙂 "):
+        ids = list(await client.tokenize(text))
+        assert await client.detokenize(ids) == text
+        request = pb.DetokenizeRequest(token_ids=ids, keep_special_tokens=True)
+        assert (await stub.Detokenize(request)).text == f"<s>{text}</s>"
+        assert await client.detokenize(ids[1:-1]) == (text if not text.startswith("<s>") else text[3:]).removesuffix("</s>")
+
+
+# -- constraints
+
+
+async def test_a_constraint_that_takes_too_much_ends_alone(client: AsyncEngineClient) -> None:
+    expected = await generate(client, PROMPT, 60, FREE)
+    good = asyncio.create_task(generate(client, PROMPT, 60, FREE))
+    hostile = [generate(client, PROMPT, 8, Sampling(regex=BOMB)) for _ in range(6)]
+    for error in await asyncio.gather(*hostile, return_exceptions=True):
+        assert isinstance(error, KvkeeperError)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
+        assert error.metadata == {"field": "sampling.regex"}
+    assert (await good).token_ids == expected.token_ids
+    assert (await client.stats()).num_failed_requests == 0, "none of them came as far as the batch"
+
+
+async def test_a_constraint_that_nothing_can_match_is_refused_at_once(client: AsyncEngineClient) -> None:
+    with pytest.raises(KvkeeperError, match="no text") as refused:
+        await generate(client, PROMPT, 8, Sampling(regex=r"[^\x{0}-\x{10FFFF}]"))
+    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refused.value.metadata == {"field": "sampling.regex"}
+
+
+async def test_masks_that_cost_too_much_end_their_request_alone(
+    client: AsyncEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await generate(client, PROMPT, 40, FREE)
+    monkeypatch.setattr(constraints, "Account", functools.partial(constraints.Account, at_once_s=0, per_token_s=0))
+    good = asyncio.create_task(generate(client, PROMPT, 40, FREE))
+    with pytest.raises(KvkeeperError) as ended:
+        await generate(client, PROMPT, 40, Sampling(regex="[a-z]{50}"), n=3)
+    assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
+    assert ended.value.metadata == {"field": "sampling.regex"}
+    assert (await good).token_ids == expected.token_ids
+
+
+# -- messages
+
+
+async def test_nothing_compressed_is_taken(world: Services, client: AsyncEngineClient) -> None:
+    from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+    from kvkeeper.cache.v1 import cache_service_pb2_grpc as cache_grpc
+
+    stub = await stub_of(world, compression=grpc.Compression.Gzip)
+    channel = grpc.aio.insecure_channel(world.cache.address, compression=grpc.Compression.Deflate)
+    world.defer(channel.close)
+    for call in (
+        stub.Tokenize(pb.TokenizeRequest(text="x" * 100)),
+        cache_grpc.CacheServiceStub(channel).GetCapabilities(cache_pb.GetCapabilitiesRequest()),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert list(await client.tokenize("x" * 100))
+
+
+async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(request_memory=1 << 20)
+    client, stub = await world.client(engine), await stub_of(world)
+    assert (await stub.GetModel(pb.GetModelRequest())).request_memory == 1 << 20
+    metadata = {f"{place:064}": "m" * 256 for place in range(16)}
+
+    def request(place: int) -> pb.GenerateRequest:
+        sampling = pb.SamplingParams(max_tokens=1)
+        return pb.GenerateRequest(
+            request_id=str(place), token_ids=pb.TokenIds(ids=[GATE_TOKEN]), metadata=metadata, sampling=sampling
+        )
+
+    fitting = (1 << 20) // (4096 + 4 * request(10).ByteSize())
+    for place in range(10, 10 + fitting):
+        await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(place)))
+    error = await refusal(stub.SubmitRequest(pb.SubmitRequestRequest(request=request(99))))
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MUCH_HELD")
+    assert error.metadata["limit"] == str(1 << 20)
+    assert error.retry_after == 1.0
+    await stub.CancelRequest(pb.CancelRequestRequest(request_id="10"))
+    await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(98)))
+    assert (await refusal(stub.SubmitRequest(pb.SubmitRequestRequest(request=request(99))))).reason == "TOO_MUCH_HELD"
+    gate.set()
+
+    async def is_idle() -> bool:
+        return not (await client.stats()).num_running_requests + (await client.stats()).num_waiting_requests
+
+    await until(is_idle)
+    assert engine.service._held.num_bytes == 0
+    for place in (96, 97):
+        await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(place)))
+    bad = pb.GenerateRequest(text="a model without text")
+    with pytest.raises(grpc.aio.AioRpcError):
+        async for _ in stub.Generate(bad):
+            pass
+    await until(is_idle)
+    assert engine.service._held.num_bytes == 0, "what was refused is not held either"

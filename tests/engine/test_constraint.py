@@ -1,0 +1,67 @@
+"""Constraints by themselves: where they end, why they allow nothing, and what they may cost."""
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine_service.constraint import Account, BadGrammar, Constraint, Vocabulary, compile_grammar, try_out, write_grammar
+from engine_service.refusals import InvalidField, TooComplex
+from engine_service.tokenizer import Tokenizer
+
+
+def vocabulary(chars: str) -> Vocabulary:
+    """Of a model that can spell these characters alone; its last token ends a sequence."""
+    backend = tokenizers.Tokenizer(models.BPE({char: place for place, char in enumerate(chars)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Vocabulary.of(Tokenizer(backend, {}, frozenset({len(chars)})), len(chars) + 1)
+
+
+def at_start(pattern: str, chars: str = "abc") -> Constraint:
+    return compile_grammar(vocabulary(chars), write_grammar("regex", pattern), "sampling.regex")
+
+
+def allowed(constraint: Constraint) -> list[int]:
+    return np.flatnonzero(constraint.allowed()).tolist()
+
+
+@pytest.mark.parametrize("pattern", ["x", "ax", "abcx"])
+def test_what_the_tokens_cannot_spell_is_found_before_anything_is_drawn(pattern: str) -> None:
+    with pytest.raises(BadGrammar, match="no text"):
+        try_out(vocabulary("abc"), write_grammar("regex", pattern))
+
+
+@pytest.mark.parametrize("pattern", ["(a|bx)", "(b|cx)", "a?", "a+x?"])
+def test_one_way_that_can_be_spelt_is_enough(pattern: str) -> None:
+    try_out(vocabulary("abc"), write_grammar("regex", pattern))
+
+
+def test_a_way_that_comes_to_a_dead_end_is_no_fault_of_the_service() -> None:
+    constraint = at_start("(a|bx)")
+    assert allowed(constraint) == [0, 1]
+    other = constraint.copy()
+    constraint.take(1)
+    assert not allowed(constraint)
+    assert not constraint.is_complete
+    refusal = constraint.refusal()
+    assert isinstance(refusal, InvalidField)
+    assert refusal.metadata == {"field": "sampling.regex"}
+    other.take(0)
+    assert other.is_complete
+
+
+def test_all_continuations_draw_on_one_account() -> None:
+    constraint = at_start("[abc]{50}")
+    account = Account(at_once_s=0.5, per_token_s=0.1)
+    constraint._account = account
+    first, second = constraint.copy(), constraint.copy()
+    first.take(0)
+    second.take(1)
+    assert account.num_tokens == 2
+    account.spent_s = 0.65
+    assert allowed(first)
+    account.spent_s = 0.75
+    for each in (first, second):
+        assert not allowed(each)
+        assert isinstance(each.refusal(), TooComplex)

@@ -1,0 +1,154 @@
+"""Worker processes: what takes too much ends alone, everything else is served, and nothing of the engine is loaded there."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.refusals import Draining
+from engine_service.text_worker import Limits, SetUp
+from engine_service.tokenizer import Tokenizer
+from engine_service.worker_frames import TOKEN_DTYPE, Kind
+from engine_service.workers import JobRefused, JobTooMuch, Workers
+
+LONG = "def main():\n    return 'a text that is long'\n" * 20_000
+BOMB = "((a{100}){100}){100}"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO_MODEL_DIR)
+
+
+@asynccontextmanager
+async def workers(num_workers: int = 1, cpu_s: float = 20.0, memory: int = 512 << 20) -> AsyncIterator[Workers]:
+    made = Workers(num_workers, SetUp(tokenizer().state(), tokenizer().vocab_size, asdict(Limits(cpu_s, memory))), 8)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def encode(made: Workers, text: str, client: str = "a") -> list[int]:
+    return np.frombuffer(await made.run(client, Kind.ENCODE, text.encode()), TOKEN_DTYPE).tolist()
+
+
+def constraint(*source: str) -> bytes:
+    return json.dumps(source).encode()
+
+
+def pids(made: Workers) -> list[int]:
+    return [process.pid for process in made._idle]
+
+
+async def test_a_worker_does_what_the_tokenizer_does_one_job_after_another() -> None:
+    async with workers() as made:
+        text = "naïve café — 日本語 🙂\n" * 9
+        assert await encode(made, text) == tokenizer().encode(text)
+        first = pids(made)
+        ids = np.array(tokenizer().encode(text), TOKEN_DTYPE).tobytes()
+        assert (await made.run("b", Kind.DECODE, ids)).decode() == tokenizer().decode(
+            tokenizer().encode(text), skip_special_tokens=False
+        )
+        with pytest.raises(JobRefused, match="template"):
+            await made.run("b", Kind.ENCODE_CHAT, b'[{"role": "user", "content": "x"}]')
+        assert await made.run("b", Kind.CONSTRAINT, constraint("regex", "[a-z]+"))
+        with pytest.raises(JobRefused, match="unclosed group"):
+            await made.run("b", Kind.CONSTRAINT, constraint("regex", "(a"))
+        assert pids(made) == first
+
+
+async def test_a_hostile_grammar_is_refused_and_the_next_job_is_done() -> None:
+    deep = '{"type": "object", "properties": {"a": ' * 200 + "{}" + "}}" * 200
+    table: list[tuple[str, str, type[Exception], str]] = [
+        ("regex", BOMB, JobTooMuch, "states"),
+        ("regex", "b" + BOMB, JobTooMuch, "states"),
+        ("regex", "a{1000000}", JobTooMuch, "states"),
+        ("json_schema", json.dumps({"type": "string", "pattern": f"^{BOMB}$"}), JobTooMuch, "states"),
+        ("json_schema", '{"type": "array", "minItems": 100000000, "items": {"type": "null"}}', JobTooMuch, "states"),
+        ("json_schema", "[" * 60_000, JobTooMuch, "deep"),
+        ("json_schema", deep, JobTooMuch, "recursion limit"),
+        ("regex", "(" * 20_000 + "a" + ")" * 20_000, JobRefused, "nested"),
+        ("regex", r"[^\x{0}-\x{10FFFF}]", JobRefused, "no text"),
+        ("json_schema", '{"$ref": "#"}', JobRefused, "no text"),
+    ]
+    async with workers() as made:
+        for kind, source, error, reason in table:
+            with pytest.raises(error, match=reason):
+                await made.run("a", Kind.CONSTRAINT, constraint(kind, source))
+        assert await made.run("a", Kind.CONSTRAINT, constraint("regex", "[a-z]+"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"), [({"cpu_s": 0.3}, "time"), ({"memory": 4 << 20}, "memory")], ids=["time", "memory"]
+)
+async def test_a_text_that_takes_too_much_ends_alone(limits: dict[str, float], reason: str) -> None:
+    async with workers(2, **limits) as made:  # type: ignore[arg-type]
+        hostile = asyncio.create_task(encode(made, LONG))
+        assert await encode(made, "short", "b") == tokenizer().encode("short")
+        with pytest.raises(JobTooMuch, match=f"too much {reason}"):
+            await hostile
+        assert await encode(made, "short") == tokenizer().encode("short"), "another worker takes its place"
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_worker_that_others_killed_is_no_fault_of_its_job() -> None:
+    async with workers() as made:
+        await encode(made, "x")
+        killed = pids(made)
+        _kill(killed[0])
+        assert await encode(made, "short") == tokenizer().encode("short")
+        assert pids(made) != killed
+
+
+@pytest.mark.parametrize("how", [_kill, lambda pid: os.kill(pid, signal.SIGSEGV)], ids=["again and again", "by itself"])
+async def test_a_job_that_ends_each_worker_is_refused(how: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_service import workers as module
+
+    exchange = module._exchange
+
+    async def ends(process: asyncio.subprocess.Process, kind: Kind, body: bytes) -> object:
+        if body == b"hostile":
+            how(process.pid)
+        return await exchange(process, kind, body)
+
+    monkeypatch.setattr(module, "_exchange", ends)
+    async with workers() as made:
+        with pytest.raises(JobTooMuch):
+            await encode(made, "hostile")
+        assert await encode(made, "short") == tokenizer().encode("short")
+
+
+async def test_at_the_end_no_process_is_left_and_who_waits_is_told() -> None:
+    async with workers() as made:
+        await encode(made, "x")
+        (pid,) = pids(made)
+        jobs = [asyncio.create_task(encode(made, LONG)) for _ in range(3)]
+        await asyncio.sleep(0)
+    for job in jobs:
+        with pytest.raises(Draining):
+            await job
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(Draining):
+        await encode(made, "x")
+
+
+def test_a_worker_loads_neither_torch_nor_grpc() -> None:
+    program = "import sys, engine_service.text_worker; print({'torch', 'grpc', 'asyncio'} & set(sys.modules) or 'none')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "none"
