@@ -184,9 +184,9 @@ def _softcaps(folder: Path) -> bool:
     return json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
 
 
-def random_tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Token ids in [3, VOCAB_SIZE)."""
-    return tuple(torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
+def random_tokens(num_tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[int, ...]:
+    """Token ids in [3, vocab_size)."""
+    return tuple(torch.randint(3, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
 def logits_of(
