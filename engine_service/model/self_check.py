@@ -28,7 +28,8 @@ _SHORT, _LONG, _LEAST = 13, 256, 32  # tokens; of the long prompt where the conf
 _NUM_DECODED: Final = 3
 _NUM_COMPARED: Final = 96  # places of a prompt whose logits are compared
 _NUM_CHUNKS, _MOST_CHUNK = 3, 2048
-_MOST_FLOPS: Final = {"cpu": 4e12, "cuda": 1e15}  # about a minute of two cores; some seconds of a GPU
+_MOST_FLOPS: Final = {"cpu": 4e12, "cuda": 1e15}  # to go past a length: about a minute of two cores, some seconds of a GPU
+_USUAL_SHARE: Final = 1 / 4  # of them, where there is none to go past
 _MOST_BYTES: Final = 1 << 30  # of scores that the library makes at once, and of our K and V
 
 # Of a row of logits: the length of the difference by the length of the row. In 16 bits a router may send a token to another
@@ -60,7 +61,7 @@ def check_against_library(model: Model, network: Any, model_type: object, *, sof
     plain = "eager" if soft_cap or not getattr(network, "_supports_sdpa", False) else "sdpa"
     num_heads = network.config.get_text_config().num_attention_heads
     named = {length for length in _lengths(network.config.to_dict()) if length < model.config.max_position}
-    length = _long_length(model, network, max(named, default=0), num_heads if plain == "eager" else 0)
+    length = _long_length(model, network, named, num_heads if plain == "eager" else 0)
     while True:
         prompts = _random_prompts(network.config, sorted({min(_SHORT, length), length}))
         log.info("model_check_started", model_type=model_type, prompt_lens=[len(prompt.tokens) for prompt in prompts])
@@ -98,25 +99,30 @@ def check_against_library(model: Model, network: Any, model_type: object, *, sof
     return proven
 
 
-def _long_length(model: Model, network: Any, farthest: int, num_heads: int) -> int:
-    """Tokens of the long prompt, which should go past the position `farthest`.
+def _long_length(model: Model, network: Any, named: set[int], num_heads: int) -> int:
+    """Tokens of the long prompt: past the greatest of the named lengths that it can go past at bearable cost.
 
     num_heads: of the library's attention where it makes all scores at once; 0: it does not.
     """
     config = model.config
-    wanted = max(_LONG, farthest + farthest // 4 + _BLOCK_SIZE)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     wide = config.num_layers * config.head_dim * network.config.get_text_config().num_attention_heads
     kv_bytes = kv_layout_of(config, model.dtype, 1).block_bytes
 
-    def is_bounded(length: int) -> bool:
+    def is_bounded(length: int, most_flops: float) -> bool:
         flops = 4 * length * num_parameters + 4 * length**2 * wide  # of both passes
         num_bytes = max(3 * num_heads * length**2 * model.dtype.itemsize, kv_bytes * length)
-        return flops <= _MOST_FLOPS[model.device.type] and num_bytes <= _MOST_BYTES
+        return flops <= most_flops and num_bytes <= _MOST_BYTES
 
-    while wanted > _LEAST and not is_bounded(wanted):
-        wanted -= max(1, wanted // 16)
-    return min(wanted, config.max_position)
+    most_flops = _MOST_FLOPS[model.device.type]
+    for far in sorted(named, reverse=True):
+        length = min(max(_LONG, far + far // 4 + _BLOCK_SIZE), config.max_position)
+        if is_bounded(length, most_flops):
+            return length
+    length = _LONG
+    while length > _LEAST and not is_bounded(length, _USUAL_SHARE * most_flops):
+        length -= length // 16
+    return min(length, config.max_position)
 
 
 def _lengths(config: Mapping[str, Any]) -> Iterator[int]:

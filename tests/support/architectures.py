@@ -47,6 +47,7 @@ _LATENT = {
     "index_n_heads": 2,
 }
 _SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_expand": 2}
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -81,6 +82,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "falcon": {"head_dim": None},
     "falcon_h1": {**_SSM, "mamba_d_ssm": 64},
+    "gemma3": {"text_config": _COMMON, "vision_config": _VISION},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "global_head_dim": 8},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": _LATENT,
