@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +18,8 @@ import torch
 from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.errors import UnsupportedModelError
-from engine_service.model.config import ModelConfig, is_native
+from engine_service.errors import ModelError, UnsupportedModelError
+from engine_service.model.config import ModelConfig, is_native, parse_model_config
 from engine_service.model.decoder import Decoder
 from engine_service.model.digest import weights_digest
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
@@ -97,12 +98,27 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     device = _device_of(config)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    if (model_type := raw.get("model_type")) is not None and not is_native(model_type):
-        model = load_transformers_model(folder, model_type, dtype, device=device, progress=progress)
+    if _needs_library(raw):
+        model = load_transformers_model(folder, raw["model_type"], dtype, device=device, progress=progress)
         return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
+
+
+def _needs_library(raw: dict[str, Any]) -> bool:
+    """Whether transformers computes the model: its family is not native, or its config asks for what the decoder has not."""
+    if raw.get("model_type") is None:
+        return False
+    if not is_native(raw["model_type"]):
+        return True
+    try:
+        parse_model_config(raw)
+    except UnsupportedModelError as error:
+        return error.feature != "quantization_config" and find_spec("transformers") is not None
+    except ModelError:
+        return False  # which loading says better
+    return False
 
 
 def _device_of(config: EngineConfig) -> torch.device:

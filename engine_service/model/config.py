@@ -149,6 +149,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     attention_bias = flag(raw, "attention_bias")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
+    rope = parse_rope(raw, max_position, family.default_theta)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
@@ -158,9 +159,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=max(max_position, rope.max_position),
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
-        rope=parse_rope(raw, max_position, family.default_theta),
+        rope=rope,
         windows=_parse_windows(raw, family_name, family, num_layers),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,

@@ -12,12 +12,17 @@ _LEAST_TABLE = 4096  # positions
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Angle per position [head_dim / 2], float32, in the order of operations of transformers.
 
-    llama3 divides long wavelengths by `factor`, keeps short ones, and blends in between (Llama 3.1).
+    llama3 divides long wavelengths by `factor`, keeps short ones, and blends in between (Llama 3.1); yarn does the same between
+    two counts of turns within the original length (Peng et al., 2023).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freqs = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return freqs / rope.factor
+    if rope.kind == "yarn":
+        divided = 1.0 / (rope.factor * rope.theta**exponents)
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        return divided * (1 - kept) + freqs * kept
     if rope.kind == "llama3":
         wavelens = 2 * math.pi / freqs
         low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -26,6 +31,21 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         blended = (1 - blend) * freqs / rope.factor + blend * freqs
         freqs = torch.where(wavelens > long, freqs / rope.factor, torch.where(wavelens < short, freqs, blended))
     return freqs
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """How much each frequency is divided [head_dim / 2]: 0 up to beta_fast's, 1 from beta_slow's on."""
+
+    def place_of(num_turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = place_of(rope.beta_fast), place_of(rope.beta_slow)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # transformers' own way around a division by zero
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
 class RotaryTable:
@@ -45,7 +65,7 @@ class RotaryTable:
         max_position: int,
         num_positions: int = 1024,
     ) -> None:
-        self._freqs = inverse_frequencies(rope, head_dim)
+        self._freqs, self._magnitude = inverse_frequencies(rope, head_dim), rope.magnitude
         self._dtype, self._device = dtype, device
         self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
@@ -69,6 +89,6 @@ class RotaryTable:
         self._cos, self._sin = self._columns(torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs)
 
     def _columns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
         cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
         return cos, torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)

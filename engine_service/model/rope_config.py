@@ -1,20 +1,30 @@
 """RopeConfig: rotary embeddings as a config.json describes them, in the styles of transformers 4 and 5."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from engine_service.errors import UnsupportedModelError
-from engine_service.model.json_fields import bad, count, number
+from engine_service.model.json_fields import bad, count, flag, number
 
-_ROPE_KINDS: Final = ("default", "linear", "llama3")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic")
+_BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
+_ORIGINAL: Final = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are scaled.
 
-    `kind` is default, linear or llama3. `factor` belongs to the last two, the rest to llama3 alone.
+    `kind` is default, linear, llama3 or yarn. A dynamic one is a default one up to the model's length, and the engine goes no
+    farther. `factor` belongs to all but the first, original_max_position to the last two, the two about low and high to llama3,
+    the rest to yarn alone.
+
+    Attributes:
+        beta_fast, beta_slow: turns within the original length, above and below which a frequency is kept or divided.
+        is_truncated: the frequencies between are bounded by whole numbers.
+        magnitude: factor of cosines and sines.
     """
 
     theta: float
@@ -23,6 +33,15 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    magnitude: float = 1.0
+
+    @property
+    def max_position(self) -> int:
+        """Up to which it is meant to be used, where it says so; else 0."""
+        return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
 def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float) -> RopeConfig:
@@ -36,6 +55,8 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float) 
         raise bad("rope_parameters", "must be an object")
     if isinstance(parameters.get("full_attention"), dict):
         parameters = parameters["full_attention"]
+    elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
+        parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
     return _parse(raw, {"rope_theta": theta, **parameters}, max_position)
 
 
@@ -56,13 +77,43 @@ def _parse(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: 
     if (part := raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor", part, "1.0")
     theta = number(parameters, "rope_theta")
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return RopeConfig(theta)
+    if kind == "yarn":
+        return _parse_yarn(parameters, theta, max_position)
     factor = number(parameters, "factor")
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
     low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
     if high <= low:
         raise bad("high_freq_factor", f"must exceed low_freq_factor {low}, is {high}")
-    original = count(parameters, "original_max_position_embeddings", max_position)
+    original = count(parameters, _ORIGINAL, max_position)
     return RopeConfig(theta, kind, factor, low, high, original)
+
+
+def _parse_yarn(parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
+    """Without a factor it is the ratio of the lengths, as in transformers."""
+    original = count(parameters, _ORIGINAL, max_position)
+    factor = number(parameters, "factor") if parameters.get("factor") is not None else max_position / original
+    if parameters.get("attention_factor") is not None:
+        magnitude = number(parameters, "attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        magnitude = _magnitude(factor, number(parameters, "mscale")) / _magnitude(factor, number(parameters, "mscale_all_dim"))
+    else:
+        magnitude = _magnitude(factor, 1.0)
+    fast, slow = (number(parameters, key) if parameters.get(key) else value for key, value in _BETAS.items())
+    is_truncated = parameters.get("truncate") is None or flag(parameters, "truncate")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        is_truncated=is_truncated,
+        magnitude=magnitude,
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

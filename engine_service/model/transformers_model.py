@@ -3,23 +3,32 @@
 The library's own modules compute everything but attention: it lets an attention function be registered, and ours stores K and V
 in the arena and attends through the block tables, as the native decoder does. What a model asks of that function is found out
 once, by a dry run; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then.
-Slower than a native family, because its projections are not fused. Needs the extra `kvkeeper[transformers]`.
+What a dry run cannot show is found by self_check.py, which computes prompts in both ways. docs/models.md says what came of it
+for each architecture. Slower than a native family, because its projections are not fused. Needs the extra
+`kvkeeper[transformers]`.
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 import torch
 
 from engine_service.errors import UnsupportedModelError, WeightsError
 from engine_service.model.attention import AttentionMetadata, attend
 from engine_service.model.loader import DtypeChoice, compute_dtype
+from engine_service.model.self_check import check_against_library
+
+log = structlog.get_logger()
 
 _NAME: Final = "kvkeeper_paged"
+_INTERFACE: Final = "models all of whose layers attend through the library's attention interface, without other states"
+_PLAIN: Final = "plain attention, windows and soft caps"
 _INSTALL: Final = "pip install 'kvkeeper[transformers]'"
 
 
@@ -43,6 +52,7 @@ class _Seen:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    has_soft_cap: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +103,9 @@ def load_transformers_model(
     """Load the model in `folder` through transformers, from safetensors alone and without code of its own.
 
     Raises:
-        UnsupportedModelError: the library is not installed, does not know the model, or its attention cannot be paged.
-        WeightsError: the weights do not load.
+        UnsupportedModelError: the library is not installed or does not know the model; its attention cannot be paged, or gives
+            other logits on the paged arena than by itself.
+        WeightsError: the weights do not load, or some are missing.
     """
     try:
         import transformers
@@ -109,47 +120,107 @@ def load_transformers_model(
         raise UnsupportedModelError("model type", model_type, "what the transformers library knows") from None
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise UnsupportedModelError("model type", model_type, "decoder-only language models")
+    network = _load_network(transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype))
+    network.eval().to(device)
     try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(
+        seen = _dry_run(network, model_type)
+        shape = _shape_of(network, seen, model_type)
+        has_soft_cap = any(layer.has_soft_cap for layer in seen)
+        proven = check_against_library(TransformersModel(network, shape), network, model_type, soft_cap=has_soft_cap)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of the code of any architecture, called in a way that its author did not foresee
+        raise UnsupportedModelError(
+            "model type", model_type, f"models that run on flat batches without masks; this one stops with {_first(error)}"
+        ) from error
+    if proven < shape.max_position:
+        reason = "config.json names this length, and a model of this size was not compared beyond it"
+        log.info("model_length_limited", max_len=proven, config_says=shape.max_position, reason=reason)
+    return TransformersModel(network, dataclasses.replace(shape, max_position=proven))
+
+
+def _weights_dtype(config: Any) -> object:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+
+
+def _load_network(transformers: Any, folder: Path, config: Any, model_type: object, dtype: torch.dtype) -> Any:
+    """Errors as load_transformers_model."""
+    try:
+        network, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=compute_dtype(getattr(config, "dtype", None), device, dtype),
+            dtype=dtype,
             attn_implementation=_NAME,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
-        network.eval().to(device)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(
-            "attention", str(error).splitlines()[0][:200], "the library's attention interface"
-        ) from None
     except (OSError, RuntimeError) as error:
-        raise WeightsError(folder.name, str(error).splitlines()[0][:200]) from None
-    return TransformersModel(network, _shape_of(network, model_type))
+        raise WeightsError(folder.name, _first(error)) from None
+    except Exception as error:  # of the code of any architecture, or a library that it needs
+        if _NAME in str(error):
+            raise UnsupportedModelError("model type", model_type, _INTERFACE) from None
+        raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
+    if missing := sorted(info["missing_keys"]):  # the library would make them up
+        raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
+    return network
+
+
+def _first(error: Exception) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 @torch.inference_mode()
-def _shape_of(network: Any, model_type: object) -> ModelShape:
-    """By a dry run of two tokens, in which attention only looks at what it is given."""
+def _dry_run(network: Any, model_type: object) -> list[_Seen]:
+    """What each layer asks of attention, found out with two tokens."""
     seen: dict[int, _Seen] = {}
     two = torch.tensor([[0, 1]], device=network.device)
     with _during(seen):
         network(input_ids=two, position_ids=two, use_cache=False)
-    config = network.config.get_text_config()
+    if not seen or sorted(seen) != list(range(network.config.get_text_config().num_hidden_layers)):
+        raise UnsupportedModelError("model type", model_type, _INTERFACE)
     layers = [seen[index] for index in sorted(seen)]
-    if not layers or sorted(seen) != list(range(config.num_hidden_layers)):
-        raise UnsupportedModelError("model type", model_type, "models all of whose layers have attention")
     if len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
         raise UnsupportedModelError("model type", model_type, "models whose layers have K and V of one shape")
+    return layers
+
+
+def _shape_of(network: Any, layers: list[_Seen], model_type: object) -> ModelShape:
+    config = network.config.get_text_config()
+    max_position = getattr(config, "max_position_embeddings", None)
+    if not isinstance(max_position, int):
+        raise UnsupportedModelError("model type", model_type, "models whose config.json has max_position_embeddings")
+    horizon, reason = min(_horizons(network, config), default=(max_position, ""))
+    if horizon < max_position:
+        log.info("model_length_limited", max_len=horizon, config_says=max_position, reason=reason)
     return ModelShape(
         vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
+        max_position=min(max_position, horizon),
         num_layers=len(layers),
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
         windows=tuple(layer.window for layer in layers),
         rope_parameters=repr(getattr(config, "rope_parameters", None)),
     )
+
+
+def _horizons(network: Any, config: Any) -> Iterator[tuple[int, str]]:
+    """Lengths beyond which K and V of a token are not the same for every continuation, or attention is not what we compute.
+
+    Up to the least of them, nothing of it shows.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            yield rope["original_max_position_embeddings"], "longrope turns all keys anew when a sequence grows beyond it"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        yield config.attention_chunk_size, "attention is by chunks of this length"
+    for module in network.modules():
+        if getattr(module, "attn_temperature_tuning", False):
+            # The library takes a token's place in the batch for its position. Its factor is 1 before floor_scale.
+            module.attn_temperature_tuning = False
+            yield int(module.floor_scale) - 1, "queries are scaled by their position from there on"
 
 
 def _register(transformers: Any) -> None:
@@ -170,8 +241,12 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The library's attention function: query [1, N, T, D], key and value [1, M, T, D]; answers [1, T, N, D]."""
     step = _under_way.get()
+    if attention_mask is not None:  # the library makes none for us, so this one is the model's own
+        raise UnsupportedModelError("attention", f"{type(module).__name__} with a mask of its own", _PLAIN)
     if isinstance(step, dict):
-        step[module.layer_idx] = _look(module, query, key, value, sliding_window, others)
+        if module.layer_idx in step:
+            raise UnsupportedModelError("attention", type(module).__name__, "layers that attend once")
+        step[module.layer_idx] = _look(module, query, key, value, sliding_window, softcap, others)
         return query.new_zeros(query.transpose(1, 2).shape), None
     heads = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     layer_idx = module.layer_idx
@@ -190,7 +265,13 @@ def _attention(
 
 
 def _look(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, others: dict[str, Any]
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    others: dict[str, Any],
 ) -> _Seen:
     name = type(module).__name__
     if key.shape != value.shape or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
@@ -199,8 +280,8 @@ def _look(
         raise UnsupportedModelError("attention", name, "causal attention")
     for asked in ("s_aux", "position_bias", "head_mask"):
         if others.get(asked) is not None:
-            raise UnsupportedModelError("attention", f"{name} with {asked}", "plain attention, windows and soft caps")
-    return _Seen(key.shape[1], key.shape[3], window)
+            raise UnsupportedModelError("attention", f"{name} with {asked}", _PLAIN)
+    return _Seen(key.shape[1], key.shape[3], window, soft_cap is not None)
 
 
 @contextlib.contextmanager

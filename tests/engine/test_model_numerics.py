@@ -6,6 +6,7 @@ difference in the same run; a dropped token must exceed it 1,000 times.
 """
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.support.tiny_models import (
     TINY_MODELS,
     NumericsCase,
     ReferenceLogits,
+    TinyModel,
     build_model_folder,
     logits_of,
     numerics_cases,
@@ -165,3 +167,46 @@ def test_a_prompt_longer_than_the_first_rotary_table(tmp_path):
     reference = reference_logits(folder, cases)
     tables = HandTables(load_model(folder, progress=False)[0], 4, num_blocks=300)
     assert reference.error(tables.compute(cases, 500)) <= reference.bound
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_factor": 1.3},
+        {"mscale": 0.7, "mscale_all_dim": 1.2},
+        {"beta_fast": 8, "beta_slow": 2},
+        {"truncate": False},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": 4096},
+    ],
+)
+def test_yarn_is_that_of_transformers_beyond_the_original_length(changes, tmp_path):
+    """A config that names a factor alone, as model cards advise, is served to the length that this gives."""
+    kind = TinyModel("qwen2", "Qwen2", {"max_position_embeddings": 64, "rope_parameters": YARN | changes})
+    folder = build_model_folder(tmp_path, kind)
+    cases = [NumericsCase(random_tokens(200))]
+    reference = reference_logits(folder, cases)
+    model, config = load_model(folder, progress=False)
+    assert config.max_position == int(config.rope.factor * config.rope.original_max_position)
+    assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound
+
+
+def test_an_original_length_beside_the_rope_has_the_last_word(tmp_path):
+    """As in transformers, for all kinds of scaling."""
+    llama3 = next(model for model in TINY_MODELS if model.name == "llama_llama3_rope").overrides["rope_parameters"]
+    for index, rope in enumerate((YARN, llama3)):
+        overrides = {"rope_parameters": dict(rope), "original_max_position_embeddings": 16}
+        folder = build_model_folder(tmp_path / str(index), TinyModel("llama", "Llama", overrides))
+        path = folder / "config.json"  # the library writes its own decision there
+        raw = json.loads(path.read_text())
+        raw["rope_parameters"]["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        path.write_text(json.dumps(raw | {"original_max_position_embeddings": 16}))
+        cases = [NumericsCase(random_tokens(40))]
+        reference = reference_logits(folder, cases)
+        model, config = load_model(folder, progress=False)
+        assert config.rope.original_max_position == 16
+        assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,7 +13,15 @@ from engine_service.errors import ModelError, UnsupportedModelError
 from engine_service.model.transformers_model import load_transformers_model
 from engine_service.served_model import load_served_model
 from tests.engine.test_model_numerics import HandTables
-from tests.support.tiny_models import TinyModel, build_model_folder, numerics_cases, reference_logits
+from tests.support.batches import ScheduledRow, WantLogits, build_batch
+from tests.support.tiny_models import (
+    NumericsCase,
+    TinyModel,
+    build_model_folder,
+    numerics_cases,
+    random_tokens,
+    reference_logits,
+)
 
 torch.set_num_threads(1)
 
@@ -46,6 +55,41 @@ def test_an_engine_serves_one(tmp_path: Path) -> None:
     spec = served.kv_spec(4)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 4, 16)
     assert served.refuses_retention, "the library rotates the queries, once"
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "max_len"),
+    [
+        (TinyModel("llama_longrope", "Llama", {"rope_parameters": LONGROPE}), 64),
+        (TinyModel("qwen2_longrope", "Qwen2", {"rope_parameters": LONGROPE}), 64),
+        (TinyModel("llama_gelu", "Llama", {"hidden_act": "gelu"}), 512),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_what_a_native_family_has_not_runs_through_the_library(
+    model: TinyModel, max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cases = build_model_folder(tmp_path, model), (NumericsCase(random_tokens(60)),)
+    served = load_served_model(EngineConfig(model=str(folder), progress=False))
+    assert served.max_len == max_len
+    layout = served.layout(4)
+    memory = torch.zeros(17 * layout.block_bytes, dtype=torch.uint8)
+    runner = served.make_runner(layout.view(memory), layout)
+    row = ScheduledRow(cases[0].tokens, 0, np.arange(1, 16, dtype=np.int32), WantLogits.ALL)
+    reference = reference_logits(folder, cases)
+    assert reference.error([runner.forward(build_batch([row], 4))]) <= reference.bound
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModelError, match=r"longrope|gelu"):
+        load_served_model(EngineConfig(model=str(folder), progress=False))
 
 
 @pytest.mark.parametrize(

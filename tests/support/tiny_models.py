@@ -40,6 +40,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -61,9 +63,11 @@ TINY_MODELS = (
         "Llama",
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LINEAR_ROPE},
     ),
+    TinyModel("llama_dynamic_rope", "Llama", {"rope_parameters": _DYNAMIC_ROPE}),
     TinyModel("mistral", "Mistral", {"sliding_window": None}),
     TinyModel("mistral_window", "Mistral", {"sliding_window": 8}),
     TinyModel("qwen2", "Qwen2"),
+    TinyModel("qwen2_yarn_rope", "Qwen2", {"rope_parameters": _YARN_ROPE}),
     TinyModel(
         "qwen2_window",
         "Qwen2",
@@ -184,9 +188,9 @@ def _softcaps(folder: Path) -> bool:
     return json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
 
 
-def random_tokens(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Token ids in [3, VOCAB_SIZE)."""
-    return tuple(torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
+def random_tokens(num_tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[int, ...]:
+    """Token ids in [3, vocab_size)."""
+    return tuple(torch.randint(3, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
 def logits_of(
