@@ -34,6 +34,8 @@ MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however sma
 _MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _POOL_MEMORY = 256 * MIB
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
+_MAX_TOKENS = 1 << 22  # of one
+_LEAST_TOKENS = 4096  # that a sequence can have on a pool that holds fewer, when it gives blocks back on the way
 _MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -54,7 +56,7 @@ class CacheConfig:
     num_pools: int = 2
     num_blocks: int | None = None  # blocks of each pool, null block included, reserved when its first session opens
     max_sequences: int = 256
-    max_tokens_per_sequence: int = 4096
+    max_tokens_per_sequence: int | None = None  # None: what a pool holds, but no more than bounds the core's arrays
     max_sessions: int = 64
     eviction_policy: str = "adaptive"
     watermark: float = 0.01  # share of a pool kept free when admitting while something runs
@@ -88,9 +90,10 @@ class CacheConfig:
         if self.num_blocks is not None:
             check_range("num_blocks", self.num_blocks, 2, MAX_POOL_BLOCKS)
         check_range("max_sequences", self.max_sequences, 1, 1 << 16)
-        check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, 1 << 22)
-        if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
-            raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
+        if self.max_tokens_per_sequence is not None:
+            check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, _MAX_TOKENS)
+            if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
+                raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
         if self.prefix_ttl is not None:
             check_range("prefix_ttl", self.prefix_ttl, 0.001, 30 * 86_400)
         check_range("min_prefix_tokens", self.min_prefix_tokens, 0, 1 << 22)
@@ -121,6 +124,16 @@ class CacheConfig:
             make_policy(self.eviction_policy, 2)
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
+
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a sequence, however large a pool is."""
+        return self.max_tokens_per_sequence or min(_MAX_TOKENS, _MAX_TOKEN_SLOTS // self.max_sequences)
+
+    def tokens_of_sequence(self, pool_tokens: int) -> int:
+        """Most tokens of a sequence of a pool that holds so many. One that gives blocks back can have more than that."""
+        return self.max_tokens_per_sequence or min(self.most_tokens, max(pool_tokens, _LEAST_TOKENS))
 
 
 def parse_size(text: str) -> int:
@@ -188,7 +201,7 @@ _HELP = {
     "num_pools": "most pools, that is KV specs, at once",
     "num_blocks": "blocks of each pool instead of --pool-memory, reserved when its first session opens",
     "max_sequences": "most live sequences of a pool",
-    "max_tokens_per_sequence": "most tokens of a sequence",
+    "max_tokens_per_sequence": "most tokens of a sequence (default: what a pool holds)",
     "max_sessions": "most live sessions",
     "watermark": "share of a pool kept free for running sequences when others start",
     "evict_above": "share of a pool above which cached blocks are evicted before they are needed",

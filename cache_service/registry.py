@@ -237,7 +237,7 @@ class PoolRegistry:
             num_blocks=num_blocks,
             block_size=spec.block_size,
             max_sequences=self._config.max_sequences,
-            max_tokens_per_sequence=self._config.max_tokens_per_sequence,
+            max_tokens_per_sequence=self._config.tokens_of_sequence((num_blocks - 1) * spec.block_size),
             eviction_policy=self._config.eviction_policy,
             watermark=self._config.watermark,
             evict_above=self._config.evict_above,

@@ -55,7 +55,7 @@ class CacheService(Questions, PrefixService):
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
             max_sequences=self._config.max_sequences,
-            max_tokens_per_sequence=self._config.max_tokens_per_sequence,
+            max_tokens_per_sequence=self._config.most_tokens,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool.info for pool in self._keeper.registry.pools],
             max_sessions=self._config.max_sessions,

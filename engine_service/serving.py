@@ -14,8 +14,10 @@ import structlog
 from engine_service.config import EngineConfig
 from engine_service.engine import Engine
 from engine_service.kv_memory import KvMemory, limits_of, open_memory
+from engine_service.plan import Limits
 from engine_service.refusals import BrokenInvariant, CacheServiceDown, RequestFailed
 from engine_service.served_model import ServedModel
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 
@@ -43,8 +45,9 @@ async def keep_serving(
         has_served, is_away = True, False
         try:
             pool = memory.session.pool
-            log.info("session_opened", num_blocks=pool.num_blocks, block_size=pool.block_size)
-            await engine.run_session(memory, limits_of(pool, model, config), partial(tell, True))
+            limits = limits_of(pool, model, config)
+            _tell_length(limits, model, pool)
+            await engine.run_session(memory, limits, partial(tell, True))
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
@@ -80,3 +83,16 @@ async def _open(
         await engine.wait_for_stop(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return None
+
+
+def _tell_length(limits: Limits, model: ServedModel, pool: pb.PoolInfo) -> None:
+    """How long sequences get; a warning where that is shorter than the model could make them."""
+    told = {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "max_tokens_per_sequence": limits.max_len}
+    log.info("session_opened", **told)
+    if limits.max_len < model.max_len:
+        log.warning(
+            "shorter_than_model",
+            max_tokens_per_sequence=limits.max_len,
+            model_positions=model.max_len,
+            message=limits.bound,
+        )

@@ -8,7 +8,7 @@ from cache_service.config import CacheConfig, ConfigError, load_config, parse_si
 def test_defaults() -> None:
     config = load_config([], {})
     assert config == CacheConfig()
-    assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, 4096)
+    assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, None)
     assert config.num_blocks is None
 
 
@@ -29,6 +29,21 @@ def test_an_error_names_its_source() -> None:
         load_config(["--max-tokens-per-sequence", "4000000"], {"KVKEEPER_CACHE_MAX_SEQUENCES": "65536"})
     with pytest.raises(ConfigError, match=r"^--num-pools: 1 to 64, not 66$"):
         load_config(["--num-pools", "66"], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool_tokens", "most"),
+    [
+        ([], 131_072, 131_072),  # all that the pool holds
+        ([], 1 << 30, 1 << 20),  # but no more than the core's arrays have room for
+        (["--max-sequences", "65536"], 1 << 30, 4096),
+        ([], 64, 4096),  # with retention, more than the pool holds at once
+        (["--max-tokens-per-sequence", "512"], 131_072, 512),
+    ],
+)
+def test_how_long_a_sequence_gets(flags: list[str], pool_tokens: int, most: int) -> None:
+    config = load_config(flags, {})
+    assert config.tokens_of_sequence(pool_tokens) == most <= config.most_tokens
 
 
 @pytest.mark.parametrize(
