@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.errors import InvalidField
-from cache_service.eviction import make_policy
+from cache_service.eviction import POLICY_NAMES, make_policy
 from cache_service.pressure import PressureGauge
 from kvkeeper.service.config import (
     LOG_LEVELS,
@@ -24,10 +24,12 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    check_size,
     check_trace_endpoint,
     flag,
     parse_switch,
 )
+from kvkeeper.service.sizes import parse_size
 
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is
@@ -37,7 +39,6 @@ _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their id
 _MAX_TOKENS = 1 << 22  # of one
 _LEAST_TOKENS = 4096  # that a sequence can have on a pool that holds fewer, when it gives blocks back on the way
 _MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def _default_runtime_dir() -> Path:
@@ -85,7 +86,7 @@ class CacheConfig:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
             raise ConfigError(f"--device: cpu, cuda or cuda:N, not {self.device!r}")
-        check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
+        check_size("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
         check_range("num_pools", self.num_pools, 1, 64)
         if self.num_blocks is not None:
             check_range("num_blocks", self.num_blocks, 2, MAX_POOL_BLOCKS)
@@ -105,8 +106,8 @@ class CacheConfig:
         ):
             if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
                 raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
-        check_range("logits_memory", self.logits_memory, 0, 1 << 40)
-        check_range("host_memory", self.host_memory, 0, 1 << 46)
+        check_size("logits_memory", self.logits_memory, 0, 1 << 40)
+        check_size("host_memory", self.host_memory, 0, 1 << 46)
         if self.num_host_blocks:
             check_range("num_host_blocks", self.num_host_blocks, 2, MAX_POOL_BLOCKS)
         if not 0 <= self.watermark < 1:
@@ -125,7 +126,6 @@ class CacheConfig:
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
 
-
     @property
     def most_tokens(self) -> int:
         """Tokens of a sequence, however large a pool is."""
@@ -134,14 +134,6 @@ class CacheConfig:
     def tokens_of_sequence(self, pool_tokens: int) -> int:
         """Most tokens of a sequence of a pool that holds so many. One that gives blocks back can have more than that."""
         return self.max_tokens_per_sequence or min(self.most_tokens, max(pool_tokens, _LEAST_TOKENS))
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "256MiB", "2GiB" or a plain number. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,20}) ?([KMGT]iB|B|)", text)
-    if match is None:
-        raise ValueError("a number of bytes such as 268435456, 256MiB or 2GiB")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
@@ -206,7 +198,7 @@ _HELP = {
     "watermark": "share of a pool kept free for running sequences when others start",
     "evict_above": "share of a pool above which cached blocks are evicted before they are needed",
     "pressure_levels": "shares of a pool, held, at which pressure is medium, high and critical (default: 0.6,0.8,0.95)",
-    "eviction_policy": "which cached block is forgotten first",
+    "eviction_policy": "which cached block is forgotten first: " + ", ".join(POLICY_NAMES),
     "prefix_caching": "share committed prefixes between sequences",
     "prefix_ttl": "seconds that a cached block lives without being used (default: for ever)",
     "min_prefix_tokens": "a start takes nothing from the cache where it would take less",
@@ -235,5 +227,5 @@ _SOURCE = ConfigSource(
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> CacheConfig:
-    """Flags over KVKEEPER_CACHE_* over defaults. Raises ConfigError; --help and unknown flags end in argparse's SystemExit."""
+    """Flags over KVKEEPER_CACHE_* over defaults. Raises ConfigError; --help ends in argparse's SystemExit."""
     return _SOURCE.load(argv, environ)

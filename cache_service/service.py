@@ -87,7 +87,7 @@ class CacheService(Questions, PrefixService):
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
         convert.check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
-        convert.check_text("client_name", request.client_name, 64)
+        convert.check_text("client_name", request.client_name, 256)
         if request.executor not in convert.EXECUTORS:
             raise InvalidField("an executor of Executor is wanted", field="executor")
         spec = kv_spec.checked_spec(request.spec)

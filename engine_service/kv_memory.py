@@ -6,6 +6,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from kvkeeper.client.steps import StepItems, StepResult
 
 log = structlog.get_logger()
 
+_MAX_NAME_PART = 100  # of the 256 characters of a session's name; an address has at most 112
 _SWAP_OUT = 1  # TransferKind of the protocol
 _OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
 _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
@@ -170,11 +172,20 @@ class KvMemory:
                 await self.session.close(drained=drained)
 
 
-async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig) -> KvMemory:
-    """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError."""
+def client_name(model: ServedModel, address: str) -> str:
+    """Which engine a session is of, for people who look at several: its model, where it listens, its process."""
+    return f"kvkeeper-engine {model.model_id[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
+
+
+async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig, address: str = "") -> KvMemory:
+    """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError.
+
+    address: of this engine.
+    """
     layout = model.layout(config.block_size)
+    name = client_name(model, address)
     session = await client.open_session(
-        model.kv_spec(config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name="kvkeeper-engine"
+        model.kv_spec(config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
     )
     try:
         _require_device(session.pool, model.device)

@@ -38,10 +38,16 @@ async def keep_serving(
     model: ServedModel,
     config: EngineConfig,
     tell: Callable[[bool], Awaitable[None]],
+    address: str,
 ) -> None:
-    """Until the engine is stopped. tell hears whether there is a session. Raises CacheServiceRefused at the start."""
+    """Until the engine is stopped. tell hears whether there is a session; address: of this engine.
+
+    Raises CacheServiceRefused at the start.
+    """
     has_served = False
-    while (memory := await _open(engine, client, model, config, may_refuse=not has_served)) is not None:
+    log.info("starting", doing="opening a session")
+    attempt = partial(open_memory, client, model, config, address)
+    while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
         has_served, is_away = True, False
         try:
             pool = memory.session.pool
@@ -67,13 +73,13 @@ async def keep_serving(
 
 
 async def _open(
-    engine: Engine, client: AsyncCacheClient, model: ServedModel, config: EngineConfig, *, may_refuse: bool
+    engine: Engine, attempt: Callable[[], Awaitable[KvMemory]], config: EngineConfig, *, may_refuse: bool
 ) -> KvMemory | None:
     """A session, after however many attempts; None when the engine was stopped."""
     pause, give_up_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout
     while not engine.is_stopping:
         try:
-            return await open_memory(client, model, config)
+            return await attempt()
         except KvkeeperError as error:
             log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
             if may_refuse and error.code not in _AWAY:

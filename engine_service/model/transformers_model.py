@@ -3,7 +3,7 @@
 The library's own modules compute everything but attention: it lets an attention function be registered, and ours stores K and V
 in the arena and attends through the block tables, as the native decoder does. What a model asks of that function is found out
 once, by a dry run; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then.
-Slower than a native family, because its projections are not fused. Needs the extra `kvkeeper[transformers]`.
+Slower than a native family, because its projections are not fused. Needs the extra `transformers`.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ import torch
 
 from engine_service.errors import UnsupportedModelError, WeightsError
 from engine_service.model.attention import AttentionMetadata, attend
-from engine_service.model.loader import DtypeChoice, compute_dtype
+from engine_service.model.dtype_name import DtypeChoice
+from engine_service.model.loader import compute_dtype
+from kvkeeper.service.extras import install_command
 
 _NAME: Final = "kvkeeper_paged"
-_INSTALL: Final = "pip install 'kvkeeper[transformers]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ def load_transformers_model(
     try:
         import transformers
     except ImportError:
-        raise UnsupportedModelError("model type", model_type, f"the native families; more with {_INSTALL}") from None
+        supported = f"the native families; more with: {install_command('transformers')}"
+        raise UnsupportedModelError("model type", model_type, supported) from None
     _register(transformers)
     if not progress:
         transformers.logging.disable_progress_bar()
