@@ -18,6 +18,37 @@ def test_flags_win_over_the_environment() -> None:
     assert (config.max_sequences, config.pool_memory, config.reflection, config.prefix_caching) == (9, 1 << 20, False, False)
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--num-pool", "3"], "unknown flag --num-pool, did you mean --num-pools?"),
+        (["--num-pool=3"], "unknown flag --num-pool, did you mean --num-pools?"),
+        (["--no-prefix-cache"], "unknown flag --no-prefix-cache, did you mean --no-prefix-caching?"),
+        (["--qqq", "3"], "unknown flag --qqq (see kvkeeper cache --help)"),
+        (["3"], "unexpected argument '3' (see kvkeeper cache --help)"),
+        (["--num-pools"], "--num-pools: expected one argument (see kvkeeper cache --help)"),
+        (["--reflection=on"], "--reflection/--no-reflection: ignored explicit argument 'on' (see kvkeeper cache --help)"),
+        (["--listen", "127.0.0.1:80000"], "--listen: a port is at most 65535, not 80000"),
+        (["--listen", ":7410"], "--listen: host:port such as 127.0.0.1:7410, or unix:/path, not ':7410'"),
+        (["--metrics-listen", ":7543"], "--metrics-listen: host:port such as 127.0.0.1:7412, not ':7543'"),
+        (["--metrics-listen", "unix:/x"], "--metrics-listen: host:port such as 127.0.0.1:7412, not 'unix:/x'"),
+        (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(argv, {})
+    assert str(refused.value) == line
+    assert capsys.readouterr() == ("", "")  # no usage before it
+
+
+def test_help_lists_the_eviction_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"], {})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "which cached block is forgotten first: adaptive, clock, fifo, lfu, longest_first, lru, priority" in said
+
+
 def test_an_error_names_its_source() -> None:
     with pytest.raises(ConfigError, match="KVKEEPER_CACHE_NUM_POOLS"):
         load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "two"})

@@ -143,6 +143,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
             "cache": args.cache_listen,
             "engine": args.engine_listen,
             "model": model.model_id,
+            "max_tokens_per_sequence": model.max_tokens_per_sequence,
             "pools": pools,
             "next": next_command,
         }
@@ -151,6 +152,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
         ("cache service", args.cache_listen),
         ("engine service", args.engine_listen),
         ("model", model_line(model)),
+        ("longest", f"{model.max_tokens_per_sequence:,} tokens, prompt and output"),
         ("pool", "; ".join(pools)),
         ("next", next_command),
     ]
