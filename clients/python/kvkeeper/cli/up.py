@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
     parser.add_argument("--log-level", metavar="LEVEL", default="info", help="of both (default: %(default)s)")
     add_json_flag(parser)
-    parser.set_defaults(run=run, takes_other_flags=True)
+    parser.set_defaults(run=run, takes_other_flags=True, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
             if address.endswith(":0"):
                 raise UsageFailure(f"--{service}-listen: a fixed port, so that others find it")
+    except UsageFailure as error:
+        args.usage_error(str(error))
+    try:
         check_start(flags)
     except (UsageFailure, StartError) as error:
         _tell(str(error))
