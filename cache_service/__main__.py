@@ -12,17 +12,19 @@ from collections.abc import Sequence
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
 
 from cache_service.config import CacheConfig, load_config
-from cache_service.server import start_server
+from cache_service.preflight import check_start
 from kvkeeper.service.process import first_of, run, stop_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv without the program's name."""
-    return run("kvkeeper cache", load_config, _serve, argv)
+    return run("kvkeeper cache", load_config, _serve, argv, check_start)
 
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
+    from cache_service.server import start_server  # not before the checks, which a wrong address is told by
+
     asked = stop_signals()
     server = await start_server(config)
     gc.freeze()  # what stands now stays: a collection that looked at all of it would be in some step's way

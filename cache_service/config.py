@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_service.errors import InvalidField
-from cache_service.eviction import make_policy
+from cache_service.eviction import POLICY_NAMES, make_policy
 from cache_service.pressure import PressureGauge
 from kvkeeper.service.config import (
     LOG_LEVELS,
@@ -24,18 +24,21 @@ from kvkeeper.service.config import (
     check_choice,
     check_metrics_address,
     check_range,
+    check_size,
     check_trace_endpoint,
     flag,
     parse_switch,
 )
+from kvkeeper.service.sizes import parse_size
 
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is
 _MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _POOL_MEMORY = 256 * MIB
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
+_MAX_TOKENS = 1 << 22  # of one
+_LEAST_TOKENS = 4096  # that a sequence can have on a pool that holds fewer, when it gives blocks back on the way
 _MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def _default_runtime_dir() -> Path:
@@ -55,7 +58,7 @@ class CacheConfig:
     keep_idle_pools: bool = False  # a pool that nobody uses makes no room for another KV spec
     num_blocks: int | None = None  # blocks of each pool, null block included, reserved when its first session opens
     max_sequences: int = 256
-    max_tokens_per_sequence: int = 4096
+    max_tokens_per_sequence: int | None = None  # None: what a pool holds, but no more than bounds the core's arrays
     max_sessions: int = 64
     eviction_policy: str = "adaptive"
     watermark: float = 0.01  # share of a pool kept free when admitting while something runs
@@ -84,14 +87,15 @@ class CacheConfig:
             raise ConfigError(f"--runtime-dir: a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it")
         if re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device) is None:
             raise ConfigError(f"--device: cpu, cuda or cuda:N, not {self.device!r}")
-        check_range("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
+        check_size("pool_memory", self.pool_memory, 64 << 10, 1 << 46)
         check_range("num_pools", self.num_pools, 1, 64)
         if self.num_blocks is not None:
             check_range("num_blocks", self.num_blocks, 2, MAX_POOL_BLOCKS)
         check_range("max_sequences", self.max_sequences, 1, 1 << 16)
-        check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, 1 << 22)
-        if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
-            raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
+        if self.max_tokens_per_sequence is not None:
+            check_range("max_tokens_per_sequence", self.max_tokens_per_sequence, 1, _MAX_TOKENS)
+            if self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
+                raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
         if self.prefix_ttl is not None:
             check_range("prefix_ttl", self.prefix_ttl, 0.001, 30 * 86_400)
         check_range("min_prefix_tokens", self.min_prefix_tokens, 0, 1 << 22)
@@ -103,8 +107,8 @@ class CacheConfig:
         ):
             if not (0 <= share <= _MOST_OF_A_TENANT or share == 1):
                 raise ConfigError(f"{flag(name)}: 0 to {_MOST_OF_A_TENANT}, or 1 for no quota, not {share}")
-        check_range("logits_memory", self.logits_memory, 0, 1 << 40)
-        check_range("host_memory", self.host_memory, 0, 1 << 46)
+        check_size("logits_memory", self.logits_memory, 0, 1 << 40)
+        check_size("host_memory", self.host_memory, 0, 1 << 46)
         if self.num_host_blocks:
             check_range("num_host_blocks", self.num_host_blocks, 2, MAX_POOL_BLOCKS)
         if not 0 <= self.watermark < 1:
@@ -123,13 +127,14 @@ class CacheConfig:
         except InvalidField as error:
             raise ConfigError(f"--eviction-policy: one of {error.metadata['limit']}, not {self.eviction_policy!r}") from None
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a sequence, however large a pool is."""
+        return self.max_tokens_per_sequence or min(_MAX_TOKENS, _MAX_TOKEN_SLOTS // self.max_sequences)
 
-def parse_size(text: str) -> int:
-    """Bytes of "256MiB", "2GiB" or a plain number. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,20}) ?([KMGT]iB|B|)", text)
-    if match is None:
-        raise ValueError("a number of bytes such as 268435456, 256MiB or 2GiB")
-    return int(match[1]) * _UNITS[match[2]]
+    def tokens_of_sequence(self, pool_tokens: int) -> int:
+        """Most tokens of a sequence of a pool that holds so many. One that gives blocks back can have more than that."""
+        return self.max_tokens_per_sequence or min(self.most_tokens, max(pool_tokens, _LEAST_TOKENS))
 
 
 def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
@@ -191,12 +196,12 @@ _HELP = {
     "keep_idle_pools": "refuse a KV spec beyond them instead of forgetting what an idle pool has cached",
     "num_blocks": "blocks of each pool instead of --pool-memory, reserved when its first session opens",
     "max_sequences": "most live sequences of a pool",
-    "max_tokens_per_sequence": "most tokens of a sequence",
+    "max_tokens_per_sequence": "most tokens of a sequence (default: what a pool holds)",
     "max_sessions": "most live sessions",
     "watermark": "share of a pool kept free for running sequences when others start",
     "evict_above": "share of a pool above which cached blocks are evicted before they are needed",
     "pressure_levels": "shares of a pool, held, at which pressure is medium, high and critical (default: 0.6,0.8,0.95)",
-    "eviction_policy": "which cached block is forgotten first",
+    "eviction_policy": "which cached block is forgotten first: " + ", ".join(POLICY_NAMES),
     "prefix_caching": "share committed prefixes between sequences",
     "prefix_ttl": "seconds that a cached block lives without being used (default: for ever)",
     "min_prefix_tokens": "a start takes nothing from the cache where it would take less",
@@ -225,5 +230,5 @@ _SOURCE = ConfigSource(
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> CacheConfig:
-    """Flags over KVKEEPER_CACHE_* over defaults. Raises ConfigError; --help and unknown flags end in argparse's SystemExit."""
+    """Flags over KVKEEPER_CACHE_* over defaults. Raises ConfigError; --help ends in argparse's SystemExit."""
     return _SOURCE.load(argv, environ)

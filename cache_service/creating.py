@@ -22,7 +22,8 @@ class CreateCalls(PoolCore):
         max_tokens = args.max_tokens or limit
         if max_tokens > limit or num_tokens > limit:
             requested = max(max_tokens, num_tokens)
-            raise NeverFits(f"{requested} tokens, at most {limit} fit", requested=requested, limit=limit)
+            flag = "--max-tokens-per-sequence" if limit == self.config.max_tokens_per_sequence else "--pool-memory"
+            raise NeverFits(f"{requested} tokens, at most {limit} fit, see {flag}", requested=requested, limit=limit)
         if max_tokens < num_tokens:
             raise InvalidField("max_tokens is less than the prompt", field="max_tokens", limit=num_tokens)
         if not 0 <= args.start_number <= self._start_numbers.last:

@@ -14,15 +14,18 @@ from typing import Protocol
 import structlog
 
 from cache_service import convert, kv_spec
-from cache_service.arena.arena import Arena, ByteArray, OutOfMemory
+from cache_service.arena.arena import Arena, ByteArray
 from cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
 from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
 from cache_service.errors import OutOfPools, PoolNotReady
 from cache_service.manager import Manager
+from cache_service.preflight import pools_text
 from cache_service.progress import StartNumbers
 from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
+from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.sizes import size
 
 log = structlog.get_logger()
 
@@ -196,10 +199,7 @@ class PoolRegistry:
                         self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
             except OutOfMemory as error:
                 self.close()
-                flags = f"--num-pools {num_pools} of --pool-memory {num_bytes:,} bytes each"
-                if num_host_bytes:
-                    flags += f" and --host-memory {num_host_bytes:,}"
-                raise OutOfMemory(f"{flags}, lower one: {error}") from None
+                raise OutOfMemory(f"{pools_text(self._config)}, lower one: {error}") from None
         self._is_ready = True
 
     async def obtain(self, spec: pb.KvSpec) -> Pool:
@@ -233,14 +233,14 @@ class PoolRegistry:
         if self._config.num_blocks is None:
             num_blocks, num_bytes = min(self._config.pool_memory // bytes_per_block, MAX_POOL_BLOCKS), self._config.pool_memory
             if num_blocks < 2:
-                raise OutOfPools(f"--pool-memory holds fewer than 2 blocks of {bytes_per_block} bytes", flag="--pool-memory")
+                raise OutOfPools(f"--pool-memory holds fewer than 2 blocks of {size(bytes_per_block)}", flag="--pool-memory")
         else:
             num_blocks, num_bytes = self._config.num_blocks, self._config.num_blocks * bytes_per_block
         config = PoolConfig(
             num_blocks=num_blocks,
             block_size=spec.block_size,
             max_sequences=self._config.max_sequences,
-            max_tokens_per_sequence=self._config.max_tokens_per_sequence,
+            max_tokens_per_sequence=self._config.tokens_of_sequence((num_blocks - 1) * spec.block_size),
             eviction_policy=self._config.eviction_policy,
             watermark=self._config.watermark,
             evict_above=self._config.evict_above,
@@ -271,7 +271,7 @@ class PoolRegistry:
         if self._config.num_host_blocks or not self._host_memory:
             return self._config.num_host_blocks
         if self._host_memory < 2 * bytes_per_block:
-            raise OutOfPools(f"--host-memory holds fewer than 2 blocks of {bytes_per_block} bytes", flag="--host-memory")
+            raise OutOfPools(f"--host-memory holds fewer than 2 blocks of {size(bytes_per_block)}", flag="--host-memory")
         return min(self._host_memory // bytes_per_block, MAX_POOL_BLOCKS)
 
     async def _host_arena(self, num_bytes: int) -> SharedMemoryArena | None:

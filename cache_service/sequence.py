@@ -5,16 +5,14 @@ Owns what is known of each sequence: its three counters, its tokens and its bloc
 objects, because a step over a thousand sequences must be array work. Does not know who holds a block or why.
 """
 
-import mmap
-
 import numpy as np
 import numpy.typing as npt
 
 from cache_service.errors import InvalidField, UnknownSequence
 from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
+from kvkeeper.service.rows import untouched
 
 _ALL = 2**31 - 1
-_LARGE = 4 << 20
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
@@ -61,8 +59,8 @@ class SequenceTable:
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
-        self.tables: Int32Array = _untouched(slots, self.max_blocks)
-        self._tokens: Int32Array = _untouched(slots, config.max_tokens_per_sequence)
+        self.tables: Int32Array = untouched(slots, self.max_blocks)
+        self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
@@ -250,16 +248,3 @@ class IdMap:
 
     def _forget_last(self) -> None:
         self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
-
-
-def _untouched(num_rows: int, num_columns: int) -> Int32Array:
-    """[num_rows, num_columns] zeros that take memory only where they are written, and give it all back.
-
-    np.zeros does so only while the allocator maps such sizes; once an array of a pool that is gone was freed, it writes the
-    zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row.
-    """
-    size = num_rows * num_columns * np.dtype(np.int32).itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

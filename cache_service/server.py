@@ -14,7 +14,6 @@ from pathlib import Path
 
 import structlog
 
-from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.attach import AttachServer
 from cache_service.arena.memory_of import memory_of
 from cache_service.arena.private_directory import private_directory
@@ -29,6 +28,7 @@ from cache_service.steps import StepHandler
 from kvkeeper.cuda.runtime import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 

@@ -57,7 +57,7 @@ class CacheService(Questions, PrefixService):
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
             max_sequences=self._config.max_sequences,
-            max_tokens_per_sequence=self._config.max_tokens_per_sequence,
+            max_tokens_per_sequence=self._config.most_tokens,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool.info for pool in self._keeper.registry.pools],
             max_sessions=self._config.max_sessions,
@@ -89,7 +89,7 @@ class CacheService(Questions, PrefixService):
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
         ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
         convert.check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
-        convert.check_text("client_name", request.client_name, 64)
+        convert.check_text("client_name", request.client_name, 256)
         if request.executor not in convert.EXECUTORS:
             raise InvalidField("an executor of Executor is wanted", field="executor")
         spec = kv_spec.checked_spec(request.spec)

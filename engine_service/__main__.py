@@ -9,10 +9,15 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
 
 from engine_service.config import EngineConfig, load_config
+from engine_service.preflight import check_start
 from kvkeeper.service.process import first_of, run, stop_signals
+
+log = structlog.get_logger()
 
 if TYPE_CHECKING:
     from engine_service.server import RunningServer
@@ -25,10 +30,11 @@ _SWITCH_INTERVAL_S = 0.001
 def main(argv: Sequence[str] | None = None) -> int:
     """argv without the program's name."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    return run("kvkeeper engine", load_config, _serve, argv)
+    return run("kvkeeper engine", load_config, _serve, argv, check_start)
 
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
+    log.info("starting", doing="importing torch")
     from engine_service.server import start_server  # torch takes seconds to load, which a wrong flag need not wait for
 
     return _until_asked(start_server(config))

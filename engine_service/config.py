@@ -204,5 +204,5 @@ _SOURCE = ConfigSource(
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> EngineConfig:
-    """Flags over KVKEEPER_ENGINE_* over defaults. Raises ConfigError; --help and unknown flags end in SystemExit."""
+    """Flags over KVKEEPER_ENGINE_* over defaults. Raises ConfigError; --help ends in SystemExit."""
     return _SOURCE.load(argv, environ)

@@ -20,7 +20,7 @@ from engine_service.device import Device
 from engine_service.generation import Generation
 from engine_service.iteration import Iteration
 from engine_service.kv_memory import KvMemory
-from engine_service.open_requests import OpenRequests
+from engine_service.open_requests import OpenRequests, bounded
 from engine_service.plan import Limits, Plan
 from engine_service.planning import NO_GUESSES
 from engine_service.refusals import (
@@ -136,7 +136,8 @@ class Engine:
         self.requests.end_closed()
         for request in self.scheduler.reset(limits):
             limit = limits.max_len_of(request.retention)
-            refusal = NeverFits("too much for the pool as it is now", requested=request.max_len, limit=limit)
+            text = bounded(f"{request.max_len} tokens are too much for the pool as it is now", limits, request)
+            refusal = NeverFits(text, requested=request.max_len, limit=limit)
             self.requests.fail(request, refusal)
         self._creator = SequenceCreator(self.scheduler, memory.session, self._wake, self.requests.fail, self._tracing)
         try:

@@ -45,6 +45,14 @@ class TokenizerError(ModelError):
     """The tokenizer's files cannot be used, or a chat template refuses its messages."""
 
 
+class NoDeviceError(Exception):
+    """The machine, or torch as it is installed, has no such device; no fault of the model."""
+
+    def __init__(self, device: str, count: int) -> None:
+        super().__init__(f"torch sees {f'only {count}' if count else 'no'} CUDA device{'s' if count > 1 else ''} here")
+        self.device = device
+
+
 class SamplingParamsError(ValueError):
     """A sampling parameter is out of range."""
 

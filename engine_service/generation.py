@@ -279,6 +279,9 @@ class Generation:
             told["session_id"] = self.session_id
         if self.refusal is not None:
             told["reason"] = self.refusal.reason
+        told["finish_reasons"] = [reason.name.lower() for reason in self.finish_reasons]
+        if self.first_token_at is not None:
+            told["first_token_seconds"] = round(self.first_token_at - self.started_at, 6)
         return {**told, **asdict(self.usage), "seconds": round(time.monotonic() - self.started_at, 6)}
 
     @property

@@ -6,6 +6,7 @@ session is live and the memory mapped; close unmaps before it tells the cache se
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 
@@ -28,7 +29,11 @@ from kvkeeper.client.steps import StepItems, StepResult
 
 log = structlog.get_logger()
 
+_MAX_NAME_PART = 100  # of the 256 characters of a session's name; an address has at most 112
 _SWAP_OUT = 1  # TransferKind of the protocol
+_OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
+_CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
+_POOL_BOUND = "the pool holds no more, see --pool-memory and --num-blocks of the cache service"
 _COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
 
 
@@ -179,11 +184,20 @@ class KvMemory:
                 await self.session.close(drained=drained)
 
 
-async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig) -> KvMemory:
-    """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError."""
+def client_name(model: ServedModel, address: str) -> str:
+    """Which engine a session is of, for people who look at several: its model, where it listens, its process."""
+    return f"kvkeeper-engine {model.model_id[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
+
+
+async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig, address: str = "") -> KvMemory:
+    """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError.
+
+    address: of this engine.
+    """
     layout = model.layout(config.block_size)
+    name = client_name(model, address)
     session = await client.open_session(
-        model.kv_spec(config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name="kvkeeper-engine"
+        model.kv_spec(config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
     )
     try:
         _require_device(session.pool, model.device)
@@ -210,11 +224,16 @@ def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:
 
 def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
     """What the scheduler may do on this pool."""
-    most = config.max_tokens_per_sequence or pool.max_tokens_with_retention
+    own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
+    of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
+    of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
+    of_model = f"the model has {model.max_len} positions", model.max_len
+    bound, max_len = min((of_model, of_pool, of_cache, own), key=lambda bounded: bounded[1])  # of equals the first
+    retained_bound, most = min((of_cache, own), key=lambda bounded: bounded[1])
     max_running = min(config.max_sequences, pool.max_sequences)
     return Limits(
         block_size=pool.block_size,
-        max_len=min(most, model.max_len, pool.max_tokens_per_sequence, (pool.num_blocks - 1) * pool.block_size),
+        max_len=max_len,
         max_known_sequences=pool.max_sequences,
         max_running=max_running,
         token_budget=config.token_budget,
@@ -227,5 +246,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         prefix_caching=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
         max_distance=model.max_len,
-        max_retained_len=0 if model.refuses_retention else min(most, pool.max_tokens_with_retention),
+        max_retained_len=0 if model.refuses_retention else most,
+        bound=bound,
+        retained_bound=retained_bound,
     )

@@ -14,7 +14,7 @@ import structlog
 from engine_service.beams import Candidates
 from engine_service.computing import Computed, StepRows
 from engine_service.generation import Generation
-from engine_service.plan import Work
+from engine_service.plan import Limits, Work
 from engine_service.refusals import DuplicateRequest, NeverFits, QueueFull, Refusal, RequestFailed, UnknownRequest
 from engine_service.request import Int32Array, Request, Sequence, SequenceState
 from engine_service.scheduler import Scheduler
@@ -46,7 +46,7 @@ class OpenRequests:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
-            raise NeverFits(text, requested=request.max_len, limit=max_len)
+            raise NeverFits(bounded(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
         if request.num_rows > (limit := self._scheduler.limits.num_rows):
             text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
@@ -182,3 +182,9 @@ class OpenRequests:
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
+
+
+def bounded(text: str, limits: Limits, request: Request) -> str:
+    """A refusal of too many tokens, with what bounds them."""
+    bound = limits.bound_of(request.retention)
+    return f"{text}: {bound}" if bound else text

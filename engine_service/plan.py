@@ -38,6 +38,8 @@ class Limits:
     num_usable_blocks: int = 0  # of the pool
     max_distance: int = 0  # most tokens that the model can tell the places of
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
+    bound: str = ""  # what makes max_len so short, as people can change it
+    retained_bound: str = ""  # the same for max_retained_len
 
     def max_len_of(self, retention: Retention | None) -> int:
         """Most tokens of a sequence. With retention only what it keeps has to fit the pool and the model's positions."""
@@ -45,6 +47,10 @@ class Limits:
             return self.max_len
         fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
         return max(self.max_len, self.max_retained_len) if fits else self.max_len
+
+    def bound_of(self, retention: Retention | None) -> str:
+        """What makes that so short, in words; empty where nobody said."""
+        return self.bound if self.max_len_of(retention) <= self.max_len else self.retained_bound
 
     @property
     def num_rows(self) -> int:

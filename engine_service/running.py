@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_service.request import Int32Array, Sequence
+from kvkeeper.service.rows import untouched
 
 IndexArray = npt.NDArray[np.intp]
 
@@ -43,9 +44,8 @@ class RunningSequences:
         self.num_searching = 0  # of them
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
-        # Rows are touched only as far as they are used, so that the longest length costs address space, not memory.
-        self.tokens = np.empty((num_rows, max_len), np.int32)
-        self.tables = np.zeros((num_rows, -(-max_len // block_size)), np.int32)  # null blocks behind each table
+        self.tokens = untouched(num_rows, max_len)
+        self.tables = untouched(num_rows, -(-max_len // block_size))  # null blocks behind each table
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._order: IndexArray | None = None
 

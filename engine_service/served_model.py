@@ -6,7 +6,6 @@ and weights), shape, rope parameters, window. The tokenizer is not part of that:
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 
 from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.errors import ModelError, UnsupportedModelError
+from engine_service.errors import ModelError, NoDeviceError, UnsupportedModelError
 from engine_service.model.config import ModelConfig, is_native, parse_model_config
 from engine_service.model.decoder import Decoder
 from engine_service.model.digest import weights_digest
+from engine_service.model.dtype_name import DtypeChoice
 from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from engine_service.model.json_fields import CONFIG_FILE
 from engine_service.model.json_file import read_json_object
-from engine_service.model.loader import DtypeChoice, load_model
-from engine_service.model.safetensors_files import list_weight_files
+from engine_service.model.loader import load_model
+from engine_service.model.safetensors_files import list_weight_files, tensor_sizes
 from engine_service.model.transformers_model import load_transformers_model
 from engine_service.model_runner import Model, ModelRunner, Runner, kv_layout_of
 from engine_service.sampler import NEUTRAL, SamplingParams
@@ -122,11 +121,11 @@ def _needs_library(raw: dict[str, Any]) -> bool:
 
 
 def _device_of(config: EngineConfig) -> torch.device:
-    """Raises UnsupportedModelError where torch does not see it."""
+    """Raises NoDeviceError where torch does not see it."""
     device = torch.device(config.device)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
-        raise UnsupportedModelError("device", config.device, f"cpu, and {count} CUDA devices that torch sees")
+        raise NoDeviceError(config.device, count)
     return device
 
 
@@ -177,11 +176,8 @@ def _hash_toy() -> ServedModel:
 
 def _num_parameters(folder: Path, config: ModelConfig) -> int:
     """Elements of the weight files; what is tied counts once, also where old files hold it twice."""
-    count = 0
-    for path in list_weight_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # not a dict
-                if name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
-                    continue
-                count += math.prod(file.get_slice(name).get_shape())
-    return count
+    return sum(
+        num_elements
+        for name, num_elements, _ in tensor_sizes(list_weight_files(folder))
+        if not (name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings))
+    )

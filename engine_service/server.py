@@ -8,6 +8,7 @@ with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 import torch
@@ -16,7 +17,7 @@ from engine_service.config import EngineConfig
 from engine_service.door import CONTRACT
 from engine_service.draft_model import DraftModel
 from engine_service.engine import Engine
-from engine_service.errors import ModelError
+from engine_service.errors import ModelError, NoDeviceError
 from engine_service.fair_share import FairShare
 from engine_service.policies import make_ordering
 from engine_service.refusals import Draining
@@ -125,6 +126,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     metrics: MetricsServer | None = None
     try:
         endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
+        log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else None
@@ -146,6 +148,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             endpoint.release()
         if isinstance(error, ModelError):
             raise StartError(f"--model {config.model}: {error}") from None
+        if isinstance(error, NoDeviceError):
+            raise StartError(f"--device {config.device}: {error}") from None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         raise
@@ -158,7 +162,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             ready.set()
 
     client = AsyncCacheClient(config.cache, call_options(config))
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, tell))
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, tell, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
 

@@ -14,8 +14,10 @@ import structlog
 from engine_service.config import EngineConfig
 from engine_service.engine import Engine
 from engine_service.kv_memory import KvMemory, limits_of, open_memory
+from engine_service.plan import Limits
 from engine_service.refusals import BrokenInvariant, CacheServiceDown, RequestFailed
 from engine_service.served_model import ServedModel
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 
@@ -36,15 +38,22 @@ async def keep_serving(
     model: ServedModel,
     config: EngineConfig,
     tell: Callable[[bool], Awaitable[None]],
+    address: str,
 ) -> None:
-    """Until the engine is stopped. tell hears whether there is a session. Raises CacheServiceRefused at the start."""
+    """Until the engine is stopped. tell hears whether there is a session; address: of this engine.
+
+    Raises CacheServiceRefused at the start.
+    """
     has_served = False
-    while (memory := await _open(engine, client, model, config, may_refuse=not has_served)) is not None:
+    log.info("starting", doing="opening a session")
+    attempt = partial(open_memory, client, model, config, address)
+    while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
         has_served, is_away = True, False
         try:
             pool = memory.session.pool
-            log.info("session_opened", num_blocks=pool.num_blocks, block_size=pool.block_size)
-            await engine.run_session(memory, limits_of(pool, model, config), partial(tell, True))
+            limits = limits_of(pool, model, config)
+            _tell_length(limits, model, pool)
+            await engine.run_session(memory, limits, partial(tell, True))
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
@@ -64,13 +73,13 @@ async def keep_serving(
 
 
 async def _open(
-    engine: Engine, client: AsyncCacheClient, model: ServedModel, config: EngineConfig, *, may_refuse: bool
+    engine: Engine, attempt: Callable[[], Awaitable[KvMemory]], config: EngineConfig, *, may_refuse: bool
 ) -> KvMemory | None:
     """A session, after however many attempts; None when the engine was stopped."""
     pause, give_up_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout
     while not engine.is_stopping:
         try:
-            return await open_memory(client, model, config)
+            return await attempt()
         except KvkeeperError as error:
             log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
             if may_refuse and error.code not in _AWAY:
@@ -80,3 +89,16 @@ async def _open(
         await engine.wait_for_stop(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return None
+
+
+def _tell_length(limits: Limits, model: ServedModel, pool: pb.PoolInfo) -> None:
+    """How long sequences get; a warning where that is shorter than the model could make them."""
+    told = {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "max_tokens_per_sequence": limits.max_len}
+    log.info("session_opened", **told)
+    if limits.max_len < model.max_len:
+        log.warning(
+            "shorter_than_model",
+            max_tokens_per_sequence=limits.max_len,
+            model_positions=model.max_len,
+            message=limits.bound,
+        )

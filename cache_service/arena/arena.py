@@ -14,10 +14,6 @@ from cache_service.types import Copies
 ByteArray = npt.NDArray[np.uint8]
 
 
-class OutOfMemory(Exception):
-    """There is no room for this: on the machine, in its control group, by the process's limits, on the device. One sentence."""
-
-
 class Arena(Protocol):
     """num_bytes bytes, all zero at first."""
 

@@ -10,12 +10,14 @@ import itertools
 
 import numpy as np
 
-from cache_service.arena import memory_limit
-from cache_service.arena.arena import Arena, ByteArray, OutOfMemory
+from cache_service.arena.arena import Arena, ByteArray
 from cache_service.arena.shared_memory import SharedMemoryArena, transfers_of
 from cache_service.types import Copies, TransferKind
 from kvkeeper.cuda.handle import ArenaHandle
 from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.sizes import size
 
 _GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle shows all that is packed
 _HEADROOM = 64 << 20
@@ -33,7 +35,7 @@ class CudaArena:
             self._pointer = runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY)
         except CudaError as error:
             if error.is_out_of_memory:
-                raise OutOfMemory(f"{num_bytes:,} bytes could not be had on the device") from None
+                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device") from None
             raise
         try:
             runtime.clear(device, self._pointer, num_bytes)
@@ -115,7 +117,7 @@ class CudaMemory:
         """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
         available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
         if num_bytes > available:
-            raise OutOfMemory(f"{num_bytes:,} bytes are wanted, {available:,} are available on the device")
+            raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")
         memory_limit.require(num_host_bytes)
 
     def allocate(self, num_bytes: int) -> Arena:

@@ -11,9 +11,11 @@ import weakref
 
 import numpy as np
 
-from cache_service.arena import memory_limit
-from cache_service.arena.arena import Arena, ByteArray, OutOfMemory
+from cache_service.arena.arena import Arena, ByteArray
 from cache_service.types import Copies, TransferKind
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.sizes import size
 
 
 class SharedMemoryArena:
@@ -28,7 +30,7 @@ class SharedMemoryArena:
             self._mapping = mmap.mmap(self.descriptor, num_bytes)
         except (OSError, OverflowError) as error:
             os.close(self.descriptor)
-            raise OutOfMemory(f"{num_bytes} bytes could not be reserved: {error}") from None
+            raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
         self.array: ByteArray = np.frombuffer(self._mapping, np.uint8)  # [num_bytes]
         # Also for an arena that was made in a thread while whoever waited for it was cancelled.
         self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)

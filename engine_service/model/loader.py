@@ -6,7 +6,7 @@ the dtype that is computed in.
 
 import sys
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from tqdm import tqdm
@@ -14,10 +14,9 @@ from tqdm import tqdm
 from engine_service.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from engine_service.model.config import ModelConfig, read_model_config
 from engine_service.model.decoder import Decoder
+from engine_service.model.dtype_name import DtypeChoice, dtype_name
 from engine_service.model.safetensors_files import iterate_tensors, list_weight_files
 from engine_service.model.weight_map import allocate_weights, norms_of
-
-DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,10 +69,4 @@ def load_model(
 
 def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
     """What to compute in; weights_dtype is the config's word. Raises UnsupportedModelError."""
-    # On a CPU float32 is the fast one, and what numerics are held to.
-    name: str = choice
-    if choice == "auto":
-        name = "float32" if device.type == "cpu" else str(weights_dtype or "bfloat16").removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UnsupportedModelError("dtype", name, ", ".join(("auto", *_DTYPES)))
-    return _DTYPES[name]
+    return _DTYPES[dtype_name(weights_dtype, device.type, choice)]

@@ -1,15 +1,19 @@
 """Which weight files a model folder has, and reading tensors from them. Only safetensors: nothing is ever unpickled."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from engine_service.errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
 from engine_service.model.json_file import read_json_object
 
+if TYPE_CHECKING:
+    import torch  # asked for headers alone, this file does without: torch takes seconds to import
+
+_ITEM_BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -43,7 +47,7 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in sorted(names))
 
 
-def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, torch.Tensor]]:
+def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.Tensor"]]:
     """Yield (file name, tensor name, tensor), one tensor in memory at a time.
 
     Raises:
@@ -54,5 +58,30 @@ def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, torch.T
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                     yield path.name, name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
+
+
+class TensorSize(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    name: str
+    num_elements: int
+    num_bytes: int  # as it is stored
+
+
+def tensor_sizes(files: tuple[Path, ...]) -> Iterator[TensorSize]:
+    """Of all tensors, from the files' headers.
+
+    Raises:
+        WeightsError: as iterate_tensors.
+    """
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    part = file.get_slice(name)
+                    num_elements = math.prod(part.get_shape())
+                    yield TensorSize(name, num_elements, num_elements * _ITEM_BYTES.get(part.get_dtype(), 4))
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error

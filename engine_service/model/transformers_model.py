@@ -4,8 +4,7 @@ The library's own modules compute everything but attention: it lets an attention
 in the arena and attends through the block tables, as the native decoder does. What a model asks of that function is found out
 once, by a dry run; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then.
 What a dry run cannot show is found by self_check.py, which computes prompts in both ways. docs/models.md says what came of it
-for each architecture. Slower than a native family, because its projections are not fused. Needs the extra
-`kvkeeper[transformers]`.
+for each architecture. Slower than a native family, because its projections are not fused. Needs the extra `transformers`.
 """
 
 import contextlib
@@ -21,15 +20,16 @@ import torch
 
 from engine_service.errors import UnsupportedModelError, WeightsError
 from engine_service.model.attention import AttentionMetadata, attend
-from engine_service.model.loader import DtypeChoice, compute_dtype
+from engine_service.model.dtype_name import DtypeChoice
+from engine_service.model.loader import compute_dtype
 from engine_service.model.self_check import check_against_library
+from kvkeeper.service.extras import install_command
 
 log = structlog.get_logger()
 
 _NAME: Final = "kvkeeper_paged"
 _INTERFACE: Final = "models all of whose layers attend through the library's attention interface, without other states"
 _PLAIN: Final = "plain attention, windows and soft caps"
-_INSTALL: Final = "pip install 'kvkeeper[transformers]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def load_transformers_model(
     try:
         import transformers
     except ImportError:
-        raise UnsupportedModelError("model type", model_type, f"the native families; more with {_INSTALL}") from None
+        supported = f"the native families; more with: {install_command('transformers')}"
+        raise UnsupportedModelError("model type", model_type, supported) from None
     _register(transformers)
     if not progress:
         transformers.logging.disable_progress_bar()

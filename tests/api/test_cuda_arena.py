@@ -174,7 +174,7 @@ async def test_no_room_on_the_device_names_the_flag(service: FakeCuda, tmp_path:
         error = await refusal(api.open())
         assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
     config = CacheConfig(listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20)
-    with pytest.raises(StartError, match=r"--pool-memory 8,388,608 .* available on the device"):
+    with pytest.raises(StartError, match=r"--pool-memory 8 MiB .* available on the device"):
         await start_server(config, memory=CudaMemory(service, 0))
 
 

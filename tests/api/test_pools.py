@@ -7,9 +7,9 @@ import weakref
 import grpc
 import pytest
 
-from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.shared_memory import SharedMemoryArena
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
 
@@ -172,7 +172,7 @@ async def test_several_ranks_are_not_part_of_this_build(api: Api) -> None:
     assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
 
 
-@pytest.mark.parametrize(("fields", "field"), [({"executor": 9}, "executor"), ({"client_name": "n" * 65}, "client_name")])
+@pytest.mark.parametrize(("fields", "field"), [({"executor": 9}, "executor"), ({"client_name": "n" * 257}, "client_name")])
 async def test_openings_that_are_refused(api: Api, fields: dict[str, object], field: str) -> None:
     request = pb.OpenSessionRequest(spec=SPEC, **fields)
     error = await refusal(api.stub.OpenSession(request, timeout=DEADLINE))

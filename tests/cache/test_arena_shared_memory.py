@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_service.arena import memory_limit
-from cache_service.arena.arena import OutOfMemory
 from cache_service.arena.shared_memory import SharedMemoryArena
 from cache_service.types import Copies
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
 
 
 def copies(*pairs: tuple[int, int]) -> Copies:
@@ -54,7 +54,7 @@ def test_an_arena_that_nobody_took_gives_its_descriptor_back() -> None:
 def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limit, "available_bytes", lambda: 4096)
     SharedMemoryArena(4096).close()
-    with pytest.raises(OutOfMemory, match="4,097 bytes are wanted, 4,096 are available"):
+    with pytest.raises(OutOfMemory, match=r"4\.001 KiB are wanted, 4 KiB are available"):
         SharedMemoryArena(4097)
 
 

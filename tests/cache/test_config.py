@@ -8,7 +8,7 @@ from cache_service.config import CacheConfig, ConfigError, load_config, parse_si
 def test_defaults() -> None:
     config = load_config([], {})
     assert config == CacheConfig()
-    assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, 4096)
+    assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, None)
     assert config.num_blocks is None
 
 
@@ -16,6 +16,37 @@ def test_flags_win_over_the_environment() -> None:
     environ = {"KVKEEPER_CACHE_MAX_SEQUENCES": "8", "KVKEEPER_CACHE_POOL_MEMORY": "1MiB", "KVKEEPER_CACHE_REFLECTION": "off"}
     config = load_config(["--max-sequences", "9", "--no-prefix-caching"], environ)
     assert (config.max_sequences, config.pool_memory, config.reflection, config.prefix_caching) == (9, 1 << 20, False, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--num-pool", "3"], "unknown flag --num-pool, did you mean --num-pools?"),
+        (["--num-pool=3"], "unknown flag --num-pool, did you mean --num-pools?"),
+        (["--no-prefix-cache"], "unknown flag --no-prefix-cache, did you mean --no-prefix-caching?"),
+        (["--qqq", "3"], "unknown flag --qqq (see kvkeeper cache --help)"),
+        (["3"], "unexpected argument '3' (see kvkeeper cache --help)"),
+        (["--num-pools"], "--num-pools: expected one argument (see kvkeeper cache --help)"),
+        (["--reflection=on"], "--reflection/--no-reflection: ignored explicit argument 'on' (see kvkeeper cache --help)"),
+        (["--listen", "127.0.0.1:80000"], "--listen: a port is at most 65535, not 80000"),
+        (["--listen", ":7410"], "--listen: host:port such as 127.0.0.1:7410, or unix:/path, not ':7410'"),
+        (["--metrics-listen", ":7543"], "--metrics-listen: host:port such as 127.0.0.1:7412, not ':7543'"),
+        (["--metrics-listen", "unix:/x"], "--metrics-listen: host:port such as 127.0.0.1:7412, not 'unix:/x'"),
+        (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(argv, {})
+    assert str(refused.value) == line
+    assert capsys.readouterr() == ("", "")  # no usage before it
+
+
+def test_help_lists_the_eviction_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"], {})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "which cached block is forgotten first: adaptive, clock, fifo, lfu, longest_first, lru, priority" in said
 
 
 def test_an_error_names_its_source() -> None:
@@ -29,6 +60,21 @@ def test_an_error_names_its_source() -> None:
         load_config(["--max-tokens-per-sequence", "4000000"], {"KVKEEPER_CACHE_MAX_SEQUENCES": "65536"})
     with pytest.raises(ConfigError, match=r"^--num-pools: 1 to 64, not 66$"):
         load_config(["--num-pools", "66"], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "pool_tokens", "most"),
+    [
+        ([], 131_072, 131_072),  # all that the pool holds
+        ([], 1 << 30, 1 << 20),  # but no more than the core's arrays have room for
+        (["--max-sequences", "65536"], 1 << 30, 4096),
+        ([], 64, 4096),  # with retention, more than the pool holds at once
+        (["--max-tokens-per-sequence", "512"], 131_072, 512),
+    ],
+)
+def test_how_long_a_sequence_gets(flags: list[str], pool_tokens: int, most: int) -> None:
+    config = load_config(flags, {})
+    assert config.tokens_of_sequence(pool_tokens) == most <= config.most_tokens
 
 
 @pytest.mark.parametrize(

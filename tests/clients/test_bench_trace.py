@@ -17,6 +17,7 @@ from cache_service.server import RunningServer
 from kvkeeper.cli import bench_plot, main, traces
 from kvkeeper.cli.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient
+from kvkeeper.service.extras import install_command
 from tests.support.signals import hear_interrupts
 
 # Blocks 7 and 8 return once each while they are cached; of the last request only the first block is where it was.
@@ -170,7 +171,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "trace", "--plot", "x.png"]) == 2
-    assert capsys.readouterr().err == "kvkeeper: --plot needs matplotlib: pip install 'kvkeeper[plot]'\n"
+    assert capsys.readouterr().err == f"kvkeeper: --plot needs matplotlib: {install_command('plot')}\n"
     with pytest.raises(UsageFailure):
         bench_plot.require()
 

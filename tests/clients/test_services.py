@@ -28,6 +28,7 @@ def test_up_says_where_everything_is_and_what_to_type_next(services: Services) -
     assert (services.ready["cache"], services.ready["engine"]) == (services.cache, services.engine)
     assert services.ready["model"]
     assert services.ready["pools"]
+    assert services.ready["max_tokens_per_sequence"] == 2048  # all that the demo model has positions for
 
 
 def test_the_next_command_works_as_it_is_printed_and_hits_the_second_time(services: Services, tmp_path: Path) -> None:

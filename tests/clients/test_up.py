@@ -1,15 +1,24 @@
-"""`kvkeeper up` ends both services whatever happens, and leaves nothing behind."""
+"""`kvkeeper up` keeps both services running until it is asked to end, then ends both, and leaves nothing behind."""
 
+import asyncio
+import json
 import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.services import Services, environment, free_ports, services_up, sockets_in, up_command
+from engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.cli import main
+from kvkeeper.cli.readiness import until_serving
+from kvkeeper.client import AsyncEngineClient, CallOptions
+from kvkeeper.service import VERSION
+from tests.support.service_pair import generate
+from tests.support.services import Services, environment, free_ports, services_up, short_folder, sockets_in, up_command
 
 END_S = 30.0
 
@@ -59,13 +68,43 @@ def test_a_signal_ends_both_and_leaves_nothing(
     assert_nothing_left(folder)
 
 
-def test_a_service_that_dies_takes_the_other_along_and_one_line_says_so(services: Services, folder: Path) -> None:
-    pids = children(services.process.pid)
-    os.kill(pids["engine"], signal.SIGKILL)
-    assert services.process.wait(END_S) == 1
-    wait_for_end(*pids.values())
-    lines = [line for line in services.log_path.read_text().splitlines() if line.startswith("kvkeeper:")]
-    assert lines == ["kvkeeper: the engine service was ended by SIGKILL; ending the cache service"]
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Services]:
+    """For tests that leave it as it is."""
+    with short_folder() as folder, services_up(folder, *sockets_in(folder)) as running:
+        yield running
+
+
+def told(services: Services) -> list[str]:
+    """What `up` itself has said so far."""
+    return [line for line in services.log_path.read_text().splitlines() if line.startswith("kvkeeper:")]
+
+
+async def until_told(services: Services, text: str) -> None:
+    async with asyncio.timeout(END_S):
+        while not any(text in line for line in told(services)):
+            assert services.process.poll() is None, services.log_path.read_text()
+            await asyncio.sleep(0.02)  # another process writes it
+
+
+async def test_a_service_that_dies_is_started_again_while_the_other_stays(services: Services, folder: Path) -> None:
+    async with AsyncEngineClient(services.engine, CallOptions(timeout_s=END_S)) as client:
+        first = await generate(client, "def", max_tokens=4)
+        for dying, staying in (("engine", "cache"), ("cache", "engine")):
+            before = children(services.process.pid)
+            os.kill(before[dying], signal.SIGKILL)
+            await until_told(services, f"the {dying} service serves again")
+            await until_serving(services.engine)  # a new cache service is there before the engine has a session on it
+            assert (await generate(client, "def", max_tokens=4)).token_ids == first.token_ids
+            after = children(services.process.pid)
+            assert after[staying] == before[staying]
+            assert after[dying] != before[dying]
+            again = f"kvkeeper: the {dying} service was ended by SIGKILL; starting it again in 0.25 s, the other stays"
+            assert again in told(services)
+    services.process.send_signal(signal.SIGINT)
+    assert services.process.wait(END_S) == 130
+    wait_for_end(*after.values())
+    assert_nothing_left(folder)
 
 
 def test_nothing_outlives_an_up_that_was_killed(services: Services) -> None:
@@ -80,23 +119,66 @@ def run_up(folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(up_command(*flags), env=environment(folder), capture_output=True, text=True, timeout=END_S)
 
 
-def test_a_service_that_cannot_start_ends_up_with_its_reason(folder: Path) -> None:
+def test_a_service_that_cannot_start_ends_up_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    """That of what only the service itself finds out."""
+    for file in DEMO_MODEL_DIR.iterdir():
+        if file.suffix in (".json", ".safetensors"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
     cache, engine = sockets_in(folder)
-    done = run_up(folder, "--cache-listen", cache, "--engine-listen", engine, "--model", str(folder / "none"))
-    assert (done.returncode in (1, 2), done.stdout) == (True, "")
-    assert "kvkeeper: the engine service ended with exit code" in done.stderr.splitlines()[-1]
+    done = run_up(folder, "--cache-listen", cache, "--engine-listen", engine, "--model", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    *_, reason, last = [line for line in done.stderr.splitlines() if line.startswith("kvkeeper")]
+    assert reason.startswith(f"kvkeeper engine: --model {tmp_path}: ")
+    assert last == "kvkeeper: the engine service ended with exit code 1; ending the cache service"
     assert_nothing_left(folder)
 
 
-def test_a_wrong_flag_of_a_service_is_wrong_usage(folder: Path) -> None:
-    done = run_up(folder, "--cache-num-pools", "many", "--cache-listen", sockets_in(folder)[0])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--num-pools" in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "line"),
+    [
+        (["--model", "/nope"], 1, "kvkeeper: --model /nope: there is no such folder"),
+        (["--cache-num-pools", "many"], 2, "kvkeeper: --cache-num-pools: a number, not 'many'"),
+        (["--engine-lisen", "x"], 2, "kvkeeper: unknown flag --engine-lisen, did you mean --engine-listen?"),
+        (["--cache-listen", "127.0.0.1:80000"], 2, "kvkeeper: --cache-listen: a port is at most 65535, not 80000"),
+        (["--engine-metrics-listen", ":7543"], 2, "kvkeeper: --engine-metrics-listen: host:port such as 127.0.0.1:7412"),
+        (["--pool-memory", "4000GiB"], 1, "kvkeeper: --cache-num-pools 2 of --pool-memory 4000 GiB each, lower one: 8000 GiB"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_starts(
+    folder: Path, capfd: pytest.CaptureFixture[str], flags: list[str], exit_code: int, line: str
+) -> None:
+    cache, engine = sockets_in(folder)
+    addresses = [] if "listen" in flags[0] else ["--cache-listen", cache, "--engine-listen", engine]
+    assert main(["up", *addresses, *flags]) == exit_code
+    out, said = capfd.readouterr()
+    assert (out, said.count("\n")) == ("", 1)
+    assert said.startswith(line)
 
 
-def test_an_address_that_is_taken_is_told_before_anything_starts(services: Services, folder: Path) -> None:
-    for flag, address in (("--cache-listen", services.cache), ("--engine-listen", services.engine)):
+def test_no_check_before_the_start_imports_torch(folder: Path) -> None:
+    code = "import sys; from kvkeeper.cli import main; main(['up', '--model', '/nope']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=END_S)
+    assert (done.stdout, done.stderr.count("\n")) == ("False\n", 1)
+
+
+def test_an_address_that_is_taken_is_told_before_anything_starts(lasting: Services, capfd: pytest.CaptureFixture[str]) -> None:
+    for flag, address in (("--cache-listen", lasting.cache), ("--engine-listen", lasting.engine)):
         other = "--engine-listen" if flag == "--cache-listen" else "--cache-listen"
-        done = run_up(folder, flag, address, other, free_ports()[0])
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == f"kvkeeper: somebody serves at {address} already; choose another {flag}\n"
+        assert main(["up", flag, address, other, free_ports()[0]]) == 1
+        said = capfd.readouterr().err
+        assert said == f"kvkeeper: {flag} {address}: another service listens on {address.removeprefix('unix:')}\n"
+
+
+def test_the_log_says_which_service_speaks_and_what_the_start_does(lasting: Services) -> None:
+    services = lasting
+    lines = [json.loads(line) for line in services.log_path.read_text().splitlines() if line.startswith("{")]
+    pids = children(services.process.pid)
+    assert {(line["service"], line["pid"]) for line in lines} == {(name, pids[name]) for name in ("cache", "engine")}
+    assert {line["version"] for line in lines} == {VERSION}
+    doing = [line["doing"] for line in lines if line["event"] == "starting"]
+    assert doing == ["importing torch", "loading the model", "opening a session"]
+    assert told(services)[:2] == ["kvkeeper: starting the cache service", "kvkeeper: starting the engine service"]
+    (opened,) = [line for line in lines if line["event"] == "session_opened" and line["service"] == "cache"]
+    for part in ("demo_model", services.engine, str(pids["engine"])):
+        assert part in opened["client_name"]

@@ -69,7 +69,9 @@ async def test_the_log_tells_each_end_once_and_never_metadata(world: Services) -
     ends = {line["request_id"]: line for line in lines if line["event"] == "request_ended"}
     assert len([line for line in lines if line["event"] == "request_ended"]) == len(ends) == 2
     assert (ends["good"]["session_id"], ends["good"]["state"], ends["good"]["new_tokens"]) == ("talk", "completed", 8)
-    assert ends["good"]["seconds"] > 0
+    assert (ends["good"]["finish_reasons"], ends["bad"]["finish_reasons"]) == (["length"], [])
+    assert 0 < ends["good"]["first_token_seconds"] < ends["good"]["seconds"]
+    assert not {"text", "token_ids", "prompt", "metadata"} & (ends["good"].keys() | ends["bad"].keys())
     assert ("session_id" in ends["bad"], ends["bad"]["reason"]) == (False, "REQUEST_FAILED")
     assert good.usage.new_tokens == 8
     assert "ada" not in str(lines)

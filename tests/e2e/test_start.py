@@ -15,8 +15,9 @@ import pytest
 import structlog
 
 from engine_service.__main__ import main
-from engine_service.config import ConfigError, load_config
-from engine_service.server import StartError
+from engine_service.config import ConfigError, EngineConfig, load_config
+from engine_service.demo_model import DEMO_MODEL_DIR
+from engine_service.server import StartError, start_server
 from kvkeeper.client import AsyncEngineClient
 from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
 from tests.support.tiny_models import TINY_MODELS, build_model_folder
@@ -104,6 +105,14 @@ def test_flags_go_over_environment_over_defaults() -> None:
     assert load_config([], environ).chunk_size == 8
     with pytest.raises(ConfigError, match="KVKEEPER_ENGINE_THREADS: a number"):
         load_config([], {"KVKEEPER_ENGINE_THREADS": "all"})
+
+
+async def test_a_device_that_torch_does_not_see_is_not_blamed_on_the_model(
+    world: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(StartError, match=r"^--device cuda:1: torch sees no CUDA device here$"):
+        await start_server(EngineConfig(model=str(DEMO_MODEL_DIR), device="cuda:1", listen=f"unix:{world.folder}/e"))
 
 
 async def test_an_address_in_use_is_refused_while_its_owner_serves_on(world: Services) -> None:

@@ -225,7 +225,7 @@ BOUNDS: dict[str, Bound] = {
     "OpenSessionRequest.spec": Part(optional=False),
     "OpenSessionRequest.executor": OneOf((0, 1, 2)),
     "OpenSessionRequest.ttl_ms": Number(500, 3_600_000, zero=True),
-    "OpenSessionRequest.client_name": Text(64),
+    "OpenSessionRequest.client_name": Text(256),
     "RenewSessionRequest.completed_step_id": Number(0, 2),
     "RenewSessionRequest.completed_transfer_ids": Column(8, Number(1, 0)),
     "RenewSessionRequest.failed_transfer_ids": Column(8, Number(1, 0)),

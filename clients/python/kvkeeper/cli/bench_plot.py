@@ -1,10 +1,11 @@
-"""Draws hit rate by capacity. Needs matplotlib, which is the extra kvkeeper[plot]."""
+"""Draws hit rate by capacity. Needs matplotlib, which is the extra `plot`."""
 
 import importlib.util
 import os
 from pathlib import Path
 
 from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.service.extras import install_command
 
 OPTIMUM = "optimum"
 
@@ -14,7 +15,7 @@ Curves = dict[str, list[tuple[int, float]]]  # by policy: capacity in blocks, hi
 def require() -> None:
     """Raises UsageFailure with the command that installs what is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageFailure("--plot needs matplotlib: pip install 'kvkeeper[plot]'")
+        raise UsageFailure(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def draw(curves: Curves, title: str, path: Path) -> None:

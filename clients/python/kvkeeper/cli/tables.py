@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from kvkeeper.service.sizes import size as size
+
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns under their headers; numbers to the right, texts to the left."""
@@ -22,16 +24,6 @@ def facts(rows: Sequence[tuple[str, object]], indent: str = "") -> str:
     """One name and its value a line."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{indent}{name.ljust(width)}  {_text(value)}" for name, value in rows)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"
 
 
 def _text(cell: object) -> str:

@@ -1,7 +1,7 @@
-"""`kvkeeper up`: both services as processes of their own, ended together.
+"""`kvkeeper up`: both services as processes of their own, kept running until somebody asks for their end.
 
-The cache service comes first and goes last, so that an engine never looks for what is not there. When one ends by
-itself the other is ended too and one line says why. However `up` itself ends, nothing is left behind.
+The cache service comes first and goes last, so that an engine never looks for what is not there. One that dies is started
+again while the other stays: that is what they are two processes for. However `up` itself ends, nothing is left behind.
 """
 
 import argparse
@@ -10,19 +10,20 @@ import json
 import shlex
 import shutil
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE
+from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.status import model_line, pool_line
+from kvkeeper.cli.supervisor import GivenUp, Service, Supervisor
 from kvkeeper.cli.tables import facts
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, targets
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, KvkeeperError, targets
 
 _GRACE_S = 20.0  # a service has its own, shorter limit for draining; who is in a hurry asks twice
 # More than a block long, so that typing it again shows a prefix hit.
@@ -34,8 +35,8 @@ def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser(
         "up",
         help=text,
-        description="Runs both services until Ctrl-C. Any flag of one service is written with its name in front:"
-        " --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
+        description="Runs both services until Ctrl-C; one that dies is started again. Any flag of one service is written with"
+        " its name in front: --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
@@ -43,46 +44,42 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
-    parser.add_argument("--log-level", metavar="LEVEL", default="warning", help="of both (default: %(default)s)")
+    parser.add_argument("--log-level", metavar="LEVEL", default="info", help="of both (default: %(default)s)")
     add_json_flag(parser)
     parser.set_defaults(run=run, takes_other_flags=True, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    flags = _flags_of_services(args)
-    for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
-        if address.endswith(":0"):
-            args.usage_error(f"--{service}-listen: a fixed port, so that others find it")
-        if _is_taken(address):
-            print(f"kvkeeper: somebody serves at {address} already; choose another --{service}-listen", file=sys.stderr)
-            return EXIT_FAILED
+    from kvkeeper.cli.checks import StartError, check_start
+
+    try:
+        flags = _flags_of_services(args)
+        for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
+            if address.endswith(":0"):
+                raise UsageFailure(f"--{service}-listen: a fixed port, so that others find it")
+    except UsageFailure as error:
+        args.usage_error(str(error))
+    try:
+        check_start(flags)
+    except (UsageFailure, StartError) as error:
+        _tell(str(error))
+        return EXIT_USAGE if isinstance(error, UsageFailure) else EXIT_FAILED
     exit_code = asyncio.run(_Pair(args, flags).run())
     if exit_code > 128:
-        print("kvkeeper: stopped; both services have ended", file=sys.stderr)
+        _tell("stopped; both services have ended")
     return exit_code
 
 
-class _Stopped(Exception):
-    """Somebody asked for the end."""
-
-    def __init__(self, signum: signal.Signals) -> None:
-        self.signum = signum
-
-
-class _ServiceEnded(Exception):
-    """A service ended by itself."""
-
-    def __init__(self, service: ServiceProcess) -> None:
-        self.service = service
-
-
 class _Pair:
-    """The two processes, and the signal that ends them."""
+    """The two services under a supervisor, and the signal that ends them."""
 
     def __init__(self, args: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         self._args = args
-        self._flags = flags
-        self._running: list[ServiceProcess] = []  # in order of start
+        services = [
+            Service(name, partial(ServiceProcess.start, name, flags[name]), partial(until_serving, address))
+            for name, address in (("cache", args.cache_listen), ("engine", args.engine_listen))
+        ]
+        self._supervisor = Supervisor(services, _tell)
         self._stop: asyncio.Future[signal.Signals]
 
     async def run(self) -> int:
@@ -91,51 +88,48 @@ class _Pair:
         for signum in _STOP_SIGNALS:
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
                 loop.add_signal_handler(signum, self._on_signal, signum)
+        serving = asyncio.create_task(self._serve())
         try:
-            return await self._serve()
-        except _Stopped as stopped:
-            return 128 + stopped.signum
-        except _ServiceEnded as ended:
-            service = ended.service
-            others = "".join(f"; ending the {other.name} service" for other in self._running if other is not service)
-            print(f"kvkeeper: the {service.name} service {service.how_it_ended()}{others}", file=sys.stderr)
-            return EXIT_USAGE if service.exit_code == EXIT_USAGE else EXIT_FAILED
-        finally:
-            for service in reversed(self._running):
-                await service.end(_GRACE_S)
-
-    async def _serve(self) -> NoReturn:
-        """Start both, say so, and wait. Ends with _Stopped or _ServiceEnded."""
-        args = self._args
-        for name, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
-            self._running.append(await ServiceProcess.start(name, self._flags[name]))
-            await self._unless_ended(until_serving(address))
-        print(await self._unless_ended(_ready_text(args)), flush=True)
-        while True:
-            await self._unless_ended(asyncio.Event().wait())
-
-    async def _unless_ended(self, work: Awaitable[Any]) -> Any:
-        """What the work gives. Raises _Stopped or _ServiceEnded when that comes first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait(
-                {task, self._stop, *(service.ended for service in self._running)}, return_when=asyncio.FIRST_COMPLETED
-            )
+            either: set[asyncio.Future[Any]] = {serving, self._stop}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
-                raise _Stopped(self._stop.result())
-            for service in self._running:
-                if service.ended.done():
-                    raise _ServiceEnded(service)
-            return await task
+                return 128 + self._stop.result()
+            await serving
+        except GivenUp as given_up:
+            _tell(str(given_up))
+            return EXIT_USAGE if given_up.process.exit_code == EXIT_USAGE else EXIT_FAILED
         finally:
-            task.cancel()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await self._supervisor.end(_GRACE_S)
+        raise AssertionError("services are kept until the end is asked for")
+
+    async def _serve(self) -> None:
+        """Start both, say so once they serve, and keep them. Raises GivenUp."""
+        await self._supervisor.start()
+        telling = asyncio.create_task(self._tell_ready())
+        try:
+            await self._supervisor.keep()
+        finally:
+            telling.cancel()
+
+    async def _tell_ready(self) -> None:
+        while True:
+            try:
+                return print(await _ready_text(self._args), flush=True)
+            except KvkeeperError:  # one of them died already, and is being started again
+                await until_serving(self._args.cache_listen)
+                await until_serving(self._args.engine_listen)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         if not self._stop.done():
             self._stop.set_result(signum)
             return
-        for service in self._running:  # asked twice: no more grace
-            service.kill()
+        self._supervisor.kill()  # asked twice: no more grace
+
+
+def _tell(text: str) -> None:
+    print(f"kvkeeper: {text}", file=sys.stderr, flush=True)
 
 
 async def _ready_text(args: argparse.Namespace) -> str:
@@ -152,6 +146,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
             "cache": args.cache_listen,
             "engine": args.engine_listen,
             "model": model.model_id,
+            "max_tokens_per_sequence": model.max_tokens_per_sequence,
             "pools": pools,
             "next": next_command,
         }
@@ -160,6 +155,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
         ("cache service", args.cache_listen),
         ("engine service", args.engine_listen),
         ("model", model_line(model)),
+        ("longest", f"{model.max_tokens_per_sequence:,} tokens, prompt and output"),
         ("pool", "; ".join(pools)),
         ("next", next_command),
     ]
@@ -176,7 +172,7 @@ def _program() -> str:
 
 
 def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Arguments of each service. What is prefixed with a service's name is that service's own flag."""
+    """Arguments of each service. What is prefixed with a service's name is that service's own flag. Raises UsageFailure."""
     flags = {
         "cache": ["--listen", args.cache_listen, "--log-level", args.log_level],
         "engine": ["--listen", args.engine_listen, "--log-level", args.log_level, "--cache", args.cache_listen],
@@ -187,39 +183,22 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
         flags["cache"] += ["--host-memory", args.host_memory]
     if args.model is not None:
         flags["engine"] += ["--model", args.model]
-    for service, own_flags in _split(args.other_flags, args).items():
+    for service, own_flags in _split(args.other_flags).items():
         flags[service] += own_flags
     return flags
 
 
-def _split(words: Sequence[str], args: argparse.Namespace) -> dict[str, list[str]]:
+def _split(words: Sequence[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {"cache": [], "engine": []}
     service = ""
     for word in words:
         if word.startswith("-"):
             service, _, rest = word.removeprefix("--").partition("-")
             if service not in flags or not word.startswith("--") or not rest:
-                args.usage_error(f"unknown flag {word}; a flag of a service is written --cache-... or --engine-...")
+                raise UsageFailure(f"unknown flag {word}; a flag of a service is written --cache-... or --engine-...")
             flags[service].append(f"--{rest}")
         elif service:
             flags[service].append(word)
         else:
-            args.usage_error(f"unexpected argument {word}")
+            raise UsageFailure(f"unexpected argument {word}")
     return flags
-
-
-def _is_taken(address: str) -> bool:
-    """Whether somebody accepts connections there: its health would be taken for our service's."""
-    host, _, port = address.rpartition(":")
-    try:
-        if address.startswith("unix:"):
-            return _accepts(socket.AF_UNIX, address.removeprefix("unix:"))
-        return _accepts(socket.AF_INET6 if ":" in host else socket.AF_INET, (host.strip("[]"), int(port)))
-    except (ValueError, OSError):
-        return False  # no such address: the service says what is wrong with it
-
-
-def _accepts(family: socket.AddressFamily, where: Any) -> bool:
-    with socket.socket(family) as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(where) == 0

@@ -10,8 +10,9 @@ import threading
 from types import ModuleType
 from typing import Any, Protocol
 
+from kvkeeper.service.extras import install_command
+
 HANDLE_BYTES = 64
-_EXTRA = "pip install 'kvkeeper[cuda]'"
 
 
 class CudaError(Exception):
@@ -141,7 +142,7 @@ class BoundRuntime:
                 try:
                     from cuda.bindings import driver, runtime
                 except ImportError:
-                    raise CudaError("import", f"cuda-bindings is not installed; {_EXTRA}") from None
+                    raise CudaError("import", f"cuda-bindings is not installed; {install_command('cuda')}") from None
                 self._driver, self._runtime = driver, runtime
             return self._runtime
 

@@ -11,11 +11,16 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Generic, TypeVar, cast
+
+from kvkeeper.service.sizes import size
 
 C = TypeVar("C")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_MAX_PORT = 65535
+_METRICS_ADDRESS = "host:port such as 127.0.0.1:7412"
 MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
 
 
@@ -36,7 +41,7 @@ class ConfigSource(Generic[C]):
     help: Mapping[str, str]
 
     def load(self, argv: Sequence[str], environ: Mapping[str, str]) -> C:
-        """Raises ConfigError; --help and unknown flags end in argparse's SystemExit."""
+        """Raises ConfigError; --help ends in argparse's SystemExit."""
         values: dict[str, Any] = {}
         variables: dict[str, str] = {}  # by the flag that each stands for
         for name in self.parsers:
@@ -44,7 +49,7 @@ class ConfigSource(Generic[C]):
             if text := environ.get(variable):
                 values[name] = self._parsed(variable, name, text)
                 variables[flag(name)] = variable
-        for name, given in vars(self._parser().parse_args(argv)).items():
+        for name, given in self._given(argv).items():
             if given is not None:
                 values[name] = given if isinstance(given, bool) else self._parsed(flag(name), name, given)
                 variables.pop(flag(name), None)
@@ -52,6 +57,22 @@ class ConfigSource(Generic[C]):
             return self.config(**values)
         except ConfigError as error:  # it knows fields alone: whoever set a variable is told of the variable
             raise ConfigError(re.sub(r"--[a-z-]+", lambda at: variables.get(at[0], at[0]), str(error))) from None
+
+    def _given(self, argv: Sequence[str]) -> dict[str, Any]:
+        """By field, None where it was not given. One line says what is wrong, where argparse would print the usage of all."""
+        parser = self._parser()
+        try:
+            given, others = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"{error.argument_name}: {error.message} (see {self.program} --help)") from None
+        if others:
+            wrong = others[0].partition("=")[0]
+            if not wrong.startswith("-"):
+                raise ConfigError(f"unexpected argument {wrong!r} (see {self.program} --help)")
+            near = get_close_matches(wrong, re.findall(r"--[a-z-]+", parser.format_usage()), 1)
+            meant = f", did you mean {near[0]}?" if near else f" (see {self.program} --help)"
+            raise ConfigError(f"unknown flag {wrong}{meant}")
+        return vars(given)
 
     def _parsed(self, source: str, name: str, text: str) -> Any:
         parse = self.parsers[name]
@@ -67,6 +88,7 @@ class ConfigSource(Generic[C]):
             description=self.description,
             epilog=f"Each flag can be given as an environment variable, for example {self.environment_prefix}{self.example}.",
             allow_abbrev=False,
+            exit_on_error=False,
         )
         for item in fields(cast(Any, self.config)):
             text = self.help[item.name]
@@ -97,16 +119,22 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{flag(name)}: {low} to {high}, not {value}")
 
 
+def check_size(name: str, num_bytes: int, low: int, high: int) -> None:
+    """Raises ConfigError."""
+    if not low <= num_bytes <= high:
+        raise ConfigError(f"{flag(name)}: {size(low)} to {size(high)}, not {size(num_bytes)}")
+
+
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raises ConfigError."""
     if value not in allowed:
         raise ConfigError(f"{flag(name)}: one of {', '.join(allowed)}, not {value!r}")
 
 
-def check_address(name: str, address: str) -> None:
+def check_address(name: str, address: str, wanted: str = "host:port such as 127.0.0.1:7410, or unix:/path") -> None:
     """Until there are credentials, whoever can reach an address is trusted: so loopback or a Unix socket only.
 
-    Raises ConfigError.
+    Raises ConfigError, which says what is wanted where the form is wrong.
     """
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
@@ -118,8 +146,10 @@ def check_address(name: str, address: str) -> None:
             raise ConfigError(f"{flag(name)}: the path of a Unix socket has at most {MAX_SOCKET_PATH_BYTES} bytes")
         return
     host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
-        raise ConfigError(f"{flag(name)}: host:port or unix:/path, not {address!r}")
+    if not host or not re.fullmatch(r"\d{1,9}", port):
+        raise ConfigError(f"{flag(name)}: {wanted}, not {address!r}")
+    if int(port) > _MAX_PORT:
+        raise ConfigError(f"{flag(name)}: a port is at most {_MAX_PORT}, not {port}")
     try:
         is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -133,9 +163,9 @@ def check_address(name: str, address: str) -> None:
 def check_metrics_address(address: str) -> None:
     """Empty, or loopback and a port: a Unix socket speaks no HTTP to Prometheus. Raises ConfigError."""
     if address.startswith("unix:"):
-        raise ConfigError(f"--metrics-listen: host:port, not {address!r}")
+        raise ConfigError(f"--metrics-listen: {_METRICS_ADDRESS}, not {address!r}")
     if address:
-        check_address("metrics_listen", address)
+        check_address("metrics_listen", address, _METRICS_ADDRESS)
 
 
 def check_trace_endpoint(url: str) -> None:

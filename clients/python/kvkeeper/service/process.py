@@ -37,16 +37,21 @@ def run(
     load: Callable[[Sequence[str], Mapping[str, str]], C],
     serve: Callable[[C], Coroutine[Any, Any, None]],
     argv: Sequence[str] | None,
+    check: Callable[[C], None],
 ) -> int:
-    """The exit code. argv is without the program's name; None: that of this process."""
+    """The exit code. argv is without the program's name; None: that of this process.
+
+    check raises StartError for what can be known to be wrong before serve imports and loads what takes its time.
+    """
     try:
         config = load(sys.argv[1:] if argv is None else argv, os.environ)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    log.configure(config.log_level)
+    log.configure(config.log_level, program.rpartition(" ")[2])
     stop_export: Callable[[], None] = _nothing
     try:
+        check(config)
         if config.trace_endpoint:
             stop_export = export_spans(config.trace_endpoint, program.replace(" ", "-"), VERSION, log.warn_of_tracing)
         asyncio.run(serve(config))

@@ -1,4 +1,4 @@
-"""Sending this process's spans to a collector, by OTLP over HTTP. For a program's main; needs kvkeeper[tracing].
+"""Sending this process's spans to a collector, by OTLP over HTTP. For a program's main; needs the extra `tracing`.
 
 OpenTelemetry's own variables are heeded: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES and so on.
 """
@@ -6,6 +6,8 @@ OpenTelemetry's own variables are heeded: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTL
 import importlib.util
 import logging
 from collections.abc import Callable
+
+from kvkeeper.service.extras import install_command
 
 _TIMEOUT_S = 2.0  # of one export; a process that ends waits no longer for a collector that does not answer
 _MAX_WARNING_CHARS = 200
@@ -22,7 +24,7 @@ def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[
     warn hears what goes wrong with that, which stops nothing else. Raises TracingUnavailable.
     """
     if not _is_installed():
-        raise TracingUnavailable("the packages that send traces are not installed; pip install 'kvkeeper[tracing]'")
+        raise TracingUnavailable(f"the packages that send traces are not installed: {install_command('tracing')}")
     from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

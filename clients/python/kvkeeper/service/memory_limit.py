@@ -7,16 +7,20 @@ process killed. So the limits are read first; the answer is an estimate, good fo
 import resource
 from pathlib import Path
 
-from cache_service.arena.arena import OutOfMemory
+from kvkeeper.service.sizes import size
 
 _HEADROOM = 64 << 20  # left to everybody else
+
+
+class OutOfMemory(Exception):
+    """There is no room for this: on the machine, in its control group, by the process's limits, on the device. One sentence."""
 
 
 def require(num_bytes: int) -> None:
     """Raises OutOfMemory where so many bytes cannot be had now."""
     available = available_bytes()
     if num_bytes > available:
-        raise OutOfMemory(f"{num_bytes:,} bytes are wanted, {available:,} are available")
+        raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available")
 
 
 def available_bytes() -> int:

@@ -1,0 +1,37 @@
+"""What can be known to be wrong with a cache service's config before it loads and reserves anything."""
+
+from cache_service.config import CacheConfig
+from kvkeeper.service.memory_limit import OutOfMemory, require
+from kvkeeper.service.preflight import check_addresses
+from kvkeeper.service.process import StartError
+from kvkeeper.service.sizes import size
+
+
+def check_start(config: CacheConfig) -> None:
+    """Raises StartError."""
+    check_addresses(config.listen, config.metrics_listen)
+    try:
+        require(host_bytes(config))
+    except OutOfMemory as error:
+        raise StartError(f"{pools_text(config)}, lower one: {error}") from None
+
+
+def host_bytes(config: CacheConfig) -> int:
+    """Memory of the machine that is taken at start. Pools by number of blocks are made when their first session opens."""
+    if config.num_blocks is not None:
+        return 0
+    pool = config.pool_memory if config.device == "cpu" else 0
+    return config.num_pools * (pool + host_tier_bytes(config))
+
+
+def host_tier_bytes(config: CacheConfig) -> int:
+    """Of each pool, where it is known before the size of a block is."""
+    return 0 if config.num_host_blocks else config.host_memory
+
+
+def pools_text(config: CacheConfig) -> str:
+    """The flags that say how much is reserved at start."""
+    text = f"--num-pools {config.num_pools} of --pool-memory {size(config.pool_memory)} each"
+    if num_bytes := host_tier_bytes(config):
+        text += f" and --host-memory {size(num_bytes)}"
+    return text

@@ -1,0 +1,96 @@
+"""What can be known to be wrong with an engine's config before torch is imported, which takes seconds.
+
+Owns what is said of a --model that is no model folder, and whether the machine has the memory that the weights will take: an
+engine in a control group that is too small would be killed in the middle of loading, without a word. Knows headers of weight
+files, not weights. What is right here can still be wrong when the model is loaded.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_service.config import HASH_TOY, EngineConfig
+from engine_service.errors import ModelError, UnsupportedModelError
+from engine_service.model.config import is_native, parse_model_config
+from engine_service.model.dtype_name import DTYPE_BYTES, dtype_name
+from engine_service.model.json_fields import CONFIG_FILE
+from engine_service.model.json_file import read_json_object
+from engine_service.model.safetensors_files import list_weight_files, tensor_sizes
+from kvkeeper.service.extras import install_command
+from kvkeeper.service.memory_limit import OutOfMemory, require
+from kvkeeper.service.preflight import check_addresses
+from kvkeeper.service.process import StartError
+from kvkeeper.service.sizes import size
+
+_WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
+_GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, of any machine on which CUDA can run
+_PROGRAM_BYTES = 256 << 20  # torch and what else is imported, and a first step: measured 180 MB beside the weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What loading a model takes. Bytes."""
+
+    weights: int  # in the dtype that is computed in
+    largest_tensor: int  # as it is stored: one is held beside the weights while it is converted
+    dtype: str
+
+
+def check_start(config: EngineConfig) -> None:
+    """Raises StartError."""
+    check_addresses(config.listen, config.metrics_listen)
+    if config.device != "cpu" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
+        raise StartError(f"--device {config.device}: this machine has no NVIDIA device")
+    memory = model_memory(config)
+    try:
+        require(needed_bytes(config, memory))
+    except OutOfMemory as error:
+        text = f"its weights take {size(memory.weights)} in {memory.dtype}, and torch as much as {size(_PROGRAM_BYTES)}"
+        hint = "; --dtype bfloat16 takes half for the weights" if memory.dtype == "float32" else ""
+        raise StartError(f"--model {config.model}: {text}: {error}{hint}") from None
+
+
+def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
+    """Memory of the machine that the engine takes until it serves."""
+    return _PROGRAM_BYTES + memory.largest_tensor + (memory.weights if config.device == "cpu" else 0)
+
+
+def model_memory(config: EngineConfig) -> ModelMemory:
+    """Of the model, and of the one that guesses. Raises StartError for a folder that holds none that is served."""
+    found = [ModelMemory(0, 0, "float32")]
+    for flag, model in (("--model", config.model), ("--draft-model", config.draft_model)):
+        if not model or model == HASH_TOY:
+            continue
+        try:
+            found.append(check_model(Path(model), config))
+        except ModelError as error:
+            raise StartError(f"{flag} {model}: {error}") from None
+    return ModelMemory(sum(each.weights for each in found), max(each.largest_tensor for each in found), found[-1].dtype)
+
+
+def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
+    """What can be read of a model folder without its weights. Raises ModelError."""
+    _check_folder(folder)
+    raw = read_json_object(folder / CONFIG_FILE)
+    model_type = raw.get("model_type")
+    if model_type is None or is_native(model_type):
+        parse_model_config(raw)
+    elif importlib.util.find_spec("transformers") is None:
+        supported = f"the native families; more with: {install_command('transformers')}"
+        raise UnsupportedModelError("model type", model_type, supported)
+    dtype = dtype_name(raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0], config.dtype)
+    sizes = list(tensor_sizes(list_weight_files(folder)))
+    num_elements = sum(each.num_elements for each in sizes)
+    largest = max((each.num_bytes for each in sizes), default=0)
+    return ModelMemory(num_elements * DTYPE_BYTES[dtype], largest, dtype)
+
+
+def _check_folder(folder: Path) -> None:
+    """A Hugging Face folder with a config.json. Raises ModelError."""
+    if folder.is_file():
+        raise ModelError(f"a {'GGUF file' if folder.suffix == '.gguf' else 'file'}; {_WANTED}")
+    if not folder.is_dir():
+        raise ModelError("there is no such folder; nothing is downloaded, so it is a path on this machine")
+    if not (folder / CONFIG_FILE).exists():
+        found = "GGUF files" if any(folder.glob("*.gguf")) else f"no {CONFIG_FILE}"
+        raise ModelError(f"the folder has {found}; {_WANTED}")

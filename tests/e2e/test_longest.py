@@ -1,0 +1,39 @@
+"""How long sequences get: as long as the pool holds and the model can make them; and who is told what bounds them."""
+
+import pytest
+import structlog
+
+from kvkeeper.client import KvkeeperError
+from tests.support.service_pair import BLOCK_SIZE, Services, generate
+
+
+async def test_a_sequence_may_fill_the_pool_without_a_flag(world: Services) -> None:
+    num_tokens = 4800
+    await world.start_cache(num_blocks=1 + num_tokens // BLOCK_SIZE, pool_memory=4 << 20)
+    client = await world.client(await world.start_engine())
+    assert (await client.model()).max_tokens_per_sequence == num_tokens
+    output = await generate(client, [1 + place % 7 for place in range(num_tokens - 2)], max_tokens=2)
+    assert len(output.token_ids[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("cache", "engine", "named"),
+    [
+        ({"num_blocks": 9}, {}, "--pool-memory"),
+        ({"num_blocks": 64, "max_tokens_per_sequence": 32}, {}, "--max-tokens-per-sequence of the cache service"),
+        ({"num_blocks": 64}, {"max_tokens_per_sequence": 32}, "--max-tokens-per-sequence of the engine service"),
+    ],
+)
+async def test_what_bounds_it_is_told_at_start_and_to_who_asks_for_more(
+    world: Services, cache: dict[str, int], engine: dict[str, int], named: str
+) -> None:
+    await world.start_cache(**cache)
+    with structlog.testing.capture_logs() as logs:
+        client = await world.client(await world.start_engine(**engine))
+    (told,) = [line for line in logs if line["event"] == "shorter_than_model"]
+    assert (told["log_level"], told["max_tokens_per_sequence"]) == ("warning", 32)
+    assert named in told["message"]
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, list(range(1, 31)), max_tokens=8)
+    assert (refused.value.reason, refused.value.metadata) == ("NEVER_FITS", {"requested": "38", "limit": "32"})
+    assert named in refused.value.message
