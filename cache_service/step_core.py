@@ -217,10 +217,10 @@ class StepCore(CreateCalls):
         tables = self.tables
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
-        ended = [other.number for other in self.reclaim.owners]
+        owners = {other.number: other for other in self._owners.values()} if may_wait.any() else {}
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            if waits and (length := computing_len(tables, slot, max_hit, ended)):
+            if waits and (length := computing_len(tables, slot, max_hit, owners)):
                 tables.progress.forget(slot)  # it is not for want of blocks that it waits
                 tables.counters.num_computing_answers += 1
                 log.computing_lens[slot] = length

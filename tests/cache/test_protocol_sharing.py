@@ -159,9 +159,12 @@ def test_4_forgetting_the_index_unindexes_blocks_that_are_held() -> None:
     pool.audit()
     assert pool.matched(range(9)) == []
     assert pool.table(1) == held
-    pool.step(releases=[1])
-    assert {pool.state(block) for block in held} == {BlockState.FREE}
+    pool.step(releases=[1])  # what ran is published anew, as if it had just been committed
+    assert pool.matched(range(9)) == held[:2]
+    assert [pool.state(block) for block in held] == [BlockState.CACHED, BlockState.CACHED, BlockState.FREE]
+    assert pool.manager.clear_prefix_cache() == (2, 2)
     assert pool.manager.clear_prefix_cache() == (0, 0)
+    assert {pool.state(block) for block in held} == {BlockState.FREE}
 
 
 def test_4_after_forgetting_a_sequence_is_published_from_its_first_block_again() -> None:
