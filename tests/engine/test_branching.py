@@ -202,6 +202,7 @@ def test_a_cancelled_search_gives_everything_back(num_steps: int) -> None:
     max_running=st.sampled_from([3, 4, 6, 32]),
     max_sequences=st.sampled_from([3, 4, 6, 64]),
     refused_forks=st.integers(0, 3),
+    clears=st.sampled_from([None, None, 1, 2, 3, 7]),  # the cache is, before every so many steps
     kind=st.sampled_from([(NaiveCache, False), (CoreCache, False), (CoreCache, True)]),
 )
 def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
@@ -214,6 +215,7 @@ def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     max_running: int,
     max_sequences: int,
     refused_forks: int,
+    clears: int | None,
     kind: tuple[type[NaiveCache] | type[CoreCache], bool],
 ) -> None:
     longest = max(9, *(len(prompt) + max_new for prompt, max_new, *_ in searches))
@@ -221,6 +223,7 @@ def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     make_cache, overlap = kind
     world = BeamWorld(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running, make_cache, overlap=overlap)
     world.cache.num_refused_forks_to_come = refused_forks
+    world.clears = lambda: clears is not None and world.num_steps % clears == 0
     for place in range(num_plain):
         world.submit(make_request([place % 3] * (place + 1), 1 + place, n=1 + place % 3))
     for prompt, max_new, num_beams, length_penalty, early_stopping, priority, delay, cancel_after in searches:
