@@ -162,6 +162,29 @@ def test_a_lost_session_in_the_middle_of_a_search(num_steps: int) -> None:
     check(world)
 
 
+def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
+    """What the model said of it is known: it neither waits nor is computed again, and its search ends as it would have."""
+    world = BeamWorld(num_blocks=40, block_size=2)
+    request = world.submit_search(PROMPT, 8, BeamOptions(3), 3)
+    while len(request.sequences) < 3:
+        world.step()
+    world.step()
+    world.cache.num_refused_forks_to_come = 1
+    while not world.scheduler._resting() or all(q.state is not SequenceState.NEW for q in request.sequences):
+        world.step()
+    resting, lists = world.scheduler._resting(), request.sequences
+    num_taken = world.num_candidates_taken
+    assert world.scheduler.reset(world.limits) == []
+    world.cache.__init__(40, 2, 64)  # type: ignore[misc]
+    world.memory.clear()
+    assert {sequence.state for sequence in resting} == {SequenceState.ENDED}
+    assert world.scheduler.num_waiting == len(lists) - len(resting) > 0
+    while request.sequences is lists:
+        world.step()
+    assert world.num_candidates_taken == num_taken + len(lists) - len(resting), "nobody's candidates were asked for twice"
+    check(world)
+
+
 def test_after_a_lost_session_what_can_never_fit_is_told() -> None:
     world = BeamWorld()
     request = world.submit_search(PROMPT, 8, BeamOptions(4))
