@@ -56,9 +56,11 @@ class TierSimulation:
         elif event < 68:
             world.narrow(session, self.choose)
         elif event == 68:
-            world.manager.clear_prefix_cache()
+            world.clear()
         elif event < 76:
             world.evict(session, self.choose(world.config.num_blocks))
+        elif event < 82:
+            world.refuse_step(session, self.choose)
         else:
             world.step(session, self.choose)
         world.audit()
