@@ -107,19 +107,19 @@ class TierEngine:
         items = TierItems()
         seen = [replace(q) for q in self.sequences.values()]
         for q in seen:  # the children too, which may be parents
-            while len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(8) == 7:
+            while len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(12) == 11:
                 length = q.committed if q.retention is not None or choose(2) else 1 + choose(q.committed)
                 items.forks.append((q.id, self.next_id, length))
                 counters = {"num_known": length, "committed": length, "reserved": length, "computed": length}
                 seen.append(replace(q, id=self.next_id, **counters))
                 self.next_id += 1
         for q in seen:  # with retention, to which lengths it can be cut is tested without tiers
-            if q.state is SequenceState.RUNNING and q.retention is None and choose(10) == 9:
+            if q.state is SequenceState.RUNNING and q.retention is None and choose(14) == 13:
                 length = 1 + choose(q.num_known + 1)
                 items.truncates.append((q.id, length))
                 q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
                 q.reserved, q.computed = min(q.reserved, length), min(q.computed, length)
-        items.releases += [q.id for q in seen if choose(12) == 11]
+        items.releases += [q.id for q in seen if choose(6) == 5]
         seen = [q for q in seen if q.id not in items.releases]
         for q in seen:
             if q.state in (SequenceState.RUNNING, SequenceState.SWAPPED) and choose(7) == 6:
@@ -131,7 +131,7 @@ class TierEngine:
                 items.ins.append(q.id)
                 q.state = SequenceState.RUNNING if q.state is SequenceState.RUNNING else SequenceState.LOADING
         waiting = [q for q in seen if q.state is SequenceState.WAITING and choose(4)]
-        items.starts += [(q.id, 1 + choose(2 * block_size), choose(3) * 1000) for q in waiting]
+        items.starts += [(q.id, 1 + choose(2 * block_size), min(choose(4), 1) * 1000) for q in waiting]
         for q in seen:
             if q.state is SequenceState.RUNNING and q.computed < q.max_tokens and choose(3):
                 least = q.computed + 1
