@@ -12,6 +12,7 @@ from cache_service.types import (
     NO_INT32,
     Copies,
     Executor,
+    SequenceState,
     SessionId,
 )
 from cache_service.victim_calls import share_of
@@ -36,10 +37,17 @@ class EvictionCalls(StepCore):
     """See the module."""
 
     def clear_prefix_cache(self) -> ClearResult:
-        """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end."""
+        """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end.
+
+        What runs is published anew, from its first block: some of it may never be committed again, and others wait for it.
+        """
         self.revision += 1
         self.tables.pins.clear()
         result = ClearResult(*self.tables.publisher.clear_index())
+        if self.config.prefix_caching:
+            for owner in self._owners.values():
+                slots = owner.ids.items()[1]
+                self.tables.publisher.note(owner, slots[self.tables.sequences.states[slots] == SequenceState.RUNNING])
         self._note_change()
         return result
 

@@ -55,6 +55,10 @@ class Publisher:
             max_blocks -= self._publish_some(*pending.popleft(), max_blocks, told_now)
         return bool(pending)
 
+    def is_waiting(self, slot: int) -> bool:
+        """Whether committed blocks of the sequence wait for a copy in flight. Everything else was published, if it ever is."""
+        return any(np.count_nonzero(slots == slot) for _, slots in self._waiting)
+
     def forget_slots(self, slots: list[int]) -> None:
         """These sequences end. Everything else of them was published before."""
         if self._waiting:

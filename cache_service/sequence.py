@@ -51,6 +51,9 @@ class SequenceTable:
         self.may_copy = np.zeros(slots, np.bool_)
         # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
         self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
+        # While it waits, see computing.py: answers to wait for others, since the prefix it could hit was last found longer.
+        self.num_waits: Int32Array = np.zeros(slots, np.int32)
+        self.waited_len: Int32Array = np.zeros(slots, np.int32)
         # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be
         # shared, because attention was whole up to there and no hole is among them.
         self.num_sink: Int64Array = np.zeros(slots, np.int64)
@@ -64,7 +67,7 @@ class SequenceTable:
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
-            *(self.num_sink, self.num_window, self.hole_ends),
+            *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len),
         )
         self._free_slots = list(range(slots - 1, -1, -1))
 

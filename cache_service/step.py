@@ -39,6 +39,16 @@ class StepPlan(NamedTuple):
     needs_published: bool
 
 
+class _Commits(NamedTuple):
+    """Slots of lawful commits. all_run: none of them is swapped, which commits may be and reservations may not."""
+
+    slots: Int64Array
+    all_run: bool
+
+
+_NO_COMMITS = _Commits(NO_INT64, all_run=False)
+
+
 @dataclass(slots=True)
 class _Seen:
     """One sequence as the items so far leave it."""
@@ -52,12 +62,12 @@ class _Seen:
 
 def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> StepPlan:
     """Raises the CacheError of the first item that is not lawful; changes nothing."""
-    commit_slots = _check_commits(sequences, owner, batch)
-    start_slots = _check_starts(sequences, owner, batch)
+    commits = _check_commits(sequences, owner, batch)
+    commit_slots, start_slots = commits.slots, _check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
-        reserve_slots = _check_in_order(sequences, owner, batch, commit_slots, start_slots)
+        reserve_slots = _check_in_order(sequences, owner, batch, commits)
         return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
-    reserve_slots = _check_reservations(sequences, owner, batch, commit_slots)
+    reserve_slots = _check_reservations(sequences, owner, batch, commits)
     return StepPlan(commit_slots, start_slots, reserve_slots, len(start_slots) > 0)
 
 
@@ -74,11 +84,11 @@ def too_long(field: str, limit: int) -> InvalidField:
     return InvalidField(f"{field}: more than the sequence's {limit} tokens", field=field, limit=limit)
 
 
-def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
+def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> _Commits:
     if not len(batch.commit_ids):
         if len(batch.commit_tokens):
             raise InvalidField("token ids without a commit", field="commit_token_ids")
-        return NO_INT64
+        return _NO_COMMITS
     slots = owner.ids.find(batch.commit_ids, "commit_sequence_ids")
     lens, tokens = batch.commit_lens, batch.commit_tokens
     granted = sequences.num_reserved[slots]
@@ -93,9 +103,9 @@ def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> 
         signs |= np.minimum(granted, num_tokens) - lens
         signs |= sequences.max_tokens[slots] - num_tokens
         if not np.count_nonzero(signs < _ZERO):
-            return slots
+            return _Commits(slots, all_run=True)
     _refuse_commits(sequences, batch, slots, granted)
-    return slots
+    return _Commits(slots, all_run=False)  # as far as is known
 
 
 def has_one_each(batch: StepBatch) -> bool:
@@ -135,14 +145,14 @@ def _refuse_commits(sequences: SequenceTable, batch: StepBatch, slots: Int64Arra
         )
 
 
-def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch, commit_slots: Int64Array) -> Int64Array:
+def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array:
     if not len(batch.reserve_ids):
         return NO_INT64
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
     least, most = batch.reserve_min, batch.reserve_max
     if sequences.num_retaining:
-        _check_fits(sequences, batch, slots, commit_slots)
-    if slots is commit_slots or _are_running(sequences, slots):  # commits name running sequences
+        _check_fits(sequences, batch, slots, commits.slots)
+    if (commits.all_run and slots is commits.slots) or _are_running(sequences, slots):
         signs = least - _ONE
         signs |= least
         signs |= most
@@ -174,12 +184,10 @@ def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> I
     return slots
 
 
-def _check_in_order(
-    sequences: SequenceTable, owner: Owner, batch: StepBatch, commit_slots: Int64Array, start_slots: Int64Array
-) -> Int64Array | None:
+def _check_in_order(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array | None:
     """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
     seen: dict[int, _Seen] = {}
-    committed = dict(zip(batch.commit_ids.tolist(), range(len(commit_slots)), strict=True))
+    committed = dict(zip(batch.commit_ids.tolist(), range(len(commits.slots)), strict=True))
 
     def look(sequence_id: int) -> _Seen:
         if sequence_id not in seen:
@@ -245,7 +253,7 @@ def _check_in_order(
             state = look(sequence_id).state  # refuses what is released
             if state != SequenceState.RUNNING:
                 raise wrong_state(sequence_id, state)
-        return _check_reservations(sequences, owner, batch, commit_slots)
+        return _check_reservations(sequences, owner, batch, commits)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)
     for sequence_id, least, most in zip(

@@ -172,16 +172,25 @@ class StepCore(CreateCalls):
         return slot in woken
 
     def _swap_all(self, owner: Owner, log: StepLog, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
-        """Results of the swap-outs and swap-ins: OK also where nothing is to be done. Without a host tier nothing fits."""
+        """Results of the swap-outs and swap-ins: OK also where nothing is to be done. Without a host tier nothing fits.
+
+        A child whose fork was refused has no slot: there was no room for it, and there is none for its swaps.
+        """
         swapping, states = self.tables.swapping, self.tables.sequences.states
         outs: list[ItemResult] = []
         ins: list[ItemResult] = []
-        for slot in owner.ids.find(batch.swap_out_ids, "swap_out_sequence_ids").tolist():
+        for slot in map(owner.ids.get, batch.swap_out_ids.tolist()):
+            if slot is None:
+                outs.append(ItemResult.NO_ROOM)
+                continue
             done = states[slot] != SequenceState.RUNNING or (swapping is not None and swapping.swap_out(owner, slot))
             outs.append(ItemResult.OK if done else ItemResult.NO_ROOM)
             if swapping is not None:
                 swapping.run_now(owner)
-        for slot in owner.ids.find(batch.swap_in_ids, "swap_in_sequence_ids").tolist():
+        for slot in map(owner.ids.get, batch.swap_in_ids.tolist()):
+            if slot is None:
+                ins.append(ItemResult.NO_ROOM)
+                continue
             done = True
             if swapping is not None and states[slot] == SequenceState.SWAPPED:
                 done = self._swap_in(owner, swapping, slot)
@@ -208,10 +217,10 @@ class StepCore(CreateCalls):
         tables = self.tables
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
-        ended = [other.number for other in self.reclaim.owners]
+        owners = {other.number: other for other in self._owners.values()} if may_wait.any() else {}
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            if waits and (length := computing_len(tables, slot, max_hit, ended)):
+            if waits and (length := computing_len(tables, slot, max_hit, owners)):
                 tables.progress.forget(slot)  # it is not for want of blocks that it waits
                 tables.counters.num_computing_answers += 1
                 log.computing_lens[slot] = length

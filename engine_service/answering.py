@@ -26,8 +26,10 @@ class Answering(Preempting):
         running.num_committed[plan.commit_rows] = plan.commit_lens
         running.num_known[plan.commit_rows] += plan.commit_num_new
         self.room.note_answer(answer)
-        # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them.
-        copied = np.isin(answer.update_block_ids, answer.copy_destinations)
+        # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them: these are
+        # the last, one for each copy that does not just clear its destination.
+        num_adopted = len(answer.update_ids) - np.count_nonzero(answer.copy_sources)
+        copied = np.arange(len(answer.update_ids)) >= num_adopted
         self._update_tables(answer, ~copied)
         swapped_out, not_swapped = self._take_swap_outs(plan, answer)  # whose rows forks and starts may have
         child_rows = self._take_releases_and_forks(plan, answer)

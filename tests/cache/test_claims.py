@@ -7,9 +7,9 @@ from cache_service.errors import InvalidField, OutOfBlocks
 from cache_service.manager import Manager
 from cache_service.progress import PATIENCE_SECONDS, PATIENCE_STEPS, StartNumbers
 from cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult
-from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
+from tests.support.core_pool import ALL, A, B, CorePool
 
-STARTED, COMPUTING, NO_ROOM = StartResult.STARTED, StartResult.COMPUTING, StartResult.NO_ROOM
+STARTED, NO_ROOM = StartResult.STARTED, StartResult.NO_ROOM
 
 
 def test_places_are_service_wide_and_kept_by_who_is_created_again() -> None:
@@ -178,46 +178,3 @@ def test_admission_says_now_only_where_a_start_would_be_granted() -> None:
     pool.step(truncates=[(1, 24)])
     answer = pool.manager.check_admission("", None, 4, 0)
     assert (answer.can_now, answer.can_ever, answer.num_available_blocks) == (False, True, 0)
-
-
-def waiting_start(pool: CorePool, sequence_id: int, *, may_wait: int = 1, max_hit: int = ALL) -> tuple[int, int]:
-    """(result, hit) of a start in session B."""
-    step_id = pool.step_ids[B] = pool.step_ids[B] + 1
-    batch = step_batch(step_id, step_id - 1, starts=[(sequence_id, ALL, max_hit)])
-    reply = pool.manager.step(B, batch._replace(start_may_wait=int32([may_wait])))
-    pool.audit()
-    return int(reply.start_results[0]), int(reply.start_hits[0])
-
-
-@pytest.mark.parametrize(
-    ("granted", "prompt", "length"),
-    [
-        (12, range(12), 8),  # a token is left to compute
-        (12, range(13), 12),
-        (9, range(13), 8),  # as far as the running step goes
-        (3, range(13), 0),
-        (12, [0, 1, 2, 3, 4, 5, 6, 99, 8], 4),
-        (12, [99, *range(1, 12)], 0),
-    ],
-)
-def test_computing_tells_how_long_the_prefix_will_be(granted: int, prompt: list[int], length: int) -> None:
-    pool = CorePool(num_blocks=17)
-    pool.create(1, range(12))
-    pool.step(starts=[(1, granted, ALL)])
-    pool.create(2, list(prompt), session=B)
-    assert waiting_start(pool, 2) == ((COMPUTING, length) if length else (STARTED, 0))
-    if length:
-        assert pool.manager.stats().num_computing_answers == 1
-        pool.step(commits=[(1, granted, [])])
-        assert waiting_start(pool, 2) == (STARTED, length)
-
-
-def test_computing_is_not_told_to_who_may_not_wait_wants_no_hit_or_is_of_another_tenant() -> None:
-    for args in ({"may_wait": 0}, {"max_hit": 0}):
-        pool = CorePool(num_blocks=17)
-        pool.create(1, range(12))
-        pool.step(starts=[(1, 12, ALL)])
-        pool.create(2, range(12), session=B)
-        assert waiting_start(pool, 2, **args)[0] == STARTED
-    pool.create(3, range(12), session=B, tenant="other")
-    assert waiting_start(pool, 3)[0] == STARTED

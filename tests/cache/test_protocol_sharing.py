@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from cache_service.types import BlockState, StartResult
-from tests.support.core_pool import ALL, A, B, CorePool, int32
+from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
+from tests.support.told_tables import ToldTables
 
 # 4. Sharing
 
@@ -91,6 +92,27 @@ def test_4_table_updates_are_those_before_the_step_s_own_releases_and_truncates(
     assert pool.step().update_ids.tolist() == []
 
 
+def test_4_a_told_entry_that_is_cut_again_may_name_the_destination_of_a_copy() -> None:
+    """So what a copy-on-write is, and when an update takes effect, is told by its place in the list and not by its block."""
+    pool = CorePool(num_blocks=6)
+    pool.prefill(9, range(8), session=B)
+    pool.create(1, range(8))
+    pool.step(starts=[(1, ALL, 0)])
+    pool.prefill(2, range(50, 53))
+    known = pool.table(9, session=B)
+    pool.step(B, releases=[9])
+    pool.step(B)
+    told = ToldTables(4)
+    told.tables = {1: pool.table(1), 2: pool.table(2)}
+    items = {"commits": [(1, 8, [])], "forks": [(2, 3, 3)], "truncates": [(1, 4)], "reserves": [(1, 9, 12), (3, 4, 4)]}
+    reply = pool.step(**items)
+    assert reply.update_ids.tolist() == [1, 1, 3]
+    assert reply.update_block_ids.tolist() == [*known, known[1]]
+    assert reply.copy_destinations.tolist() == known[1:], "or it is not the case that is meant"
+    told.apply(step_batch(0, 0, **items), reply)
+    assert told.tables == {sequence_id: pool.table(sequence_id) for sequence_id in (1, 2, 3)}
+
+
 def test_4_three_commits_of_the_same_new_content_in_one_step_share_one_block() -> None:
     pool = CorePool(num_blocks=9)
     for sequence_id in (1, 2, 3):
@@ -159,9 +181,12 @@ def test_4_forgetting_the_index_unindexes_blocks_that_are_held() -> None:
     pool.audit()
     assert pool.matched(range(9)) == []
     assert pool.table(1) == held
-    pool.step(releases=[1])
-    assert {pool.state(block) for block in held} == {BlockState.FREE}
+    pool.step(releases=[1])  # what ran is published anew, as if it had just been committed
+    assert pool.matched(range(9)) == held[:2]
+    assert [pool.state(block) for block in held] == [BlockState.CACHED, BlockState.CACHED, BlockState.FREE]
+    assert pool.manager.clear_prefix_cache() == (2, 2)
     assert pool.manager.clear_prefix_cache() == (0, 0)
+    assert {pool.state(block) for block in held} == {BlockState.FREE}
 
 
 def test_4_after_forgetting_a_sequence_is_published_from_its_first_block_again() -> None:

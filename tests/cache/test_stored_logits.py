@@ -224,3 +224,37 @@ def test_the_least_length_counts_for_full_hits_too() -> None:
     pool = logits_pool(min_prefix_tokens=9)
     stored(pool)
     assert start(pool, PROMPT) == (0, 8, False)
+
+
+@pytest.mark.parametrize("end", ["evict", "clear", "expire"])
+def test_once_nothing_is_stored_the_next_logits_may_have_another_size(end: str) -> None:
+    pool = logits_pool(prefix_ttl=10.0)
+    stored(pool)
+    pool.prefill(3, PROMPT[:4])
+    with pytest.raises(InvalidField) as refused:
+        pool.manager.store_logits(A, 3, 4, logits(1.0, size=5))
+    assert refused.value.metadata["limit"] == "12", "bytes of those that are stored"
+    pool.step(releases=[3])
+    pool.step()
+    if end == "evict":
+        pool.manager.evict_blocks(8)
+    elif end == "clear":
+        pool.manager.clear_prefix_cache()
+    else:
+        pool.manager.now = 10.0
+        pool.manager.tick()
+    assert pool.manager.stats().num_stored_logits == 0
+    pool.prefill(4, PROMPT)
+    pool.manager.store_logits(A, 4, 8, logits(2.0, size=5))
+    assert start(pool, PROMPT) == (8, 8, True)
+    assert pool.manager.read_logits(A, 2) == logits(2.0, size=5)
+    with pytest.raises(InvalidField):
+        pool.manager.store_logits(A, 4, 4, logits(1.0))
+
+
+def test_another_size_in_place_of_the_only_logits_is_refused() -> None:
+    pool = logits_pool()
+    stored(pool, keep=True)
+    with pytest.raises(InvalidField):
+        pool.manager.store_logits(A, 1, 8, logits(1.0, size=2))
+    assert start(pool, PROMPT)[2]

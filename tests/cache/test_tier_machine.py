@@ -46,6 +46,15 @@ class TierMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.engines)
     @rule(data=st.data())
+    def refuse_step(self, data: st.DataObject) -> None:
+        self.world.refuse_step(self.any_of(data), chooser(data))
+
+    @rule()
+    def clear(self) -> None:
+        self.world.clear()
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         self.world.report(self.any_of(data), chooser(data))
 

@@ -162,6 +162,29 @@ def test_a_lost_session_in_the_middle_of_a_search(num_steps: int) -> None:
     check(world)
 
 
+def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
+    """What the model said of it is known: it neither waits nor is computed again, and its search ends as it would have."""
+    world = BeamWorld(num_blocks=40, block_size=2)
+    request = world.submit_search(PROMPT, 8, BeamOptions(3), 3)
+    while len(request.sequences) < 3:
+        world.step()
+    world.step()
+    world.cache.num_refused_forks_to_come = 1
+    while not world.scheduler._resting() or all(q.state is not SequenceState.NEW for q in request.sequences):
+        world.step()
+    resting, lists = world.scheduler._resting(), request.sequences
+    num_taken = world.num_candidates_taken
+    assert world.scheduler.reset(world.limits) == []
+    world.cache.__init__(40, 2, 64)  # type: ignore[misc]
+    world.memory.clear()
+    assert {sequence.state for sequence in resting} == {SequenceState.ENDED}
+    assert world.scheduler.num_waiting == len(lists) - len(resting) > 0
+    while request.sequences is lists:
+        world.step()
+    assert world.num_candidates_taken == num_taken + len(lists) - len(resting), "nobody's candidates were asked for twice"
+    check(world)
+
+
 def test_after_a_lost_session_what_can_never_fit_is_told() -> None:
     world = BeamWorld()
     request = world.submit_search(PROMPT, 8, BeamOptions(4))
@@ -202,6 +225,7 @@ def test_a_cancelled_search_gives_everything_back(num_steps: int) -> None:
     max_running=st.sampled_from([3, 4, 6, 32]),
     max_sequences=st.sampled_from([3, 4, 6, 64]),
     refused_forks=st.integers(0, 3),
+    clears=st.sampled_from([None, None, 1, 2, 3, 7]),  # the cache is, before every so many steps
     kind=st.sampled_from([(NaiveCache, False), (CoreCache, False), (CoreCache, True)]),
 )
 def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
@@ -214,6 +238,7 @@ def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     max_running: int,
     max_sequences: int,
     refused_forks: int,
+    clears: int | None,
     kind: tuple[type[NaiveCache] | type[CoreCache], bool],
 ) -> None:
     longest = max(9, *(len(prompt) + max_new for prompt, max_new, *_ in searches))
@@ -221,6 +246,7 @@ def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     make_cache, overlap = kind
     world = BeamWorld(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running, make_cache, overlap=overlap)
     world.cache.num_refused_forks_to_come = refused_forks
+    world.clears = lambda: clears is not None and world.num_steps % clears == 0
     for place in range(num_plain):
         world.submit(make_request([place % 3] * (place + 1), 1 + place, n=1 + place % 3))
     for prompt, max_new, num_beams, length_penalty, early_stopping, priority, delay, cancel_after in searches:

@@ -13,7 +13,7 @@ NUM_SEEDS = 100
 
 
 def mixed(dice: random.Random) -> BeamWorld:
-    """A world in which transfers fail now and then, and its requests."""
+    """A world in which transfers fail and the cache is cleared now and then, and its requests."""
     world = BeamWorld(
         dice.randint(10, 26),
         dice.randint(1, 4),
@@ -27,6 +27,8 @@ def mixed(dice: random.Random) -> BeamWorld:
     )
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
+    how_often = dice.choice([0, 0, 0.1, 0.5])
+    world.clears = lambda: dice.random() < how_often
     for _ in range(dice.randint(2, 5)):
         for _ in range(dice.choice([0, 0, 1, 3])):
             world.step()
@@ -55,6 +57,7 @@ def test_any_mix_gives_what_each_gives_alone() -> None:
         happened["preempted"] += sum(request.num_preemptions for request in world.searches)
         happened["swapped out"] += world.scheduler.num_swapped_out
         happened["failed"] += world.num_failed
+        happened["cleared"] += world.num_cleared
         happened["cancelled"] += len(world.cancelled)
         world.requests = [request for request in world.requests if request not in world.searches]
         world.check_outputs()

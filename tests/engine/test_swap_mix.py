@@ -18,7 +18,7 @@ NUM_SEEDS = 120
 
 
 def mixed(dice: random.Random) -> World:
-    """A world in which transfers fail now and then, and its requests."""
+    """A world in which transfers fail and the cache is cleared now and then, and its requests."""
     overlap, chunk_size = dice.random() < 0.5, dice.choice([2, 64])
     sizes = (dice.randint(12, 30), dice.randint(1, 4), dice.choice([2, 5, 12, 60]))
     way = dice.choice(list(Preemption))
@@ -26,6 +26,8 @@ def mixed(dice: random.Random) -> World:
     world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
+    how_often = dice.choice([0, 0, 0.1, 0.5])
+    world.clears = lambda: dice.random() < how_often
     if guesses := not overlap and chunk_size == 64:
         world.guess = lambda tokens, index: [dice.randrange(3) for _ in range(dice.randrange(4))]
     for _ in range(dice.randint(2, 7)):
@@ -64,7 +66,8 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         happened["out"] += world.scheduler.num_swapped_out
         happened["failed"] += world.num_failed
         happened["cancelled"] += len(world.cancelled)
-    names = ("out", "in", "recomputed", "failed", "cancelled")
+        happened["cleared"] += world.num_cleared
+    names = ("out", "in", "recomputed", "failed", "cancelled", "cleared")
     assert min(happened[name] for name in names) > 15, happened
 
 
@@ -75,6 +78,8 @@ def test_searches_beside_others_find_what_they_would_alone() -> None:
         sizes = (dice.randint(14, 26), dice.choice([1, 2, 4]))
         tier = {"num_host_blocks": dice.choice([5, 60]), "preemption": Preemption.SWAP}
         world = BeamWorld(*sizes, chunk_size=3, overlap=dice.random() < 0.5, make_cache=CoreCache, **tier)
+        how_often = dice.choice([0, 0, 0.1, 0.5])
+        world.clears = lambda dice=dice, share=how_often: dice.random() < share  # type: ignore[misc]
         for _ in range(4):
             for _ in range(dice.choice([0, 0, 1, 4])):
                 world.step()

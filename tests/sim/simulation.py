@@ -57,6 +57,7 @@ class Counts:
     give_backs: int = 0
     computing: int = 0
     pressure_changes: int = 0
+    clears: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -188,8 +189,9 @@ class Simulation:
             self.counts.refused_steps += refuse_step(self.world, session, self.choose)
         elif event < 53:
             self._late_message(engine)
-        elif event == 53:
+        elif event < 55:
             self.world.clear(session)
+            self.counts.clears += 1
         elif event < 60:
             self.world.pin(session, self.choose)
         elif event < 62:

@@ -28,6 +28,7 @@ class CallsWorld(World):
     def open_for_calls(self) -> SessionId:
         session = self.open(Executor.CACHE)
         self.one_item.append(session)
+        self.naive.sessions[session].is_one_item = True
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:

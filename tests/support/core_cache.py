@@ -90,6 +90,11 @@ class CoreCache:
         """The last step's device work has ended, and no other step follows for now."""
         self.manager.complete(self.session, self._step_id)
 
+    def clear(self) -> None:
+        """As an operator does: all that is cached is forgotten."""
+        self.manager.clear_prefix_cache()
+        self._audit()
+
     def close(self) -> None:
         """The session ends, with nothing that still writes."""
         self.manager.close_session(self.session, may_still_write=False)

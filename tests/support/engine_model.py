@@ -137,7 +137,10 @@ class EngineModel:
         may_wait = [choose(2) for _ in starts] if choose(2) else []
         running = [q for q in self.sequences.values() if q.running]
         reserves = [self._reserve(choose, q) for q in running if choose(4)]
-        if len(reserves) > 1 and choose(3) == 2:
+        if commits and choose(4) == 3:  # the very list of the commits, as engines that decode send it
+            still = {q.sequence_id: q for q in running}
+            reserves = [self._reserve(choose, still[item[0]]) for item in commits if item[0] in still]
+        elif len(reserves) > 1 and choose(3) == 2:
             reserves.append(reserves.pop(0))
         batch = StepBatch(
             step_id=self.step_id,

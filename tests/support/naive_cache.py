@@ -67,6 +67,8 @@ class NaiveSequence:
     priority: int = 0
     start_number: int = 0
     claim: Any = None  # see naive_progress
+    num_waits: int = 0  # answers COMPUTING since it could last hit more than before
+    longest_hit: int = 0  # that it could have had when it asked
 
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
@@ -80,6 +82,7 @@ class NaiveSession:
     number: int = 0  # in the order of opening
     step_id: int = 0
     completed: int = 0
+    is_one_item: bool = False
     updates: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, table index, block; not told yet
 
 

@@ -132,6 +132,12 @@ class NaiveKeeping(NaiveCache):
         self.pending.clear()
         for q in self.sequences.values():
             q.published = 0
+        for session in self.sessions if self.config.prefix_caching else ():
+            self.clock += 1  # each session's are noted in one go
+            for q in sorted(self.of(session), key=lambda q: q.sequence_id):
+                if q.running:
+                    self.pending.append(q)
+                    q.pending_since = self.clock
         self.settle()
         return num_cached, num_entries
 

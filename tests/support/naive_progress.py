@@ -12,6 +12,7 @@ from tests.support.naive_cache import NaiveSequence
 from tests.support.naive_keeping import NaiveKeeping
 
 PATIENCE_STEPS, PATIENCE_SECONDS = 4, 10.0
+MOST_WAITS = 64
 
 
 @dataclass
@@ -77,13 +78,33 @@ class NaiveProgress(NaiveKeeping):
         size = self.block_size
         most = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
         best = len(self.hit(q, most)) * size
+        if best >= most:
+            return 0
+        if best > q.longest_hit:
+            q.longest_hit, q.num_waits = best, 0
+        if q.num_waits == MOST_WAITS:
+            return 0
         found = 0
         for other in self.sequences.values():
             if other.running and other.tenant == q.tenant:
-                known = other.tokens[: min(other.reserved, most, self.num_shareable(other) * size)]
+                known = other.tokens[: min(self.to_come(other), most, self.num_shareable(other) * size)]
                 same = next((i for i, (a, b) in enumerate(zip(known, q.tokens, strict=False)) if a != b), len(known))
                 found = max(found, same // size * size)
-        return found if found > best and found >= self.config.min_prefix_tokens else 0
+        if found <= best or found < self.config.min_prefix_tokens:
+            return 0
+        q.num_waits += 1
+        return found
+
+    def to_come(self, q: NaiveSequence) -> int:
+        """Tokens of a running sequence that it has yet to publish, as far as anybody can tell, with those before them.
+
+        By the second step after the one that granted them, what a step computes is committed, or it was not computed.
+        """
+        session, granted = self.sessions[q.session], min(len(q.tokens), q.reserved)
+        is_under_way = session.is_one_item or session.step_id < max(q.granted_at) + 2
+        if granted > q.committed:
+            return granted if is_under_way else 0
+        return granted if q in self.pending else 0
 
     def observe(self) -> None:
         """Pressure after a change: entered at a ratio, left 0.05 below it."""

@@ -108,6 +108,9 @@ class NaiveCache:
             del self.index[key]
         return self.free_blocks()[:count]
 
+    def clear(self) -> None:
+        self.index.clear()
+
     def step(self, plan: Plan) -> FakeAnswer:
         answer = FakeAnswer()
         ids = (plan.commit_ids, plan.release_ids, plan.start_ids, plan.reserve_ids, plan.fork_children)

@@ -85,8 +85,9 @@ class World:
         self._overlap = overlap
         self._in_flight: tuple[Work, Any] | None = None
         self.fails: Callable[[int, int], bool] = lambda order_id, kind: False  # whether a transfer order does
+        self.clears: Callable[[], bool] = lambda: False  # whether somebody clears the prefix cache before a step
         self.host: dict[int, tuple[int, ...]] = {}
-        self.num_moved = self.num_failed = 0
+        self.num_moved = self.num_failed = self.num_cleared = 0
         host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limit = (num_blocks - 1) * block_size
@@ -156,6 +157,9 @@ class World:
         self.num_steps += 1
         self.now += STEP_S
         self.create_all()
+        if self.clears():
+            self.cache.clear()
+            self.num_cleared += 1
         plan = self.scheduler.schedule(self.now, self._guesses())
         if self._overlap:
             self.cache.has_step_in_flight = self._in_flight is not None

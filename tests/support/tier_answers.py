@@ -54,28 +54,36 @@ class TierAnswers:
         else:
             step.copies = copies
         for (parent_id, child_id, num_tokens), result in zip(items.forks, reply.fork_results.tolist(), strict=True):
+            self.counts.forks += result == ItemResult.OK
+            self.counts.refused_forks += result == ItemResult.NO_ROOM
             if result == ItemResult.OK:
                 parent = engine.sequences[parent_id]
                 tokens = parent.tokens[:num_tokens]
                 child = TierSequence(child_id, parent.tenant, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
                 child.committed = child.reserved = child.computed = num_tokens
+                child.retention = parent.retention
                 engine.sequences[child_id] = child
         for sequence_id, num_tokens in items.truncates:
-            q = engine.sequences[sequence_id]
+            q = engine.sequences.get(sequence_id)
+            if q is None:  # here and below: the child of a refused fork
+                self.counts.refused_children += 1
+                continue
             del q.tokens[max(num_tokens, 0) :]
             q.num_known = min(q.num_known, num_tokens)
             q.committed, q.computed = min(q.committed, num_tokens), min(q.computed, num_tokens)
             q.reserved = min(q.reserved, num_tokens)
             q.written = [(at, min(length, num_tokens)) for at, length in q.written]
         for sequence_id in items.releases:
-            del engine.sequences[sequence_id]
+            self.counts.refused_children += engine.sequences.pop(sequence_id, None) is None
         self._apply_swaps(engine, items, before, reply)
         self._apply_starts(engine, items, reply)
         late_starts = self._apply_ready(engine, before, reply)
-        for sequence_id, least, most in items.reserves:
-            q = engine.sequences[sequence_id]
-            granted = int(reply.reserve_reserved[[item[0] for item in items.reserves].index(sequence_id)])
-            if granted >= least:
+        for (sequence_id, least, most), granted in zip(items.reserves, reply.reserve_reserved.tolist(), strict=True):
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert granted == 0
+                self.counts.refused_children += 1
+            elif granted >= least:
                 assert granted <= max(most, q.reserved)
                 q.reserved = granted
         for q in engine.sequences.values():
@@ -87,11 +95,7 @@ class TierAnswers:
         writing = [item[0] for item in items.reserves] + [item[0] for item in items.starts] + reply.ready_ids.tolist()
         for sequence_id in dict.fromkeys(writing):
             q = engine.sequences.get(sequence_id)
-            if (
-                q is not None
-                and q.state is SequenceState.RUNNING
-                and (sequence_id not in before or self._may_write(q, items, reply, late_starts))
-            ):
+            if q is not None and q.state is SequenceState.RUNNING and self._may_write(q, items, reply, late_starts):
                 self._write(engine, q, step, choose)
         if runs_now:
             self.memory.run(step)
@@ -126,20 +130,27 @@ class TierAnswers:
 
     def _apply_swaps(self, engine: TierEngine, items: TierItems, before: dict[int, SequenceState], reply: StepReply) -> None:
         ready = set(reply.ready_ids.tolist())
+        self.counts.both_swaps += len({*items.outs} & {*items.ins})
         for sequence_id, result in zip(items.outs, reply.swap_out_results.tolist(), strict=True):
-            q = engine.sequences[sequence_id]
-            if result == ItemResult.OK:
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert result == ItemResult.NO_ROOM
+                self.counts.refused_children += 1
+            elif result == ItemResult.OK:
                 q.state = SequenceState.SWAPPED
-                self.counts.swap_outs += before[sequence_id] is SequenceState.RUNNING
+                self.counts.swap_outs += before.get(sequence_id) is not SequenceState.SWAPPED
             else:
                 self.counts.refused_outs += 1
                 q.state = SequenceState.RUNNING  # where it was swapped, that had failed
         for sequence_id, result in zip(items.ins, reply.swap_in_results.tolist(), strict=True):
-            q = engine.sequences[sequence_id]
-            if result == ItemResult.NO_ROOM:
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert result == ItemResult.NO_ROOM
+                self.counts.refused_children += 1
+            elif result == ItemResult.NO_ROOM:
                 self.counts.refused_ins += 1
                 q.state = SequenceState.SWAPPED
-            elif sequence_id not in ready and before[sequence_id] is not SequenceState.RUNNING:
+            elif sequence_id not in ready and q.state is not SequenceState.RUNNING:
                 q.state = SequenceState.LOADING
         for q in engine.sequences.values():
             # The load of a swap-in failed, and nobody is told but who asks again.
@@ -179,10 +190,10 @@ class TierAnswers:
                 late_starts.add(q.id)
                 self._check_hit(q, table, hit)
             else:
-                self.counts.swap_ins += before[sequence_id] is SequenceState.LOADING
-                self.counts.back_on_device += before[sequence_id] is SequenceState.SWAPPED
+                self.counts.swap_ins += before.get(sequence_id) is SequenceState.LOADING
+                self.counts.back_on_device += before.get(sequence_id) is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
-                if before[sequence_id] is SequenceState.LOADING:
+                if before.get(sequence_id) is SequenceState.LOADING:
                     spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
                     assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
         return late_starts

@@ -29,7 +29,7 @@ class TierSimulation:
             eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "clock"]),
             num_host_blocks=rng.choice([2, 5, 9, 17, 33]),
         )
-        faults = rng.choice([2, 6, 30, sys.maxsize // 8])
+        faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
         self.world = TierWorld(config, alphabet=rng.choice([1, 1, 2]), num_tenants=rng.choice([1, 2]), faults=faults)
 
     def choose(self, count: int) -> int:
@@ -56,9 +56,11 @@ class TierSimulation:
         elif event < 68:
             world.narrow(session, self.choose)
         elif event == 68:
-            world.manager.clear_prefix_cache()
+            world.clear()
         elif event < 76:
             world.evict(session, self.choose(world.config.num_blocks))
+        elif event < 82:
+            world.refuse_step(session, self.choose)
         else:
             world.step(session, self.choose)
         world.audit()

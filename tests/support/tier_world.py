@@ -7,21 +7,26 @@ or a long run.
 
 import numpy as np
 
+from cache_service.errors import WrongState
 from cache_service.types import (
+    BlockId,
     Executor,
+    Int64Array,
     PoolConfig,
     Retention,
     SequenceArgs,
     SequenceId,
     SequenceState,
     SessionId,
+    StepBatch,
     StepReply,
 )
 from tests.support.core_pool import step_batch
 from tests.support.engine_model import Choose
 from tests.support.tier_answers import TierAnswers
-from tests.support.tier_engine import TierEngine, TierSequence
+from tests.support.tier_engine import TierEngine, TierItems, TierSequence
 from tests.support.tier_memory import TierOrder
+from tests.support.told_tables import ToldTables
 
 TENANTS = ("", "other")
 
@@ -43,7 +48,7 @@ class TierWorld(TierAnswers):
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
         self.manager.open_session(session, executor)
-        self.engines[session] = TierEngine(session, executor)
+        self.engines[session] = TierEngine(session, executor, ToldTables(self.config.block_size))
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -107,14 +112,57 @@ class TierWorld(TierAnswers):
         """Draws a step, sends it, checks the answer and issues its device work."""
         engine = self.engines[session]
         step_id = engine.step_id + 1
-        least = step_id - 1 if engine.executor is Executor.CACHE else max(engine.completed, step_id - 2, 0)
-        self._complete(engine, least + choose(step_id - least))
+        self._complete_some(engine, choose)
+        commits = engine.commits(choose, self.counts)
         items = engine.items(choose, self.config.block_size)
-        done, failed = engine.reports(choose, self.counts)
-        batch = step_batch(
-            step_id,
+        items.commits = commits
+        batch = self._batch(engine, items, *engine.reports(choose, self.counts))
+        before = {q.id: q.state for q in engine.sequences.values()}
+        reply = self.manager.step(session, batch)
+        engine.step_id = step_id
+        self.counts.steps += 1
+        self.apply(engine, items, before, reply, choose)
+        engine.told.apply(batch, reply)
+        tables = {q.id: q.table for q in engine.sequences.values() if q.state is SequenceState.RUNNING}
+        assert engine.told.tables == tables, "tables as they are told"
+        if choose(2):
+            self.manager.publish_pending(1 + choose(4))
+        return reply
+
+    def refuse_step(self, session: SessionId, choose: Choose) -> None:
+        """Sends one wrong step, if there is one: it is refused and changes nothing."""
+        engine = self.engines[session]
+        self._complete_some(engine, choose)
+        items = engine.wrong_items(choose)
+        if items is None:
+            return
+        none = np.array([], np.int64)
+        before = self._snapshot()
+        try:
+            self.manager.step(session, self._batch(engine, items, none, none))
+        except WrongState:
+            self.counts.refused_steps += 1
+        else:
+            raise AssertionError(f"not refused: {items}")
+        assert self._snapshot() == before, "a refused step leaves no trace"
+
+    def clear(self) -> None:
+        self.manager.clear_prefix_cache()
+        self.counts.clears += 1
+
+    def _snapshot(self) -> tuple[object, ...]:
+        """All that a client can see."""
+        ids = [(engine.session, q) for engine in self.engines.values() for q in engine.sequences]
+        views = [self.manager.view(session, SequenceId(q)) for session, q in ids]
+        shown = [repr(view) for view in views]
+        return shown, self.manager.stats(), [self.manager.block_state(BlockId(b)) for b in range(self.config.num_blocks)]
+
+    def _batch(self, engine: TierEngine, items: TierItems, done: Int64Array, failed: Int64Array) -> StepBatch:
+        """The engine's next step."""
+        return step_batch(
+            engine.step_id + 1,
             engine.completed,
-            commits=engine.commits(choose, self.counts),
+            commits=items.commits,
             forks=items.forks,
             truncates=items.truncates,
             releases=items.releases,
@@ -126,14 +174,12 @@ class TierWorld(TierAnswers):
             swap_out_ids=np.array(items.outs, np.int64),
             swap_in_ids=np.array(items.ins, np.int64),
         )
-        before = {q.id: q.state for q in engine.sequences.values()}
-        reply = self.manager.step(session, batch)
-        engine.step_id = step_id
-        self.counts.steps += 1
-        self.apply(engine, items, before, reply, choose)
-        if choose(2):
-            self.manager.publish_pending(1 + choose(4))
-        return reply
+
+    def _complete_some(self, engine: TierEngine, choose: Choose) -> None:
+        """As much as the next step has to say, or more."""
+        step_id = engine.step_id + 1
+        least = step_id - 1 if engine.executor is Executor.CACHE else max(engine.completed, step_id - 2, 0)
+        self._complete(engine, least + choose(step_id - least))
 
     def report(self, session: SessionId, choose: Choose) -> None:
         """A renewal: orders and steps are reported without a step."""

@@ -31,6 +31,7 @@ from tests.support.engine_model import Choose, EngineModel, EngineSequence, Step
 from tests.support.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.naive_steps import NaiveSteps
 from tests.support.shadow_memory import Contents, DeviceStep, Read
+from tests.support.told_tables import ToldTables
 
 TENANTS = ("", "other")
 
@@ -49,7 +50,7 @@ class World:
         self.engines: dict[SessionId, EngineModel] = {}
         self.pin_ids: list[str] = []  # all that were ever given
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
-        self._told: dict[SessionId, dict[int, list[int]]] = {}  # tables as the session's last reply left them
+        self._told: dict[SessionId, ToldTables] = {}
 
     # Sessions
 
@@ -57,6 +58,7 @@ class World:
         session = self.driver.open_session(executor)
         self.naive.open_session(session, executor)
         self.engines[session] = EngineModel(executor, self.config.block_size, self.config.num_usable_blocks, self.alphabet)
+        self._told[session] = ToldTables(self.config.block_size)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -163,7 +165,9 @@ class World:
             self.memory.copy(copies)
             copies = []
         self.memory.issue(session, DeviceStep(plan.batch.step_id, copies))
-        self._told[session] = {q.sequence_id: list(q.table) for q in self.naive.of(session)}
+        told = self._told[session]
+        told.apply(plan.batch, reply)
+        expect({q.sequence_id: q.table for q in self.naive.of(session) if q.running}, told.tables, "tables as they are told")
 
     def delivered(self, session: SessionId, plan: StepPlan, reply: StepReply, choose: Choose) -> None:
         """The reply has reached the engine, which issues its device work."""
@@ -279,13 +283,14 @@ class World:
         q, size = ours[choose(len(ours))], self.config.block_size
         num_tokens = choose(len(q.tokens) // size + 1) * size
         key, num_blocks = (q.tenant, tuple(q.tokens[:num_tokens])), num_tokens // size
-        logits = logits_of(*key)
+        sizes = {len(stored) for stored in self.naive.logits.values()}
+        logits = logits_of(*key, num_logits=2 if choose(3) else 1 + choose(3))
         send = lambda: self.driver.store_logits(session, q.sequence_id, num_tokens, logits)  # noqa: E731
         if not 0 < num_tokens <= q.committed:
             self.refused("INVALID_FIELD", send)
         elif num_blocks > q.published or not q.table[num_blocks - 1] or not self.config.logits_memory:
             self.refused("WRONG_STATE", send)
-        elif self.config.logits_memory < len(logits):
+        elif self.config.logits_memory < len(logits) or (sizes and {len(logits)} != sizes):
             self.refused("INVALID_FIELD", send)
         else:
             send()
@@ -294,7 +299,10 @@ class World:
     def read_logits(self, session: SessionId, q: NaiveSequence) -> None:
         """What was promised is what belongs to the prompt; of the others there is none."""
         if (session, q.sequence_id) in self.naive.promised:
-            expect(self.driver.read_logits(session, q.sequence_id), logits_of(q.tenant, tuple(q.tokens[: q.hit])), "logits")
+            found = self.driver.read_logits(session, q.sequence_id)
+            wanted = logits_of(q.tenant, tuple(q.tokens[: q.hit]), num_logits=len(found) // 4)
+            expect(found, wanted, "logits")
+            expect(found, self.naive.promised[session, q.sequence_id][1], "logits, of the size that was stored")
         else:
             self.refused("UNKNOWN_LOGITS", lambda: self.driver.read_logits(session, q.sequence_id))
 
@@ -392,14 +400,14 @@ class World:
         """One sequence's part of the forward pass: attend to what is computed, write the rest."""
         q.reserved = max(q.reserved, granted)
         first, last = self.engines[session].compute(choose, q, granted)
-        table = self._told[session][q.sequence_id]
+        table = list(self._told[session].tables[q.sequence_id])
         contents = self.contents.spell(q.tenant, q.tokens[:last])
         label = f"R6 step {device.step_id} of sequence {q.sequence_id}"
         device.reads.append(Read(label, table, contents[:first], unread(q.retention, first)))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]
 
 
-def logits_of(tenant: str, tokens: tuple[int, ...]) -> bytes:
-    """Two numbers that are those of no other prefix."""
+def logits_of(tenant: str, tokens: tuple[int, ...], num_logits: int) -> bytes:
+    """Numbers, 1 to 3 of them, that are those of no other prefix."""
     digest = zlib.crc32(repr((tenant, tokens)).encode())
-    return np.array([digest & 0xFFFF, digest >> 16], np.float32).tobytes()
+    return np.array([digest & 0xFFFF, digest >> 16, digest & 0xFF], np.float32)[:num_logits].tobytes()
