@@ -128,7 +128,9 @@ class PoolCore:
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
-        blocks = np.concatenate([NO_INT32, *(self._writable_blocks(slot) for slot in slots.tolist())])
+        # A copy in flight fills its block also where a commit for the step before has covered it.
+        blocks = np.concatenate([owner.filling_blocks(), *(self._writable_blocks(slot) for slot in slots.tolist())])
+        owner.end_copies(pool)
         if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
             self.tables.distrust(np.concatenate([blocks, fences]))
         if may_still_write:

@@ -51,8 +51,6 @@ class SequenceTable:
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
-        # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
-        self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
         # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be
         # shared, because attention was whole up to there and no hole is among them.
         self.num_sink: Int64Array = np.zeros(slots, np.int64)
@@ -65,7 +63,7 @@ class SequenceTable:
         self._tokens: Int32Array = _untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
             *(self.num_sink, self.num_window, self.hole_ends),
         )
         self._free_slots = list(range(slots - 1, -1, -1))

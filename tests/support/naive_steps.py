@@ -55,6 +55,7 @@ class NaiveSteps(NaiveProgress):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
+        writable |= {block for block, (copies_it, _) in self.filling.items() if copies_it == session}
         if self.sessions[session].executor is Executor.ENGINE:  # clears that it was ordered may not have run (R8)
             self.tenants.update(dict.fromkeys(writable))
         writable -= set(self.index.values())  # nothing writes an indexed block (R5)
@@ -202,7 +203,6 @@ class NaiveSteps(NaiveProgress):
         child.hit = parent.hit
         child.priority, child.start_number = parent.priority, parent.start_number
         child.table = parent.table[: self.num_blocks(length)]
-        child.copied_at = parent.copied_at
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
@@ -375,7 +375,7 @@ class NaiveSteps(NaiveProgress):
             self.foreign = [block for block in self.foreign if block not in copied]
             self.let_go(q.session, q.table[copied_idx], still_used=True)
             q.table[copied_idx] = copied[0]
-            q.copied_at = self.sessions[q.session].step_id
+            self.filling[copied[0]] = q.session, self.sessions[q.session].step_id
             self.num_copies += 1
             self.settle()
         self.grant(new_blocks, q.tenant, name)
