@@ -156,6 +156,16 @@ class PoolCore:
         self._note_change()
         return is_left
 
+    def end_some_transfers(self, max_orders: int) -> bool:
+        """Goes on with long reports of orders that have ended, about so many of them. Whether any are left."""
+        swapping = self.tables.swapping
+        if swapping is None or not swapping.mover.transfers.has_reported:
+            return False
+        self.revision += 1
+        is_left = swapping.end_some(max_orders)
+        self._note_change()
+        return is_left
+
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
         if self.tables.swapping is not None:
