@@ -130,7 +130,8 @@ class TierAnswers:
             q = engine.sequences[sequence_id]
             if result == ItemResult.OK:
                 q.state = SequenceState.SWAPPED
-                self.counts.swap_outs += before[sequence_id] is SequenceState.RUNNING
+                self.counts.swap_outs += before.get(sequence_id, SequenceState.RUNNING) is SequenceState.RUNNING
+                self.counts.moved_children += sequence_id not in before
             else:
                 self.counts.refused_outs += 1
                 q.state = SequenceState.RUNNING  # where it was swapped, that had failed
@@ -139,7 +140,7 @@ class TierAnswers:
             if result == ItemResult.NO_ROOM:
                 self.counts.refused_ins += 1
                 q.state = SequenceState.SWAPPED
-            elif sequence_id not in ready and before[sequence_id] is not SequenceState.RUNNING:
+            elif sequence_id not in ready and q.state is not SequenceState.RUNNING:
                 q.state = SequenceState.LOADING
         for q in engine.sequences.values():
             # The load of a swap-in failed, and nobody is told but who asks again.
@@ -167,7 +168,7 @@ class TierAnswers:
         late_starts: set[int] = set()
         first = 0
         for row, sequence_id in enumerate(reply.ready_ids.tolist()):
-            q = engine.sequences[sequence_id]
+            q, state = engine.sequences[sequence_id], before.get(sequence_id, SequenceState.SWAPPED)
             table = reply.ready_block_ids[first : first + reply.ready_num_blocks[row]].tolist()
             first += int(reply.ready_num_blocks[row])
             hit, reserved = int(reply.ready_hits[row]), int(reply.ready_reserved[row])
@@ -179,10 +180,10 @@ class TierAnswers:
                 late_starts.add(q.id)
                 self._check_hit(q, table, hit)
             else:
-                self.counts.swap_ins += before[sequence_id] is SequenceState.LOADING
-                self.counts.back_on_device += before[sequence_id] is SequenceState.SWAPPED
+                self.counts.swap_ins += state is SequenceState.LOADING
+                self.counts.back_on_device += state is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
-                if before[sequence_id] is SequenceState.LOADING:
+                if state is SequenceState.LOADING:
                     spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
                     assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
         return late_starts

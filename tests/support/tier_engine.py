@@ -1,7 +1,7 @@
 """An engine on a pool with a host tier: what it knows of its sequences, what it sends in a step, and what it reports.
 
-It sends at most one item for each sequence, all of them lawful. Orders are reported late, twice, as failed or never;
-`TierCounts` says how often each thing happened.
+It sends at most one item for each sequence, but for those that it forks, all of them lawful. Orders are reported late, twice,
+as failed or never; `TierCounts` says how often each thing happened.
 """
 
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ class TierCounts:
     back_in_host: int = 0
     late_commits: int = 0
     narrowed: int = 0
+    moved_children: int = 0
     dropped: int = 0
     moved: int = 0
 
@@ -89,12 +90,15 @@ class TierEngine:
     sequences: dict[int, TierSequence] = field(default_factory=dict)
     orders: list[TierOrder] = field(default_factory=list)
     next_id: int = 1
+    forks_much: bool = False
 
-    def items(self, choose: Choose, block_size: int) -> TierItems:
-        """At most one item for each sequence."""
+    def items(self, choose: Choose, block_size: int, num_free: int) -> TierItems:
+        """At most one item for each sequence, but what is forked may go on, or move, at once. num_free: sequences that fit."""
         items = TierItems()
         for q in self.sequences.values():
             turn = choose(12)
+            if self.forks_much and q.state is SequenceState.RUNNING:
+                turn = (0, 9, 9, 5, 5, turn)[choose(6)]
             if turn == 0 or (turn == 11 and q.state is SequenceState.RUNNING):
                 items.releases.append(q.id)
             elif q.state is SequenceState.WAITING and turn < 9:
@@ -112,8 +116,7 @@ class TierEngine:
                 elif turn == 8:
                     items.truncates.append((q.id, 1 + choose(q.num_known)))
                 elif turn == 9 and q.committed:
-                    items.forks.append((q.id, self.next_id, 1 + choose(q.committed)))
-                    self.next_id += 1
+                    self._fork(choose, q, items, is_sure=len(items.forks) < num_free)
                 elif turn == 10:
                     items.ins.append(q.id)  # it is there: nothing changes
             elif q.state in (SequenceState.SWAPPED, SequenceState.LOADING):
@@ -122,6 +125,22 @@ class TierEngine:
                 elif turn == 3 and q.state is SequenceState.SWAPPED:
                     items.outs.append(q.id)
         return items
+
+    def _fork(self, choose: Choose, parent: TierSequence, items: TierItems, *, is_sure: bool) -> None:
+        """Its parent may grow in the same step, or end; a child that is sure to be made may be moved."""
+        num_tokens = parent.committed if choose(4) else 1 + choose(parent.committed)
+        items.forks.append((parent.id, self.next_id, num_tokens))
+        turn = choose(6)
+        if turn < 4 and parent.computed < parent.max_tokens:
+            least = parent.computed + 1
+            items.reserves.append((parent.id, least, least))
+        elif turn == 4:
+            items.releases.append(parent.id)
+        if is_sure and choose(3):
+            items.outs.append(self.next_id)
+            if choose(4):
+                items.ins.append(self.next_id)
+        self.next_id += 1
 
     def commits(self, choose: Choose, counts: TierCounts) -> list[tuple[int, int, list[int]]]:
         """What has been written by completed steps, also of sequences that were swapped out since."""

@@ -29,11 +29,19 @@ TENANTS = ("", "other")
 class TierWorld(TierAnswers):
     """See the module."""
 
-    def __init__(self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8) -> None:
-        """faults: one order in so many fails, and one in four times as many is never reported."""
+    def __init__(
+        self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8, at_once: int = 10**9
+    ) -> None:
+        """faults: one order in so many fails, and one in four times as many is never reported.
+
+        at_once: orders of a report that are ended with it; the others when their turn comes.
+        """
         super().__init__(config, alphabet, faults)
+        if self.manager.tables.swapping is not None:
+            self.manager.tables.swapping.at_once = at_once
         self.engines: dict[SessionId, TierEngine] = {}
         self.ended: list[SessionId] = []
+        self.forks_much = False  # engines of sessions to come
         self.tenants = TENANTS[:num_tenants]
         self._num_opened = 0
 
@@ -43,7 +51,7 @@ class TierWorld(TierAnswers):
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
         self.manager.open_session(session, executor)
-        self.engines[session] = TierEngine(session, executor)
+        self.engines[session] = TierEngine(session, executor, forks_much=self.forks_much)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -109,7 +117,8 @@ class TierWorld(TierAnswers):
         step_id = engine.step_id + 1
         least = step_id - 1 if engine.executor is Executor.CACHE else max(engine.completed, step_id - 2, 0)
         self._complete(engine, least + choose(step_id - least))
-        items = engine.items(choose, self.config.block_size)
+        num_free = self.config.max_sequences - sum(len(other.sequences) for other in self.engines.values())
+        items = engine.items(choose, self.config.block_size, num_free)
         done, failed = engine.reports(choose, self.counts)
         batch = step_batch(
             step_id,
@@ -133,6 +142,7 @@ class TierWorld(TierAnswers):
         self.apply(engine, items, before, reply, choose)
         if choose(2):
             self.manager.publish_pending(1 + choose(4))
+            self.manager.end_some_transfers(1 + choose(4))
         return reply
 
     def report(self, session: SessionId, choose: Choose) -> None:
