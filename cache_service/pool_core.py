@@ -128,11 +128,12 @@ class PoolCore:
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
-        # A copy in flight fills its block also where a commit for the step before has covered it.
-        blocks = np.concatenate([owner.filling_blocks(), *(self._writable_blocks(slot) for slot in slots.tolist())])
+        # A copy in flight fills its block also where a commit for the step before has covered it, or where it was dropped.
+        filling = owner.filling_blocks()
+        blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots.tolist())])
         owner.end_copies(pool)
         if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
-            self.tables.distrust(np.concatenate([blocks, fences]))
+            self.tables.distrust(filling)
         if may_still_write:
             # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
             blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]

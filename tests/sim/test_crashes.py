@@ -63,5 +63,5 @@ def test_what_an_engine_writes_after_its_end_is_nobodys() -> None:
         sums.add(counts)
         num_written, num_unknown = num_written + numbers[0], num_unknown + numbers[1]
     # The run counts only if what it is about has happened.
-    assert min(sums.moved_children, num_unknown, num_written) > 100, (sums, num_unknown, num_written)
-    assert sums.deaths > 5
+    assert min(sums.moved_children, num_unknown) > 40, (sums, num_unknown)
+    assert min(num_written, 50 * sums.deaths) > 400, (num_written, sums)

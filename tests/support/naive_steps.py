@@ -55,9 +55,9 @@ class NaiveSteps(NaiveProgress):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
-        writable |= {block for block, (copies_it, _) in self.filling.items() if copies_it == session}
+        writable |= {block for block, (fills, _) in self.filling.items() if fills == session}
         if self.sessions[session].executor is Executor.ENGINE:  # clears that it was ordered may not have run (R8)
-            self.tenants.update(dict.fromkeys(writable))
+            self.tenants.update({block: None for block, (fills, _) in self.filling.items() if fills == session})
         writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:
@@ -309,6 +309,7 @@ class NaiveSteps(NaiveProgress):
             require(0 <= block_item < len(batch.reserve_ids), "new blocks for no reservation")
         require(reply.new_block_item_idx.tolist() == sorted(reply.new_block_item_idx.tolist()), "new blocks out of order")
         copies = iter(self.split_copies(reply.copy_sources.tolist(), reply.copy_destinations.tolist()))
+        self.filling.update(dict.fromkeys(self.cleared, (session, batch.step_id)))
         columns = (batch.reserve_ids, batch.reserve_min, batch.reserve_max, reply.reserve_reserved)
         blocked = False
         for item, (sequence_id, least, most, answer) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
