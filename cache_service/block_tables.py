@@ -216,7 +216,6 @@ class BlockTables(Starting):
         copies = self.pool.allocate(len(due))
         self.last_roots[copies] = seqs.roots[slot]
         seqs.tables[slot, due] = copies
-        seqs.last_copy_step[slot] = owner.step_id
         log.copy_sources.extend(sources.tolist())
         log.copy_destinations.extend(copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):

@@ -71,11 +71,27 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
     if (pool.indexed != (tables.index.node_of_block > 0)).any():
         wrong.append("pool and index disagree on what is indexed")
+    wrong.extend(_check_copies(pool, owners))
     wrong.extend(check_orders(pool))
     if pool.num_fenced + pool.num_quarantined + pool.num_in_transfer != np.count_nonzero(
         (pool.ref_counts == 0) & ((pool.fence_counts | pool.busy_counts) > 0)
     ):
         wrong.append("the numbers of fenced, quarantined and moving blocks are wrong")
+    return wrong
+
+
+def _check_copies(pool: BlockPool, owners: list[Owner]) -> list[str]:
+    """What a copy in flight fills is held until it has run, and shared by nobody."""
+    filling = np.zeros(pool.num_blocks, np.bool_)
+    for owner in owners:
+        filling[owner.filling_blocks()] = True
+    wrong: list[str] = []
+    if (filling != pool.is_filling).any():
+        wrong.append("the blocks that copies fill are not those of the copies in flight")
+    for block in np.flatnonzero(filling & ((pool.ref_counts | pool.fence_counts) == 0)).tolist():
+        wrong.append(f"block {block} could be reused while a copy fills it")
+    for block in np.flatnonzero(filling & pool.indexed).tolist():
+        wrong.append(f"block {block} is shared while a copy fills it")
     return wrong
 
 

@@ -12,7 +12,7 @@ from cache_service.errors import InvalidField
 from cache_service.registry import Pool
 from cache_service.retention import check_readable
 from cache_service.step import wrong_state
-from cache_service.types import Int32Array, SequenceId, SequenceState, SequenceView, SessionId
+from cache_service.types import Int32Array, Readable, SequenceId, SequenceState, SessionId
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1
@@ -28,12 +28,22 @@ def chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[
         yield first, min(per_chunk, first_token_idx + num_tokens - first)
 
 
-def read(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
-    """K and V, [num_tokens, token_bytes] each. Raises InvalidField for tokens that are not committed, or not retained."""
-    check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> None:
+    """Raises InvalidField for tokens that are not committed, not there yet, or not retained."""
+    view, arrived = readable
     if first_token_idx < 0 or num_tokens < 0 or first_token_idx + num_tokens > view.num_committed_tokens:
         raise InvalidField("only committed tokens are read", field="first_token_idx", limit=view.num_committed_tokens)
+    if max(first_token_idx, first_token_idx + num_tokens) > arrived:
+        text = f"tokens from {arrived} on may still be on the way: read them when the last step is reported as completed"
+        raise InvalidField(text, field="first_token_idx", limit=arrived)
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
+
+
+def read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
+    """K and V, [num_tokens, token_bytes] each. Raises InvalidField as check_bounds does."""
+    check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
+    check_bounds(readable, first_token_idx, num_tokens)
+    view = readable.view
     if view.state is SequenceState.SWAPPED:
         raise wrong_state(view.sequence_id, view.state)
     runs = list(_runs(pool, view.block_table, layer_idx, first_token_idx, num_tokens))

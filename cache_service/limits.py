@@ -94,6 +94,8 @@ class CacheLimits:
             roots, counts = np.unique(self._roots[blocks], return_counts=True)
             for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
                 self._count(root, -count)
+                if not self.counts[-root]:
+                    self._queues.pop(root, None)
 
     def take_over(self, count: int) -> Int32Array:
         """[at most count] victims of tenants above their share, their least recently used."""

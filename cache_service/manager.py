@@ -24,8 +24,10 @@ from cache_service.types import (
     BlockId,
     BlockState,
     BlockView,
+    Executor,
     Int32Array,
     PoolStats,
+    Readable,
     Retention,
     SequenceId,
     SequenceState,
@@ -49,12 +51,16 @@ class Manager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimC
         _, slot = self._find(session, sequence_id)
         return int(self.tables.sequences.start_numbers[slot])
 
-    def readable(self, session: SessionId, sequence_id: int) -> SequenceView:
+    def readable(self, session: SessionId, sequence_id: int) -> Readable:
         """The same, to read K and V through the table. Raises WrongState where they are not on the device."""
         view = self.view(session, sequence_id)
         if view.state not in (SequenceState.WAITING, SequenceState.RUNNING):
             raise wrong_state(sequence_id, view.state)
-        return view
+        num_tokens, owner = view.num_committed_tokens, self._owner(session)
+        if owner.executor is Executor.ENGINE and owner.copies:
+            filling = np.flatnonzero(self.tables.pool.is_filling[view.block_table])
+            num_tokens = min(num_tokens, int(filling[0]) * self.config.block_size) if len(filling) else num_tokens
+        return Readable(view, num_tokens)
 
     def note_read(self, session: SessionId, sequence_id: int) -> None:
         """K and V of the sequence are read: an access like a step that names it."""

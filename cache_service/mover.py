@@ -74,33 +74,46 @@ class Mover:
             self.loads.setdefault(order.source, order)
         return blocks, orders
 
-    def end(self, order: Order, *, ok: bool) -> None:
-        """The order has been run, or never will be."""
-        source, destination = np.array([order.source], np.int32), np.array([order.destination], np.int32)
+    def end(self, orders: list[Order], *, ok: bool) -> None:
+        """These orders have been run, or never will be. Array work: a report may name all blocks of a long sequence."""
         if not ok:
-            self.transfers.num_failed += 1
-        if order.kind is TransferKind.SWAP_OUT:
-            self.host.is_filling[destination] = False
+            self.transfers.num_failed += len(orders)
+        outs = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
+        loads = [order for order in orders if order.kind is TransferKind.SWAP_IN]
+        if outs:
+            self._end_fills(outs, ok=ok)
+        if loads:
+            self._end_loads(loads, ok=ok)
+
+    def _end_fills(self, orders: list[Order], *, ok: bool) -> None:
+        sources, destinations = _sources(orders), _destinations(orders)
+        self.host.is_filling[destinations] = False
+        for order in orders:
             del self.fills[order.destination]
             if self.outs.get(order.source) is order:
                 del self.outs[order.source]
-            if not ok and self.host.pool.indexed[order.destination]:
-                self.host.pool.unindex(destination)
-                self._forget_hosts(destination, MatchEnd.EVICTED)
-            self._pool.end_transfers(source)
-            self.host.pool.end_transfers(destination)
-            return
-        if self.loads.get(order.source) is order:
-            del self.loads[order.source]
+        if not ok:
+            gone = destinations[self.host.pool.indexed[destinations]]
+            self.host.pool.unindex(gone)
+            self._forget_hosts(gone, MatchEnd.EVICTED)
+        self._pool.end_transfers(sources)
+        self.host.pool.end_transfers(destinations)
+
+    def _end_loads(self, orders: list[Order], *, ok: bool) -> None:
+        sources, destinations = _sources(orders), _destinations(orders)
+        for order in orders:
+            if self.loads.get(order.source) is order:
+                del self.loads[order.source]
         if ok:
-            self._last_roots[destination] = order.root
-            node = int(self._index.node_of_host[order.source])
-            if node and not self._index.block_of_node[node]:
-                self._index.add_block(node, order.destination)
-                self._pool.indexed[destination] = True
-                self.num_promoted += 1
-        self.host.pool.end_transfers(source)
-        self._pool.end_transfers(destination)
+            self._last_roots[destinations] = [order.root for order in orders]
+            nodes, index = self._index.node_of_host[sources], self._index
+            _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
+            first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
+            index.add_blocks(nodes[first], destinations[first])
+            self._pool.indexed[destinations[first]] = True
+            self.num_promoted += len(first)
+        self.host.pool.end_transfers(sources)
+        self._pool.end_transfers(destinations)
 
     def demote(self, victims: Int32Array) -> Int32Array:
         """Moves evicted blocks to the host tier, as far as it has room; answers those that are to be forgotten.
@@ -133,12 +146,12 @@ class Mover:
         Answers their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
         """
         orders = self.transfers.take(order.id for order in self.transfers.of(owner))
-        loads = _destinations(orders, TransferKind.SWAP_IN)
+        loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])
         if may_still_write:
+            fills = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
             self._pool.quarantine(loads, fences=NO_INT32)
-            self.host.quarantine(owner.session, _destinations(orders, TransferKind.SWAP_OUT))
-        for order in orders:
-            self.end(order, ok=False)
+            self.host.quarantine(owner.session, _destinations(fills))
+        self.end(orders, ok=False)
         return loads if may_still_write else NO_INT32, orders
 
     def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[Order]:
@@ -159,5 +172,9 @@ class Mover:
             self._on_lost()
 
 
-def _destinations(orders: list[Order], kind: TransferKind) -> Int32Array:
-    return np.array([order.destination for order in orders if order.kind is kind], np.int32)
+def _sources(orders: list[Order]) -> Int32Array:
+    return np.array([order.source for order in orders], np.int32)
+
+
+def _destinations(orders: list[Order]) -> Int32Array:
+    return np.array([order.destination for order in orders], np.int32)

@@ -1,8 +1,8 @@
 """What one session holds in one pool.
 
-Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), the table updates
-it was not told of yet, and the logits its starts were promised. Rule: fences are lifted in the order of their steps. Does not
-know leases, epochs or the wire.
+Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), the copies that it
+was told to make and that may not have run, the table updates it was not told of yet, and the logits its starts were promised.
+Rule: fences are lifted, and copies count as run, in the order of their steps. Does not know leases, epochs or the wire.
 """
 
 from collections import deque
@@ -44,6 +44,7 @@ class Owner:
     completed_step_id: int = 0
     is_one_item: bool = False  # it has made a one-item call: it is shown its tables with each answer
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
+    copies: deque[tuple[int, Int32Array]] = field(default_factory=deque)  # step, and the blocks that its copies fill
     logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
     updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
 
@@ -55,9 +56,16 @@ class Owner:
             assert not self.fences or self.fences[-1][0] <= until, "fences out of order"
             self.fences.append((until, blocks))
 
+    def copy(self, pool: BlockPool, destinations: Int32Array) -> None:
+        """The step being applied tells the session to fill these blocks, which only its own sequences hold."""
+        pool.is_filling[destinations] = True
+        self.copies.append((self.step_id, destinations))
+
     def complete(self, pool: BlockPool, step_id: int) -> None:
         """All device work up to step_id has finished; a lower id than before changes nothing."""
         self.completed_step_id = max(self.completed_step_id, step_id)
+        while self.copies and self.copies[0][0] <= self.completed_step_id:
+            pool.is_filling[self.copies.popleft()[1]] = False
         while self.fences and self.fences[0][0] <= self.completed_step_id:
             pool.lift_fences(self.fences.popleft()[1])
         if self.logits:
@@ -66,3 +74,12 @@ class Owner:
     def fenced_blocks(self) -> Int32Array:
         """One entry per fence, for the session's end and for audits."""
         return np.concatenate([np.empty(0, np.int32), *(blocks for _, blocks in self.fences)])
+
+    def filling_blocks(self) -> Int32Array:
+        """What copies in flight fill, wherever it is held now; for the session's end and for audits."""
+        return np.concatenate([np.empty(0, np.int32), *(blocks for _, blocks in self.copies)])
+
+    def end_copies(self, pool: BlockPool) -> None:
+        """The session ends: whether they run is not known, and nobody will be told."""
+        pool.is_filling[self.filling_blocks()] = False
+        self.copies.clear()

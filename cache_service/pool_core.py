@@ -128,9 +128,12 @@ class PoolCore:
         ids, slots = owner.ids.items()
         pool, fences = self.tables.pool, owner.fenced_blocks()
         owner.fences.clear()
-        blocks = np.concatenate([NO_INT32, *(self._writable_blocks(slot) for slot in slots.tolist())])
+        # A copy in flight fills its block also where a commit for the step before has covered it, or where it was dropped.
+        filling = owner.filling_blocks()
+        blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots.tolist())])
+        owner.end_copies(pool)
         if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
-            self.tables.distrust(np.concatenate([blocks, fences]))
+            self.tables.distrust(filling)
         if may_still_write:
             # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
             blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
@@ -151,6 +154,16 @@ class PoolCore:
     def reclaim_some(self, max_blocks: int) -> bool:
         """Gives back about so many blocks of sessions that ended. Whether any are left."""
         is_left = self.reclaim.some(max_blocks)
+        self._note_change()
+        return is_left
+
+    def end_some_transfers(self, max_orders: int) -> bool:
+        """Goes on with long reports of orders that have ended, about so many of them. Whether any are left."""
+        swapping = self.tables.swapping
+        if swapping is None or not swapping.mover.transfers.has_reported:
+            return False
+        self.revision += 1
+        is_left = swapping.end_some(max_orders)
         self._note_change()
         return is_left
 

@@ -183,11 +183,11 @@ class PrefixIndex:
         if self.journal is not None and len(nodes):
             self.journal.tier_changed(nodes, Tier.HOST)
 
-    def add_block(self, node: int, block: int) -> None:
-        """Gives a node that had none a block on the device."""
-        self.block_of_node[node], self.node_of_block[block] = block, node
-        if self.journal is not None:
-            self.journal.tier_changed(np.array([node], np.int32), Tier.DEVICE)
+    def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
+        """Gives nodes that had none blocks on the device."""
+        self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+        if self.journal is not None and len(nodes):
+            self.journal.tier_changed(nodes, Tier.DEVICE)
 
     def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
         """Gives nodes that had none host copies."""

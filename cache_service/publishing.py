@@ -15,7 +15,7 @@ from cache_service.counters import Counters
 from cache_service.owner import Owner, TableUpdates
 from cache_service.prefix_index import PrefixIndex
 from cache_service.sequence import SequenceTable
-from cache_service.types import Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
+from cache_service.types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 ALL_BLOCKS = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
@@ -34,7 +34,7 @@ class Publisher:
         self._pool = pool
         self._counters = counters
         self._pending: deque[tuple[Owner, Int64Array]] = deque()  # slots of commits; some may have nothing to publish
-        self._waiting: list[tuple[Owner, Int64Array]] = []  # slots whose copy-on-write is in flight
+        self._waiting: list[tuple[Owner, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
     def note(self, owner: Owner, slots: Int64Array) -> None:
         """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
@@ -128,21 +128,27 @@ class Publisher:
         slots = slots[seqs.states[slots] == SequenceState.RUNNING]
         first = seqs.num_published[slots]
         last = self._num_to_publish(slots)
-        # What a copy in flight fills must not be read by others yet.
-        copying = seqs.last_copy_step[slots] > owner.completed_step_id
-        last[copying] = first[copying]
+        waiting = self._stop_at_copies(slots, first, last) if owner.copies and len(slots) else NO_INT64
         ends = np.cumsum(last - first)
         if len(ends) and ends[-1] > max_blocks:
             cut = int(np.searchsorted(ends, max_blocks, side="right"))  # the first that does not fit whole
             self._pending.appendleft((owner, slots[cut:]))
             last[cut] -= ends[cut] - max_blocks
-            slots, first, last, copying = slots[: cut + 1], first[: cut + 1], last[: cut + 1], copying[: cut + 1]
-        if np.count_nonzero(copying):
-            self._waiting.append((owner, slots[copying]))
-            slots, first, last = slots[~copying], first[~copying], last[~copying]
+            slots, first, last, waiting = slots[: cut + 1], first[: cut + 1], last[: cut + 1], waiting[waiting < cut]
+        if len(waiting):
+            self._waiting.append((owner, slots[waiting]))
         until = owner.step_id - (owner is told_now)
         self._publish(owner, until, slots, first, last)
         return int((last - first).sum())
+
+    def _stop_at_copies(self, slots: Int64Array, first: Int32Array, last: Int32Array) -> Int64Array:
+        """Lowers last [n] to the first block that a copy in flight fills: others must not read it yet. Answers which it did."""
+        counts = last - first
+        of = np.repeat(np.arange(len(slots)), counts)
+        places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))
+        filling = self._pool.is_filling[self._sequences.tables[slots[of], places]].nonzero()[0]
+        np.minimum.at(last, of[filling], places[filling].astype(np.int32))
+        return np.unique(of[filling])
 
     def _num_to_publish(self, slots: Int64Array) -> Int32Array:
         """[n] leading blocks that are full, committed, and not kept private by retention."""

@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
+_SLICE_ORDERS = 512  # of transfers that have ended, likewise
 _PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
 
 
@@ -136,7 +137,7 @@ class Pool:
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
     def _publish_slice(self) -> None:
-        is_left = self.manager.publish_pending(_SLICE_BLOCKS)
+        is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
         self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
         if self._is_publishing:
             asyncio.get_running_loop().call_later(_PAUSE, self._publish_slice)

@@ -49,8 +49,6 @@ class SequenceTable:
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
-        # Until its last copy-on-write has run on the device, nothing of it is published: others must not read the copy yet.
-        self.last_copy_step: Int64Array = np.zeros(slots, np.int64)
         # While it waits, see computing.py: answers to wait for others, since the prefix it could hit was last found longer.
         self.num_waits: Int32Array = np.zeros(slots, np.int32)
         self.waited_len: Int32Array = np.zeros(slots, np.int32)
@@ -66,7 +64,7 @@ class SequenceTable:
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published, self.last_copy_step),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
             *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len),
         )
         self._free_slots = list(range(slots - 1, -1, -1))

@@ -17,7 +17,6 @@ from cache_service.errors import InvalidField, UnknownSession, WrongMode
 from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
 from cache_service.manager import Manager
 from cache_service.questions import Questions
-from cache_service.retention import check_readable
 from cache_service.service_prefix import PrefixService
 from cache_service.session import SessionMode
 from cache_service.types import Copies, Executor, SequenceId, SequenceView, SessionId
@@ -266,17 +265,18 @@ class CacheService(Questions, PrefixService):
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
         for layer_idx in request.layer_idx:
             convert.check_range("layer_idx", layer_idx, 0, num_layers - 1)
-        view = live.pool.manager.readable(live.core.id, sequence_id)
-        committed, first = view.num_committed_tokens, request.first_token_idx
+        readable = live.pool.manager.readable(live.core.id, sequence_id)
+        committed, first = readable.view.num_committed_tokens, request.first_token_idx
         convert.check_range("first_token_idx", first, 0, committed)
         convert.check_range("num_tokens", request.num_tokens, 0, committed - first)
-        check_readable(view.retention, committed, first, request.num_tokens or committed - first)
+        count = request.num_tokens or max(readable.num_tokens - first, 0)
+        kv_io.check_bounds(readable, first, count)
         live.pool.manager.note_read(live.core.id, sequence_id)
         for layer_idx in request.layer_idx or range(num_layers):
-            for token_idx, num_tokens in kv_io.chunks(live.pool, first, request.num_tokens or committed - first):
+            for token_idx, num_tokens in kv_io.chunks(live.pool, first, count):
                 await self._copies_done(request)  # one of them may fill the block that is read
-                view = live.pool.manager.readable(live.core.id, sequence_id)
-                key, value = kv_io.read(live.pool, view, layer_idx, token_idx, num_tokens)
+                readable = live.pool.manager.readable(live.core.id, sequence_id)
+                key, value = kv_io.read(live.pool, readable, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
                     layer_idx=layer_idx, first_token_idx=token_idx, num_tokens=num_tokens, key=key, value=value
                 )

@@ -106,6 +106,8 @@ class StepCore(CreateCalls):
         if len(plan.start_slots):
             starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
+        if log.copy_destinations:
+            owner.copy(tables.pool, int32_of(log.copy_destinations))
         if swapping is not None:
             swapping.finish(owner)
         num_give_back = 0

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from cache_service.block_tables import BlockTables
 
 
+AT_ONCE = 512  # orders, about a millisecond
+
+
 class Swapping:
     """One pool's; there is none without a host tier."""
 
@@ -29,6 +32,7 @@ class Swapping:
         self.host = mover.host
         self.moves: dict[int, Move] = {}  # slot: a swap-out whose device blocks are still held, or a load
         self.arrived: dict[int, list[Move]] = {}  # number of a session: moves to conclude in its next call
+        self.at_once = AT_ONCE  # reported orders that are ended with the call that reports them
         self.num_swap_outs = 0
         self.num_swap_ins = 0
         self._tables = tables
@@ -57,9 +61,18 @@ class Swapping:
             self._end(self.mover.transfers.take(ids), ok=True)
 
     def report(self, completed: Int64Array, failed: Int64Array) -> None:
-        """Orders have ended, as `Transfers.check_report` has allowed."""
-        self._end(self.mover.transfers.take(completed.tolist()), ok=True)
-        self._end(self.mover.transfers.take(failed.tolist()), ok=False)
+        """Orders have ended, as `Transfers.check_report` has allowed. Of many, some are left for `end_some`."""
+        self.mover.transfers.report(completed, failed)
+        self.end_some(self.at_once)
+
+    def end_some(self, max_orders: int) -> bool:
+        """What up to so many of the reported orders mean for blocks and sequences. Whether any are left."""
+        transfers = self.mover.transfers
+        while max_orders > 0 and (reported := transfers.take_reported(max_orders)) is not None:
+            orders, ok = reported
+            self._end(orders, ok=ok)
+            max_orders -= len(orders)
+        return transfers.has_reported
 
     def wake(self, owner: Owner) -> list[int]:
         """Concludes what has arrived for this session. Answers the slots that run from now on."""
@@ -222,6 +235,7 @@ class Swapping:
 
     def end_session(self, owner: Owner, *, may_still_write: bool) -> Int32Array:
         """After its sequences were released: its orders have failed, for whoever waits. Answers blocks in quarantine."""
+        self.end_some(self.mover.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
         blocks, orders = self.mover.end_session(owner, may_still_write=may_still_write)
         self._tell_waiters(orders, ok=False)
@@ -231,8 +245,7 @@ class Swapping:
         self.host.end_quarantine(session)
 
     def _end(self, orders: list[Order], *, ok: bool) -> None:
-        for order in orders:
-            self.mover.end(order, ok=ok)
+        self.mover.end(orders, ok=ok)
         self._tell_waiters(orders, ok=ok)
 
     def _tell_waiters(self, orders: list[Order], *, ok: bool) -> None:

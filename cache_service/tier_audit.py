@@ -46,6 +46,8 @@ def _check_orders(swapping: Swapping) -> list[str]:
     in_flight = mover.transfers.in_flight
     wrong = [f"order {number} does not know its id" for number, order in in_flight.items() if order.id != number]
     fills = {order.destination: order for order in in_flight.values() if order.kind is TransferKind.SWAP_OUT}
+    if not mover.transfers.are_by_owner():
+        wrong.append("the orders of the sessions are not those in flight")
     if fills != mover.fills:
         wrong.append("the orders that fill host blocks are not those in flight")
     for known, kind in ((mover.loads, TransferKind.SWAP_IN), (mover.outs, TransferKind.SWAP_OUT)):

@@ -287,6 +287,16 @@ class SequenceView:
     idle_seconds: float = 0.0
 
 
+class Readable(NamedTuple):
+    """A sequence whose K and V may be read: those of its first num_tokens.
+
+    As many as are committed; fewer where an engine was told to copy what comes then, and may not have done so yet.
+    """
+
+    view: SequenceView
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """One block as people see it: its state, and who holds it in numbers."""

@@ -43,8 +43,8 @@ class ClockPolicy(FifoPolicy):
         super().__init__(num_blocks)
         self._used_again: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
 
-    def forget(self, blocks: Int32Array) -> None:
-        super().forget(blocks)
+    def _forget_past(self, blocks: Int32Array) -> None:
+        super()._forget_past(blocks)
         self._used_again[blocks] = False
 
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:

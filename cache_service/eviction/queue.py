@@ -19,6 +19,8 @@ from cache_service.types import NO_INT32, Int32Array, Int64Array
 _LEAST_LOOK = 64  # entries looked at in one go
 _LEAST_SEGMENT = 16
 _MOST_SEGMENT = 1024
+_STALE_PER_LIVE = 4
+_MOST_SHRUNK = 8  # segments in one go
 _SWEPT_PER_ENTRY = 3  # entries looked at by the sweeper for each one added; stale ones stay below half of all
 
 
@@ -111,6 +113,14 @@ class BlockQueue:
         if len(popped) == 1:
             return popped[0]
         return np.concatenate(popped) if popped else NO_INT32
+
+    def shrink_to(self, num_live: int) -> None:
+        """So many entries are live. Sweeps the last segments, one of which no sweeper visits, where they are mostly stale."""
+        for _ in range(_MOST_SHRUNK):
+            last = self._segments[-1] if self._segments else None
+            if last is None or last.end - last.start <= _STALE_PER_LIVE * num_live + _LEAST_LOOK:
+                return
+            self.sweep(len(self._segments) - 1)
 
     def live(self) -> Int32Array:
         """All live blocks in order."""

@@ -88,6 +88,8 @@ class _Events:
         self._num_uncounted = 0
 
     def put(self, blocks: Traces, now: int) -> None:
+        if not len(blocks.uses):
+            return  # what tells nothing would pile up until the next lesson, which may never come
         self._uses.append(blocks.uses)
         self._ages.append(now - blocks.stamps)
         self._num_uncounted += len(blocks.uses)

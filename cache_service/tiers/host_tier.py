@@ -22,15 +22,11 @@ class HostTier:
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
         """forget(host blocks, why) tells the index which copies are gone."""
-
-        def evicted(hosts: Int32Array, why: MatchEnd) -> Int32Array:
-            forget(hosts, why)
-            return NO_INT32
-
+        self._tell_index = forget
         self.num_blocks = config.num_host_blocks
         # Least recently used; of the limits only the time to live, which starts anew when a block is cached here.
         own = PoolConfig(config.num_host_blocks, config.block_size, prefix_ttl=config.prefix_ttl)
-        self.pool = BlockPool(own, index, evicted)
+        self.pool = BlockPool(own, index, self._evicted)
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)  # its content is still on the way
         self.tables: dict[int, Int32Array] = {}  # slot of a swapped sequence: its host blocks in order, 0 for a hole
         self._quarantines: dict[SessionId, Int32Array] = {}
@@ -79,6 +75,10 @@ class HostTier:
         blocks = self._quarantines.pop(session, None)
         if blocks is not None:
             self.pool.end_quarantine(blocks)
+
+    def _evicted(self, hosts: Int32Array, why: MatchEnd) -> Int32Array:
+        self._tell_index(hosts, why)
+        return NO_INT32
 
     def quarantined_blocks(self) -> list[Int32Array]:
         """For audits."""

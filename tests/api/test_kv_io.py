@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import DEADLINE, Api, kv_of, read_all, refusal, serving
+from tests.support.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, serving
 
 
 async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:
@@ -51,6 +51,36 @@ async def test_reads_stay_below_the_committed_length(api: Api) -> None:
     assert (await refusal(session.read_kv(2))).reason == "UNKNOWN_SEQUENCE"
     chunks = await session.read_kv(1, layer_idx=[1])
     assert [(chunk.layer_idx, chunk.first_token_idx, chunk.num_tokens) for chunk in chunks] == [(1, 0, 5)]
+
+
+async def test_reads_of_an_engines_sequence_stop_before_a_copy_that_may_not_have_run(api: Api) -> None:
+    session, size = await api.open(), SPEC.block_size
+    length = 2 * size
+
+    async def step(
+        step_id: int, completed: int, num_committed: int, tokens: tuple[int, ...], **columns: bytes
+    ) -> pb.StepResponse:
+        commit = {"commit_num_tokens": le32(num_committed), "commit_num_new_tokens": le32(len(tokens))}
+        columns |= commit | {"commit_sequence_ids": le64(1), "commit_token_ids": le32(*tokens)}
+        return pb.StepResponse.FromString(await api.raw_step(session.step_bytes(step_id, completed=completed, **columns)))
+
+    def reserve(num_tokens: int) -> dict[str, bytes]:
+        wanted = le32(num_tokens)
+        return {"reserve_sequence_ids": le64(1), "reserve_min_tokens": wanted, "reserve_max_tokens": wanted}
+
+    await session.create(1, length - 1)
+    await api.raw_step(session.start_bytes(1, 1))
+    await step(2, 1, length - 1, (), **reserve(length))
+    fork = {"fork_parent_ids": le64(1), "fork_child_ids": le64(2), "fork_num_tokens": le32(length - 1)}
+    assert (await step(3, 1, length - 1, (7,), **fork, **reserve(length + 1))).copy_destination_block_ids
+    await step(4, 2, length, ())
+    assert (await session.call("GetSequence", sequence_id=1)).sequence.num_committed_tokens == length
+    assert sum(chunk.num_tokens for chunk in await session.read_kv(1, layer_idx=[0])) == size
+    for fields in ({"num_tokens": length}, {"first_token_idx": size, "num_tokens": 1}, {"first_token_idx": length}):
+        error = await refusal(session.read_kv(1, **fields))
+        assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(size))
+    await session.call("RenewSession", completed_step_id=3)
+    assert sum(chunk.num_tokens for chunk in await session.read_kv(1, layer_idx=[0])) == length
 
 
 async def test_a_read_counts_as_one_access_and_a_refused_one_as_none(api: Api) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from cache_service import registry
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient
 from tests.support.cache_api import (
@@ -150,3 +151,18 @@ async def test_a_step_of_a_cache_executed_session_tells_no_orders(tiers: Api) ->
     back = await session.step(4, swap_in_sequence_ids=le64(1))
     assert (int32s(back.swap_in_results), back.transfer_ids, back.ready_sequence_ids) == ([1], b"", le64(1))
     await asyncio.sleep(0)
+
+
+async def test_a_long_report_goes_on_by_itself_in_slices(tiers: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One order with the call and one in each slice: the device blocks of the sequence come free when all have ended."""
+    session = await tiers.open()
+    await session.create(1, 4 * SPEC.block_size)
+    await tiers.raw_step(session.start_bytes(1, 1))
+    orders = await session.step(2, swap_out_sequence_ids=le64(1))
+    assert len(orders.transfer_ids) == 4 * 8
+    (pool,) = tiers.server.keeper.registry.pools
+    assert pool.manager.tables.swapping is not None
+    pool.manager.tables.swapping.at_once = 1
+    monkeypatch.setattr(registry, "_SLICE_ORDERS", 1)
+    await session.call("RenewSession", completed_step_id=2, completed_transfer_ids=orders.transfer_ids)
+    assert (await tiers.until(lambda stats: not stats.pools[0].num_referenced_blocks)).pools[0].num_held_host_blocks == 4

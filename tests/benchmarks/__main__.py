@@ -22,6 +22,7 @@ NAMES = (
     "speculation",
     "trace",
     "policies",
+    "reports",
 )
 
 

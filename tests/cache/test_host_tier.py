@@ -42,6 +42,27 @@ def test_a_demotion_that_fails_forgets_the_block_and_what_is_below() -> None:
     assert pool.manager.stats().num_cached_host_blocks == 1
 
 
+def test_r8_a_load_that_failed_leaves_its_tenants_content_to_nobody() -> None:
+    """The block was another tenant's before, and comes back to it: torn, with what the load has brought so far."""
+    pool = TierPool(num_blocks=4)
+    pool.prefill(1, range(12), tenant="blue")
+    pool.step(releases=[1])
+    pool.create(2, range(100, 112), tenant="red")
+    pool.step(done=pool.run(pool.step(starts=[(2, ALL, 0)])))
+    pool.step(releases=[2])
+    pool.step()
+    pool.create(3, range(12), tenant="blue")
+    loads = pool.step(starts=[(3, ALL, ALL)])
+    assert loads.start_results.tolist() == [StartResult.LOADING]
+    pool.run(loads)
+    pool.step(failed=loads.transfer_ids.tolist(), releases=[3])
+    pool.step()
+    pool.create(4, range(200, 212), tenant="red")
+    reply = pool.step(starts=[(4, ALL, 0)])
+    cleared = reply.copy_destinations[reply.copy_sources == 0].tolist()
+    assert set(loads.transfer_destinations.tolist()) <= set(cleared)
+
+
 def test_the_victim_may_be_granted_in_the_step_that_demotes_it() -> None:
     pool = TierPool(num_blocks=4)
     blocks = pool.prefill(1, range(12))

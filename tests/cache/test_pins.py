@@ -217,6 +217,20 @@ def test_no_pin_gives_way_for_what_is_soon_lifted_or_would_not_be_enough() -> No
     assert pool.manager.stats().num_pins == 1
 
 
+def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_its_blocks() -> None:
+    pool = cached()  # 8 usable blocks
+    assert pinned(pool, PROMPT) == 16
+    pool.create(1, [*PROMPT, 1])
+    pool.create(2, range(500, 524))
+    assert pool.step(starts=[(1, ALL, ALL), (2, 4, 0)]).start_hits.tolist() == [16, 0]
+    # Five blocks more, where two are free and one is lifted soon: three would have to come from the pin, whose four are fenced.
+    reply = pool.step(lag=1, releases=[1], reserves=[(2, 24, 24)])
+    assert reply.reserve_reserved[0] < 24
+    assert pool.manager.stats().num_pins == 1
+    assert pool.step(reserves=[(2, 24, 24)]).reserve_reserved.tolist() == [24]  # alone, and nothing is fenced any more
+    assert pool.manager.stats().num_pins == 0
+
+
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_admission_is_told_exactly(is_pinned: bool) -> None:
     pool = cached()

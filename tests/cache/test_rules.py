@@ -271,14 +271,20 @@ def test_r8_a_block_is_cleared_before_it_changes_tenant_and_only_then() -> None:
     assert (pool.manager.stats().num_cleared_blocks, pool.manager.stats().num_tenants) == (1, 2)
 
 
+@pytest.mark.parametrize("is_released", [True, False])
 @pytest.mark.parametrize("may_still_write", [True, False])
-def test_r8_a_block_is_cleared_again_when_the_engine_that_was_to_clear_it_is_gone(may_still_write: bool) -> None:
+def test_r8_a_block_is_cleared_again_when_the_engine_that_was_to_clear_it_is_gone(
+    may_still_write: bool, is_released: bool
+) -> None:
     pool = CorePool(num_blocks=2)
     pool.create(1, [1, 2], tenant="red")
     pool.step(starts=[(1, 2, 0)])
     pool.step(releases=[1])
     pool.create(1, [1, 2], tenant="blue", session=B)
     assert pool.step(B, starts=[(1, 2, 0)]).copy_destinations.tolist() == [1]
+    if is_released:
+        pool.step(B, lag=1, releases=[1])
+        assert pool.state(1) is BlockState.FENCED
     pool.manager.close_session(B, may_still_write=may_still_write)  # before anybody heard that the clear has run
     pool.manager.end_quarantine(B)
     pool.create(2, [1, 2], tenant="blue")

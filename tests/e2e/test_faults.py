@@ -122,6 +122,17 @@ async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
+async def test_what_was_computed_of_logits_that_are_not_finite_is_shared_with_nobody(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine(odd_model()))
+    with pytest.raises(KvkeeperError) as failed:
+        await generate(client, [*range(1, 40), NAN_TOKEN], 8)
+    assert failed.value.reason == "REQUEST_FAILED"
+    assert (await world.wait_idle()).num_indexed_blocks == 0
+    await generate(client, list(range(1, 40)), 8)
+    assert (await world.wait_idle()).num_indexed_blocks > 0
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 async def test_guesses_that_cannot_be_had_are_gone_without(
     world: Services, monkeypatch: pytest.MonkeyPatch, is_slow: bool

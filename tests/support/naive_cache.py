@@ -45,7 +45,6 @@ class NaiveSequence:
     hit: int = 0
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
-    copied_at: int = 0  # the step of its last copy-on-write
     pending_since: int = 0  # clock of the commit that it is pending for
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
@@ -100,6 +99,7 @@ class NaiveCache:
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
+        self.filling: dict[int, tuple[str, int]] = {}  # block that a copy fills: the session, and the step that makes it
         self.pins: dict[str, Any] = {}  # see naive_keeping
         self.logits: dict[Key, bytes] = {}  # the least recently used first
         self.promised: dict[tuple[str, int], tuple[int, bytes]] = {}  # sequence: the step of its start, logits
@@ -239,6 +239,7 @@ class NaiveCache:
                 del fences[session]
             if not fences:
                 del self.fences[block]
+        self.filling = {b: by for b, by in self.filling.items() if by[0] != session or by[1] > completed}
         self.promised = {of: held for of, held in self.promised.items() if of[0] != session or held[0] > completed}
 
     def forget(self, key: Key) -> None:
@@ -258,15 +259,14 @@ class NaiveCache:
         """
         group = -1
         for q in list(self.pending):
-            session = self.sessions[q.session]
-            num_full = min(q.committed // self.block_size, self.num_shareable(q))
+            num_full, num_ready = self.num_to_publish(q)
             if max_blocks <= 0 and q.pending_since != group:
                 break
             group = q.pending_since  # one commit is looked at whole, also when only a part of it is published
             if q.published >= num_full:
                 self.pending.remove(q)
-            elif max_blocks > 0 and q.copied_at <= session.completed:  # else the copy of its block is still in flight
-                last = min(num_full, q.published + max_blocks)
+            elif max_blocks > 0 and q.published < num_ready:  # else the copy of its next block is still in flight
+                last = min(num_ready, q.published + max_blocks)
                 max_blocks -= last - q.published
                 for block_idx in range(q.published, last):
                     self._publish_block(q, block_idx, still_used=told_now != q.session)
@@ -274,11 +274,12 @@ class NaiveCache:
                 if last == num_full:
                     self.pending.remove(q)
         self.settle()
-        return any(
-            q.published < min(q.committed // self.block_size, self.num_shareable(q))
-            and q.copied_at <= self.sessions[q.session].completed
-            for q in self.pending
-        )
+        return any(q.published < self.num_to_publish(q)[1] for q in self.pending)
+
+    def num_to_publish(self, q: NaiveSequence) -> tuple[int, int]:
+        """Leading blocks that are full and may be shared, and how many of them come before one that a copy is yet to fill."""
+        num_full = min(q.committed // self.block_size, self.num_shareable(q))
+        return num_full, next((idx for idx in range(q.published, num_full) if q.table[idx] in self.filling), num_full)
 
     def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
         own = q.table[block_idx]

@@ -55,8 +55,9 @@ class NaiveSteps(NaiveProgress):
         sequences = self.of(session)
         writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
         writable |= {block for block, fences in self.fences.items() if session in fences}
+        writable |= {block for block, (fills, _) in self.filling.items() if fills == session}
         if self.sessions[session].executor is Executor.ENGINE:  # clears that it was ordered may not have run (R8)
-            self.tenants.update(dict.fromkeys(writable))
+            self.tenants.update({block: None for block, (fills, _) in self.filling.items() if fills == session})
         writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:
@@ -202,7 +203,6 @@ class NaiveSteps(NaiveProgress):
         child.hit = parent.hit
         child.priority, child.start_number = parent.priority, parent.start_number
         child.table = parent.table[: self.num_blocks(length)]
-        child.copied_at = parent.copied_at
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
@@ -309,6 +309,7 @@ class NaiveSteps(NaiveProgress):
             require(0 <= block_item < len(batch.reserve_ids), "new blocks for no reservation")
         require(reply.new_block_item_idx.tolist() == sorted(reply.new_block_item_idx.tolist()), "new blocks out of order")
         copies = iter(self.split_copies(reply.copy_sources.tolist(), reply.copy_destinations.tolist()))
+        self.filling.update(dict.fromkeys(self.cleared, (session, batch.step_id)))
         columns = (batch.reserve_ids, batch.reserve_min, batch.reserve_max, reply.reserve_reserved)
         blocked = False
         for item, (sequence_id, least, most, answer) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
@@ -375,7 +376,7 @@ class NaiveSteps(NaiveProgress):
             self.foreign = [block for block in self.foreign if block not in copied]
             self.let_go(q.session, q.table[copied_idx], still_used=True)
             q.table[copied_idx] = copied[0]
-            q.copied_at = self.sessions[q.session].step_id
+            self.filling[copied[0]] = q.session, self.sessions[q.session].step_id
             self.num_copies += 1
             self.settle()
         self.grant(new_blocks, q.tenant, name)

@@ -86,6 +86,12 @@ class ShadowMemory:
     def num_in_flight(self, session: str) -> int:
         return len(self._in_flight.get(session, ()))
 
+    def written_by(self, session: str) -> set[int]:
+        """Blocks that the session's steps in flight fill or write to."""
+        steps = self._in_flight.get(session, ())
+        filled = {destination for step in steps for _, destination in step.copies}
+        return filled | {slot // self.block_size for step in steps for slot, _ in step.writes}
+
     def run_one(self, session: str, *, ended: bool = False) -> list[str]:
         """The eldest step of a session runs on the device. What an ended session reads is of no interest."""
         steps = self._in_flight.get(session)

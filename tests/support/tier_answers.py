@@ -139,6 +139,7 @@ class TierAnswers:
             elif result == ItemResult.OK:
                 q.state = SequenceState.SWAPPED
                 self.counts.swap_outs += before.get(sequence_id) is not SequenceState.SWAPPED
+                self.counts.moved_children += sequence_id not in before
             else:
                 self.counts.refused_outs += 1
                 q.state = SequenceState.RUNNING  # where it was swapped, that had failed
@@ -178,7 +179,7 @@ class TierAnswers:
         late_starts: set[int] = set()
         first = 0
         for row, sequence_id in enumerate(reply.ready_ids.tolist()):
-            q = engine.sequences[sequence_id]
+            q, state = engine.sequences[sequence_id], before.get(sequence_id, SequenceState.SWAPPED)
             table = reply.ready_block_ids[first : first + reply.ready_num_blocks[row]].tolist()
             first += int(reply.ready_num_blocks[row])
             hit, reserved = int(reply.ready_hits[row]), int(reply.ready_reserved[row])
@@ -190,10 +191,10 @@ class TierAnswers:
                 late_starts.add(q.id)
                 self._check_hit(q, table, hit)
             else:
-                self.counts.swap_ins += before.get(sequence_id) is SequenceState.LOADING
-                self.counts.back_on_device += before.get(sequence_id) is SequenceState.SWAPPED
+                self.counts.swap_ins += state is SequenceState.LOADING
+                self.counts.back_on_device += state is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
-                if before.get(sequence_id) is SequenceState.LOADING:
+                if state is SequenceState.LOADING:
                     spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
                     assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
         return late_starts

@@ -42,6 +42,7 @@ class TierCounts:
     back_in_host: int = 0
     late_commits: int = 0
     narrowed: int = 0
+    moved_children: int = 0
     dropped: int = 0
     moved: int = 0
     forks: int = 0
@@ -101,13 +102,16 @@ class TierEngine:
     sequences: dict[int, TierSequence] = field(default_factory=dict)
     orders: list[TierOrder] = field(default_factory=list)
     next_id: int = 1
+    forks_much: bool = False
 
     def items(self, choose: Choose, block_size: int) -> TierItems:
         """What the sequences allow, group by group; each group sees them as those before it leave them, all forks granted."""
-        items = TierItems()
+        items, odds = TierItems(), 3 if self.forks_much else 12
         seen = [replace(q) for q in self.sequences.values()]
         for q in seen:  # the children too, which may be parents
-            while len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(12) == 11:
+            while (
+                len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(odds) == odds - 1
+            ):
                 length = q.committed if q.retention is not None or choose(2) else 1 + choose(q.committed)
                 items.forks.append((q.id, self.next_id, length))
                 counters = {"num_known": length, "committed": length, "reserved": length, "computed": length}
@@ -122,7 +126,8 @@ class TierEngine:
         items.releases += [q.id for q in seen if choose(6) == 5]
         seen = [q for q in seen if q.id not in items.releases]
         for q in seen:
-            if q.state in (SequenceState.RUNNING, SequenceState.SWAPPED) and choose(7) == 6:
+            odds = 2 if self.forks_much and q.id not in self.sequences else 7
+            if q.state in (SequenceState.RUNNING, SequenceState.SWAPPED) and choose(odds) == odds - 1:
                 items.outs.append(q.id)
                 q.state = SequenceState.SWAPPED
         for q in seen:  # one that runs already is there: nothing changes

@@ -30,7 +30,8 @@ class TierSimulation:
             num_host_blocks=rng.choice([2, 5, 9, 17, 33]),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
-        self.world = TierWorld(config, alphabet=rng.choice([1, 1, 2]), num_tenants=rng.choice([1, 2]), faults=faults)
+        sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}
+        self.world = TierWorld(config, faults=faults, **sizes)
 
     def choose(self, count: int) -> int:
         return int(self.rng.random() * count)

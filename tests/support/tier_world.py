@@ -34,11 +34,19 @@ TENANTS = ("", "other")
 class TierWorld(TierAnswers):
     """See the module."""
 
-    def __init__(self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8) -> None:
-        """faults: one order in so many fails, and one in four times as many is never reported."""
+    def __init__(
+        self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8, at_once: int = 10**9
+    ) -> None:
+        """faults: one order in so many fails, and one in four times as many is never reported.
+
+        at_once: orders of a report that are ended with it; the others when their turn comes.
+        """
         super().__init__(config, alphabet, faults)
+        if self.manager.tables.swapping is not None:
+            self.manager.tables.swapping.at_once = at_once
         self.engines: dict[SessionId, TierEngine] = {}
         self.ended: list[SessionId] = []
+        self.forks_much = False  # engines of sessions to come
         self.tenants = TENANTS[:num_tenants]
         self._num_opened = 0
 
@@ -48,7 +56,8 @@ class TierWorld(TierAnswers):
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
         self.manager.open_session(session, executor)
-        self.engines[session] = TierEngine(session, executor, ToldTables(self.config.block_size))
+        told = ToldTables(self.config.block_size)
+        self.engines[session] = TierEngine(session, executor, told, forks_much=self.forks_much)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -127,6 +136,7 @@ class TierWorld(TierAnswers):
         assert engine.told.tables == tables, "tables as they are told"
         if choose(2):
             self.manager.publish_pending(1 + choose(4))
+            self.manager.end_some_transfers(1 + choose(4))
         return reply
 
     def refuse_step(self, session: SessionId, choose: Choose) -> None:
@@ -203,7 +213,8 @@ class TierWorld(TierAnswers):
         swapping = self.manager.tables.swapping
         assert swapping is not None
         told = {order.id for engine in self.engines.values() for order in engine.orders if not order.num_reports}
-        assert told == set(swapping.mover.transfers.in_flight), "orders in flight are not those that were told"
+        transfers = swapping.mover.transfers
+        assert told == set(transfers.in_flight) - transfers.reported_ids(), "orders in flight are not those that were told"
 
     def drain(self) -> None:
         """Everything ends: no block of either tier may be left behind."""

@@ -70,6 +70,9 @@ class World:
         expect(tuple(found), self.naive.close(session, may_still_write=may_still_write), "released, quarantined")
         if may_still_write:
             self.ended.append(session)
+            kept = {block for block, sessions in self.naive.quarantine.items() if session in sessions}
+            exposed = self.memory.written_by(session) - kept
+            require(not exposed, f"R6 blocks {exposed} could be had while an engine that died writes them")
 
     def reclaim(self, choose: Choose) -> None:
         """Some of what ended sessions held is given back."""

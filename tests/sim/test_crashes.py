@@ -1,0 +1,67 @@
+"""Engines that overlap steps, fork, move what they fork, and die at any moment: what they still write is nobody's."""
+
+import random
+
+from cache_service.types import Executor, PoolConfig
+from tests.support.moments import check_contents, check_crash, check_residue
+from tests.support.tier_engine import TierCounts
+from tests.support.tier_world import TierWorld
+
+NUM_SEEDS, NUM_EVENTS = 6, 150
+
+
+def crashing(seed: int) -> tuple[TierCounts, int, int]:
+    """One seed. Answers what happened, the blocks that engines wrote after their end, and those of unknown content."""
+    rng = random.Random(seed)
+    config = PoolConfig(
+        num_blocks=rng.choice([12, 16, 24]),
+        block_size=2,
+        max_sequences=rng.choice([6, 10]),
+        max_tokens_per_sequence=rng.choice([8, 16]),
+        watermark=0.0,
+        num_host_blocks=rng.choice([9, 33]),
+    )
+    world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
+    world.forks_much = True
+    num_written = num_unknown = 0
+
+    def choose(count: int) -> int:
+        return int(rng.random() * count)
+
+    for _ in range(NUM_EVENTS):
+        event = choose(100)
+        while len(world.engines) < 2:
+            world.open(Executor.ENGINE)
+        session = list(world.engines)[choose(2)]
+        if event < 12 or not world.engines[session].sequences:
+            world.create(session, choose)
+        elif event < 14:
+            world.close(session, may_still_write=bool(choose(2)))
+        elif event < 20 and world.ended:
+            (world.run_ended if choose(3) else world.end_quarantine)(world.ended[choose(len(world.ended))])
+        elif event < 22:
+            world.report(session, choose)
+        else:
+            world.step(session, choose)
+        world.audit()
+        check_contents(world)
+        if session in world.engines and len(world.memory.in_flight.get(session, ())) > 1:
+            num_written += check_crash(world, session)
+            num_unknown += check_residue(world, session) if choose(3) == 0 else 0
+    world.drain()
+    return world.counts, num_written, num_unknown
+
+
+def test_what_an_engine_writes_after_its_end_is_nobodys() -> None:
+    sums, num_written, num_unknown = TierCounts(), 0, 0
+    for seed in range(NUM_SEEDS):
+        try:
+            counts, *numbers = crashing(seed)
+        except BaseException as error:
+            error.add_note(f"crashes, seed {seed}")
+            raise
+        sums.add(counts)
+        num_written, num_unknown = num_written + numbers[0], num_unknown + numbers[1]
+    # The run counts only if what it is about has happened.
+    assert min(sums.moved_children, num_unknown) > 40, (sums, num_unknown)
+    assert min(num_written, 50 * sums.deaths) > 400, (num_written, sums)
