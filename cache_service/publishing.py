@@ -157,15 +157,18 @@ class Publisher:
         return np.minimum(num_full, seqs.share_limits[slots]) if seqs.num_retaining else num_full
 
     def _publish(self, owner: Owner, until: int, slots: Int64Array, first: Int32Array, last: Int32Array) -> None:
-        """Puts blocks [first, last) of each table into the index, in list order."""
+        """Puts blocks [first, last) of each table into the index, in list order. Ranges may be empty."""
+        counts = last - first
+        if not counts.all():  # what waits for a copy, or is too much, has none
+            some = counts > 0
+            slots, first, last, counts = slots[some], first[some], last[some], counts[some]
         self._sequences.num_published[slots] = last
         done = 0
-        for at in (last - first > 1).nonzero()[0].tolist():
+        for at in (counts > 1).nonzero()[0].tolist():
             self._publish_each(owner, until, slots[done:at], first[done:at])
             self._publish_run(owner, until, int(slots[at]), int(first[at]), int(last[at]))
             done = at + 1
-        rest = last[done:] > first[done:]
-        self._publish_each(owner, until, slots[done:][rest], first[done:][rest])
+        self._publish_each(owner, until, slots[done:], first[done:])
 
     def _publish_each(self, owner: Owner, until: int, slots: Int64Array, places: Int32Array) -> None:
         """One block of each sequence, the one at its table index places[i]."""

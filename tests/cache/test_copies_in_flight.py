@@ -111,6 +111,26 @@ def test_blocks_before_a_copy_are_shared_and_those_behind_it_follow() -> None:
         assert (len(pool.matched(range(50, 70))), len(pool.matched(range(14)))) == (num_other, num_matched)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_what_waits_for_a_copy_is_left_out_wherever_it_stands_among_sequences_with_more_to_publish(at: int) -> None:
+    """One commit in which others have one block to publish, or several, and this one none yet."""
+    pool, prompts = CorePool(num_blocks=17), [range(20, 24), range(30, 42), range(50, 54)]
+    pool.prefill(1, range(6))
+    for sequence_id, prompt in enumerate(prompts, start=3):
+        pool.create(sequence_id, prompt)
+    pool.step(reserves=[(1, 8, 8)], starts=[(3, ALL, 0), (4, ALL, 0), (5, ALL, 0)])
+    reply = pool.step(lag=1, commits=[(1, 6, [6, 7])], forks=[(1, 2, 6)], reserves=[(1, 9, 9)])
+    destination = int(reply.copy_destinations[reply.copy_sources > 0][0])
+    commits = [(sequence_id, len(prompt), []) for sequence_id, prompt in enumerate(prompts, start=3)]
+    pool.step(lag=1, commits=[*commits[:at], (1, 8, []), *commits[at:]])
+    assert [len(pool.matched(prompt)) for prompt in prompts] == [1, 3, 1]
+    assert len(pool.matched(range(8))) == 1
+    reply = pool.step(lag=1)
+    pool.manager.publish_pending()
+    assert pool.matched(range(8)) == [pool.table(1)[0], destination]
+    assert len(reply.update_ids) == 0
+
+
 def test_a_fork_that_is_swapped_out_and_in_at_once_shares_nothing_that_is_not_there() -> None:
     pool = TierPool()
     pool.prefill(1, range(6))
