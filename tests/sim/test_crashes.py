@@ -7,7 +7,7 @@ from tests.support.moments import check_contents, check_crash, check_residue
 from tests.support.tier_engine import TierCounts
 from tests.support.tier_world import TierWorld
 
-NUM_SEEDS, NUM_EVENTS = 6, 150
+NUM_SEEDS, NUM_EVENTS = 8, 150
 
 
 def crashing(seed: int) -> tuple[TierCounts, int, int]:

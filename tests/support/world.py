@@ -59,6 +59,7 @@ class World:
         self.naive.open_session(session, executor)
         self.engines[session] = EngineModel(executor, self.config.block_size, self.config.num_usable_blocks, self.alphabet)
         self._told[session] = ToldTables(self.config.block_size)
+        self.published_by_itself()  # what ended sessions left above the limits goes with the first call that looks
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -73,6 +74,8 @@ class World:
             kept = {block for block, sessions in self.naive.quarantine.items() if session in sessions}
             exposed = self.memory.written_by(session) - kept
             require(not exposed, f"R6 blocks {exposed} could be had while an engine that died writes them")
+        if self.engines:
+            self.published_by_itself()
 
     def reclaim(self, choose: Choose) -> None:
         """Some of what ended sessions held is given back."""
