@@ -10,7 +10,7 @@ def queue(max_waiting: int = 8, max_waiting_each: int = 4, max_busy_each: int = 
     return FairQueue(max_waiting=max_waiting, max_waiting_each=max_waiting_each, max_busy_each=max_busy_each)
 
 
-def taken(jobs: FairQueue[str]) -> list[str]:
+def jobs_taken(jobs: FairQueue[str]) -> list[str]:
     found = []
     while (one := jobs.take()) is not None:
         found.append(one[1])
@@ -21,7 +21,7 @@ def test_clients_take_turns() -> None:
     jobs = queue()
     for job in ("a1", "a2", "a3", "b1", "c1", "b2"):
         jobs.put(job[0], job)
-    assert taken(jobs) == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert jobs_taken(jobs) == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert jobs.num_waiting == 0
 
 
@@ -31,14 +31,14 @@ def test_a_client_that_comes_late_is_not_behind_the_many_of_another() -> None:
         jobs.put("a", job)
     assert jobs.take() == ("a", "a1")
     jobs.put("b", "b1")
-    assert taken(jobs) == ["a2", "b1", "a3"]
+    assert jobs_taken(jobs) == ["a2", "b1", "a3"]
 
 
 def test_one_client_never_has_all_the_workers() -> None:
     jobs = queue(max_busy_each=1)
     for job in ("a1", "a2", "b1"):
         jobs.put(job[0], job)
-    assert taken(jobs) == ["a1", "b1"], "the second of a waits, although there is nothing else to do"
+    assert jobs_taken(jobs) == ["a1", "b1"], "the second of a waits, although there is nothing else to do"
     jobs.end("b")
     assert jobs.take() is None
     jobs.end("a")
@@ -66,6 +66,6 @@ def test_a_job_that_is_not_wanted_any_more_leaves() -> None:
     jobs.remove("b", "b1")
     jobs.remove("c", "c1")
     assert jobs.num_waiting == 1
-    assert taken(jobs) == ["a2"]
+    assert jobs_taken(jobs) == ["a2"]
     jobs.remove("a", "a2")
     assert jobs.num_waiting == 0
