@@ -53,7 +53,8 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint protos
-	$(BIN)/mypy cache_service engine_service kernels tests/benchmarks
+	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
+	$(BIN)/mypy tests/benchmarks
 	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.tracing
 
 format: $(VENV)/.dev  ## let ruff format

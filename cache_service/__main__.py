@@ -1,4 +1,4 @@
-"""`kvkeeper cache`, or `python -m cache_service`: runs a cache service until SIGTERM or SIGINT.
+"""`kvkeeper cache`, or `python -m kvkeeper.cache_service`: runs a cache service until SIGTERM or SIGINT.
 
 Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration. Nothing is printed on stdout; the log says "ready"
 with the address, and so does grpc.health.v1.
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
 
-from cache_service.config import CacheConfig, load_config
-from cache_service.preflight import check_start
 from kvkeeper.service.process import first_of, run, stop_signals
+
+from .config import CacheConfig, load_config
+from .preflight import check_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
-    from cache_service.server import start_server  # not before the checks, which a wrong address is told by
+    from .server import start_server  # not before the checks, which a wrong address is told by
 
     asked = stop_signals()
     server = await start_server(config)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction import EvictionPolicy, make_policy
-from cache_service.free_list import FreeList
-from cache_service.limits import CacheLimits
-from cache_service.prefix_index import PrefixIndex
-from cache_service.types import BlockState, Int32Array, MatchEnd, PoolConfig
+from .eviction import EvictionPolicy, make_policy
+from .free_list import FreeList
+from .limits import CacheLimits
+from .prefix_index import PrefixIndex
+from .types import BlockState, Int32Array, MatchEnd, PoolConfig
 
 _ONE = np.int32(1)  # of the counts' own type: then ufunc.at takes 3 ns an entry, with another type 40
 _NONE: Int32Array = np.empty(0, np.int32)

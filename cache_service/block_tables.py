@@ -7,13 +7,13 @@ Committed blocks come to be shared by publishing.py. Does not know how items arr
 
 import numpy as np
 
-from cache_service.mover import Mover
-from cache_service.owner import Owner
-from cache_service.retention import drop_outside
-from cache_service.starting import Starting
-from cache_service.swapping import Swapping
-from cache_service.table_base import Grants, StepLog
-from cache_service.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+from .mover import Mover
+from .owner import Owner
+from .retention import drop_outside
+from .starting import Starting
+from .swapping import Swapping
+from .table_base import Grants, StepLog
+from .types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
 
 
 class BlockTables(Starting):

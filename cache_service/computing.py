@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.owner import Owner
-from cache_service.types import SequenceState
+from .block_tables import BlockTables
+from .owner import Owner
+from .types import SequenceState
 
 MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed

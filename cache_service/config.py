@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache_service.errors import InvalidField
-from cache_service.eviction import POLICY_NAMES, make_policy
-from cache_service.pressure import PressureGauge
 from kvkeeper.service.config import (
     LOG_LEVELS,
     MAX_SOCKET_PATH_BYTES,
@@ -30,6 +27,10 @@ from kvkeeper.service.config import (
     parse_switch,
 )
 from kvkeeper.service.sizes import parse_size
+
+from .errors import InvalidField
+from .eviction import POLICY_NAMES, make_policy
+from .pressure import PressureGauge
 
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is

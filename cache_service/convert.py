@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.errors import InvalidField
-from cache_service.events import Event
-from cache_service.explain import Explanation, in_words
-from cache_service.session import Session
-from cache_service.types import (
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from .errors import InvalidField
+from .events import Event
+from .explain import Explanation, in_words
+from .session import Session
+from .types import (
     MAX_ID,
     BlockState,
     BlockView,
@@ -27,7 +29,6 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 _LE32 = np.dtype("<i4")
 _LE64 = np.dtype("<i8")

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from cache_service.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
-from cache_service.pool_core import PoolCore
-from cache_service.prefix_index import MAX_TENANTS
-from cache_service.step import check_id
-from cache_service.types import SequenceArgs, SequenceState, SessionId
+from .errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
+from .pool_core import PoolCore
+from .prefix_index import MAX_TENANTS
+from .step import check_id
+from .types import SequenceArgs, SequenceState, SessionId
 
 
 class CreateCalls(PoolCore):

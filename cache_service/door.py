@@ -10,10 +10,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from cache_service.status import REFUSALS
-from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import Context, Contract, Door
+
+from .status import REFUSALS
+from .unimplemented import UNIMPLEMENTED_METHODS
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.journal import REMOVED, STORED, Change, Journal
-from cache_service.prefix_index import NO_NODE, PrefixIndex
-from cache_service.types import EventKind, PressureLevel, Tier
+from .journal import REMOVED, STORED, Change, Journal
+from .prefix_index import NO_NODE, PrefixIndex
+from .types import EventKind, PressureLevel, Tier
 
 MAX_NAMES = 512  # of an event
 MAX_WAITING_NAMES = 65_536  # told to a watch and not read yet

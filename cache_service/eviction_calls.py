@@ -5,17 +5,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cache_service.step_core import StepCore
-from cache_service.step_reply import copies_from
-from cache_service.transfers import Order
-from cache_service.types import (
+from .step_core import StepCore
+from .step_reply import copies_from
+from .transfers import Order
+from .types import (
     NO_INT32,
     Copies,
     Executor,
     SequenceState,
     SessionId,
 )
-from cache_service.victim_calls import share_of
+from .victim_calls import share_of
 
 
 class ClearResult(NamedTuple):

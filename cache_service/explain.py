@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.prefix_index import PrefixIndex
-from cache_service.sequence import SequenceTable
-from cache_service.types import Int32Array, MatchEnd, PoolConfig, SequenceState
+from .block_tables import BlockTables
+from .prefix_index import PrefixIndex
+from .sequence import SequenceTable
+from .types import Int32Array, MatchEnd, PoolConfig, SequenceState
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 

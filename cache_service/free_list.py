@@ -6,7 +6,7 @@ two array operations; a linked list or a Python set would cost a thousand.
 
 import numpy as np
 
-from cache_service.types import Int32Array
+from .types import Int32Array
 
 
 class FreeList:

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Int32Array, MatchEnd
+from .types import Int32Array, MatchEnd
 
 UInt64Array = npt.NDArray[np.uint64]
 

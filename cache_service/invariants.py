@@ -6,10 +6,10 @@ raises nothing and changes nothing. Texts name blocks and sequences by number on
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.block_tables import BlockTables
-from cache_service.owner import Owner
-from cache_service.types import NULL_BLOCK, Int32Array, SequenceState
+from .block_pool import BlockPool
+from .block_tables import BlockTables
+from .owner import Owner
+from .types import NULL_BLOCK, Int32Array, SequenceState
 
 
 def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32Array]) -> list[str]:

@@ -7,7 +7,7 @@ nobody reads is bounded, and says that it overflowed. While nobody watches there
 
 from collections.abc import Callable
 
-from cache_service.types import Int32Array, PressureLevel, Tier
+from .types import Int32Array, PressureLevel, Tier
 
 STORED = "stored"
 REMOVED = "removed"

@@ -15,14 +15,15 @@ from typing import Protocol
 
 import structlog
 
-from cache_service.arena.attach import AttachRefused, Grant
-from cache_service.clock import Clock, TimerHandle
-from cache_service.errors import CacheError, Draining, StaleEpoch, UnknownSession
-from cache_service.pool_core import CloseResult
-from cache_service.registry import Pool, PoolRegistry
-from cache_service.session import Session, SessionTable
-from cache_service.types import Executor, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from .arena.attach import AttachRefused, Grant
+from .clock import Clock, TimerHandle
+from .errors import CacheError, Draining, StaleEpoch, UnknownSession
+from .pool_core import CloseResult
+from .registry import Pool, PoolRegistry
+from .session import Session, SessionTable
+from .types import Executor, SessionId
 
 log = structlog.get_logger()
 

@@ -6,13 +6,13 @@ nothing is remembered between two chunks, because whatever is awaited in between
 
 from collections.abc import Iterator
 
-from cache_service import kv_spec
-from cache_service.convert import check_range
-from cache_service.errors import InvalidField
-from cache_service.registry import Pool
-from cache_service.retention import check_readable
-from cache_service.step import wrong_state
-from cache_service.types import Int32Array, Readable, SequenceId, SequenceState, SessionId
+from . import kv_spec
+from .convert import check_range
+from .errors import InvalidField
+from .registry import Pool
+from .retention import check_readable
+from .step import wrong_state
+from .types import Int32Array, Readable, SequenceId, SequenceState, SessionId
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1

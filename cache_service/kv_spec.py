@@ -1,8 +1,9 @@
 """KV specs: their ranges, how two are compared, and what a block of one weighs."""
 
-from cache_service.convert import check_range, check_text
-from cache_service.errors import InvalidField, NotImplementedYet
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from .convert import check_range, check_text
+from .errors import InvalidField, NotImplementedYet
 
 _ITEM_BYTES = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 2, pb.KV_DTYPE_FLOAT32: 4}
 

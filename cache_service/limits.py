@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
-from cache_service.prefix_index import MAX_TENANTS, PrefixIndex
-from cache_service.types import Int32Array, PoolConfig
+from .eviction.queue import BlockQueue, Stamps, Sweeper
+from .prefix_index import MAX_TENANTS, PrefixIndex
+from .types import Int32Array, PoolConfig
 
 _STAMPS_PER_MS = 1 << 20
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from cache_service.errors import InvalidField
+from .errors import InvalidField
 
 _FLOAT32 = np.dtype("<f4")
 

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache_service import invariants, tier_audit
-from cache_service.errors import (
+from . import invariants, tier_audit
+from .errors import (
     UnknownBlock,
 )
-from cache_service.eviction_calls import EvictionCalls
-from cache_service.explain import Explanation, explain_match
-from cache_service.one_item import OneItemCalls
-from cache_service.owner import Owner
-from cache_service.prefix_calls import PrefixCalls
-from cache_service.stats import pool_stats
-from cache_service.step import wrong_state
-from cache_service.types import (
+from .eviction_calls import EvictionCalls
+from .explain import Explanation, explain_match
+from .one_item import OneItemCalls
+from .owner import Owner
+from .prefix_calls import PrefixCalls
+from .stats import pool_stats
+from .step import wrong_state
+from .types import (
     Admission,
     BlockId,
     BlockState,
@@ -34,8 +34,8 @@ from cache_service.types import (
     SequenceView,
     SessionId,
 )
-from cache_service.updating import SequenceUpdates
-from cache_service.victim_calls import VictimCalls
+from .updating import SequenceUpdates
+from .victim_calls import VictimCalls
 
 
 class Manager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimCalls):

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.owner import Owner
-from cache_service.prefix_index import PrefixIndex
-from cache_service.tiers.host_tier import HostTier
-from cache_service.transfers import Order, Transfers
-from cache_service.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
+from .block_pool import BlockPool
+from .owner import Owner
+from .prefix_index import PrefixIndex
+from .tiers.host_tier import HostTier
+from .transfers import Order, Transfers
+from .types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
 
 
 class Mover:

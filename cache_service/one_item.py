@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from cache_service.errors import (
+from .errors import (
     DuplicateSequence,
     InvalidField,
     OutOfBlocks,
     OutOfHostBlocks,
     OutOfSequences,
 )
-from cache_service.owner import Owner
-from cache_service.retention import span
-from cache_service.step import too_long, wrong_state
-from cache_service.step_core import StepCore
-from cache_service.step_reply import copies_from, copies_of
-from cache_service.table_base import StepLog
-from cache_service.types import (
+from .owner import Owner
+from .retention import span
+from .step import too_long, wrong_state
+from .step_core import StepCore
+from .step_reply import copies_from, copies_of
+from .table_base import StepLog
+from .types import (
     Copies,
     Int32Array,
     ItemResult,

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.sequence import IdMap
-from cache_service.types import Executor, Int32Array, Int64Array, SessionId
+from .block_pool import BlockPool
+from .sequence import IdMap
+from .types import Executor, Int32Array, Int64Array, SessionId
 
 
 class TableUpdates(NamedTuple):

@@ -8,8 +8,8 @@ import binascii
 import itertools
 from collections.abc import Iterator
 
-from cache_service.errors import InvalidField
-from cache_service.types import SequenceView
+from .errors import InvalidField
+from .types import SequenceView
 
 Position = tuple[str, int]  # session id, sequence id
 

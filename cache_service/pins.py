@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.types import Int32Array, SessionId
+from .block_pool import BlockPool
+from .types import Int32Array, SessionId
 
 MAX_PINS = 4096
 MIN_PIN_TTL = 0.001  # seconds

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.errors import InvalidField, UnknownSequence, UnknownSession
-from cache_service.owner import Owner
-from cache_service.pressure import PressureGauge
-from cache_service.progress import StartNumbers
-from cache_service.publishing import ALL_BLOCKS
-from cache_service.reclaim import Reclaim
-from cache_service.types import (
+from .block_tables import BlockTables
+from .errors import InvalidField, UnknownSequence, UnknownSession
+from .owner import Owner
+from .pressure import PressureGauge
+from .progress import StartNumbers
+from .publishing import ALL_BLOCKS
+from .reclaim import Reclaim
+from .types import (
     NO_INT32,
     Executor,
     Int32Array,

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
-from cache_service.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
-from cache_service.step_core import StepCore
-from cache_service.types import Int32Array, SequenceState, SessionId
+from .errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
+from .pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
+from .step_core import StepCore
+from .types import Int32Array, SequenceState, SessionId
 
 
 class PinResult(NamedTuple):

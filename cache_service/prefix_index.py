@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cache_service.gone import GoneBlocks
-from cache_service.journal import Journal
-from cache_service.logits import StoredLogits
-from cache_service.types import Int32Array, MatchEnd, Tier
+from .gone import GoneBlocks
+from .journal import Journal
+from .logits import StoredLogits
+from .types import Int32Array, MatchEnd, Tier
 
 NO_NODE = 0
 MAX_TENANTS = 65_536

@@ -1,10 +1,11 @@
 """What can be known to be wrong with a cache service's config before it loads and reserves anything."""
 
-from cache_service.config import CacheConfig
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
 from kvkeeper.service.process import StartError
 from kvkeeper.service.sizes import size
+
+from .config import CacheConfig
 
 
 def check_start(config: CacheConfig) -> None:

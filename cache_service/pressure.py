@@ -5,8 +5,8 @@ Owns the level and the count of its changes. Rule: a pool of which nothing is us
 
 from collections.abc import Callable
 
-from cache_service.errors import InvalidField
-from cache_service.types import PressureLevel
+from .errors import InvalidField
+from .types import PressureLevel
 
 HYSTERESIS = 0.05
 _ROUNDING = 1e-9  # 0.8 - 0.05 is less than 0.75

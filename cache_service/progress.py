@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.block_pool import BlockPool
-from cache_service.owner import Owner
-from cache_service.sequence import SequenceTable
-from cache_service.types import Int64Array, SequenceState
+from .block_pool import BlockPool
+from .owner import Owner
+from .sequence import SequenceTable
+from .types import Int64Array, SequenceState
 
 PATIENCE_STEPS = 4
 PATIENCE_SECONDS = 10.0

@@ -10,12 +10,12 @@ from collections import deque
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.counters import Counters
-from cache_service.owner import Owner, TableUpdates
-from cache_service.prefix_index import PrefixIndex
-from cache_service.sequence import SequenceTable
-from cache_service.types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
+from .block_pool import BlockPool
+from .counters import Counters
+from .owner import Owner, TableUpdates
+from .prefix_index import PrefixIndex
+from .sequence import SequenceTable
+from .types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 
 ALL_BLOCKS = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it

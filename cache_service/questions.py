@@ -5,11 +5,12 @@ One method per RPC, in the proto's order, as in service.py; CacheService is made
 
 from collections.abc import AsyncIterator
 
-from cache_service import convert
-from cache_service.errors import Draining
-from cache_service.keeper import Keeper
-from cache_service.watches import WatchDesk
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from . import convert
+from .errors import Draining
+from .keeper import Keeper
+from .watches import WatchDesk
 
 
 class Questions:

@@ -9,9 +9,9 @@ from collections import deque
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.owner import Owner
-from cache_service.types import SequenceState
+from .block_tables import BlockTables
+from .owner import Owner
+from .types import SequenceState
 
 AT_ONCE = 4096  # blocks, a few milliseconds
 

@@ -13,19 +13,20 @@ from typing import Protocol
 
 import structlog
 
-from cache_service import convert, kv_spec
-from cache_service.arena.arena import Arena, ByteArray
-from cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
-from cache_service.config import MAX_POOL_BLOCKS, CacheConfig
-from cache_service.errors import OutOfPools, PoolNotReady
-from cache_service.manager import Manager
-from cache_service.preflight import pools_text
-from cache_service.progress import StartNumbers
-from cache_service.types import Copies, PoolConfig, SessionId
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
+
+from . import convert, kv_spec
+from .arena.arena import Arena, ByteArray
+from .arena.shared_memory import SharedMemory, SharedMemoryArena
+from .config import MAX_POOL_BLOCKS, CacheConfig
+from .errors import OutOfPools, PoolNotReady
+from .manager import Manager
+from .preflight import pools_text
+from .progress import StartNumbers
+from .types import Copies, PoolConfig, SessionId
 
 log = structlog.get_logger()
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction import Use, make_policy
-from cache_service.manager import Manager
-from cache_service.types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from .eviction import Use, make_policy
+from .manager import Manager
+from .types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 Requests = list[list[int]]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cache_service.errors import InvalidField
-from cache_service.owner import Owner, TableUpdates
-from cache_service.types import NULL_BLOCK, Int64Array, Retention, SequenceState
+from .errors import InvalidField
+from .owner import Owner, TableUpdates
+from .types import NULL_BLOCK, Int64Array, Retention, SequenceState
 
 if TYPE_CHECKING:
-    from cache_service.block_tables import BlockTables
-    from cache_service.sequence import SequenceTable
+    from .block_tables import BlockTables
+    from .sequence import SequenceTable
 
 
 class Span(NamedTuple):

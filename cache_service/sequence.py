@@ -8,9 +8,10 @@ objects, because a step over a thousand sequences must be array work. Does not k
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.errors import InvalidField, UnknownSequence
-from cache_service.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
 from kvkeeper.service.rows import untouched
+
+from .errors import InvalidField, UnknownSequence
+from .types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
 
 _ALL = 2**31 - 1
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted

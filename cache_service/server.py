@@ -14,23 +14,24 @@ from pathlib import Path
 
 import structlog
 
-from cache_service.arena.attach import AttachServer
-from cache_service.arena.memory_of import memory_of
-from cache_service.arena.private_directory import private_directory
-from cache_service.clock import Clock, RunClock
-from cache_service.config import CacheConfig
-from cache_service.door import make_door
-from cache_service.keeper import Keeper
-from cache_service.metrics import cache_metrics
-from cache_service.registry import Memory, PoolRegistry
-from cache_service.service import CacheService
-from cache_service.steps import StepHandler
 from kvkeeper.cuda.runtime import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
+
+from .arena.attach import AttachServer
+from .arena.memory_of import memory_of
+from .arena.private_directory import private_directory
+from .clock import Clock, RunClock
+from .config import CacheConfig
+from .door import make_door
+from .keeper import Keeper
+from .metrics import cache_metrics
+from .registry import Memory, PoolRegistry
+from .service import CacheService
+from .steps import StepHandler
 
 log = structlog.get_logger()
 

@@ -11,19 +11,20 @@ import heapq
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
-from cache_service import convert, kv_io, kv_spec, paging
-from cache_service.config import CacheConfig
-from cache_service.errors import InvalidField, UnknownSession, WrongMode
-from cache_service.keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
-from cache_service.manager import Manager
-from cache_service.questions import Questions
-from cache_service.service_prefix import PrefixService
-from cache_service.session import SessionMode
-from cache_service.types import Copies, Executor, SequenceId, SequenceView, SessionId
-from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
+
+from . import convert, kv_io, kv_spec, paging
+from .config import CacheConfig
+from .errors import InvalidField, UnknownSession, WrongMode
+from .keeper import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from .manager import Manager
+from .questions import Questions
+from .service_prefix import PrefixService
+from .session import SessionMode
+from .types import Copies, Executor, SequenceId, SequenceView, SessionId
+from .unimplemented import UNIMPLEMENTED_METHODS
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 

@@ -5,10 +5,11 @@ Like service.py: one method per RPC, in the proto's order, each a thin wrapper o
 
 import secrets
 
-from cache_service import convert
-from cache_service.keeper import Keeper
-from cache_service.pins import MAX_PIN_TTL
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from . import convert
+from .keeper import Keeper
+from .pins import MAX_PIN_TTL
 
 
 class PrefixService:

@@ -8,7 +8,7 @@ that ended never returns. Time comes in as seconds of any monotone clock. Does n
 from dataclasses import dataclass
 from enum import Enum
 
-from cache_service.errors import (
+from .errors import (
     InvalidField,
     OutOfSessions,
     StaleEpoch,
@@ -17,7 +17,7 @@ from cache_service.errors import (
     UnknownSession,
     WrongMode,
 )
-from cache_service.types import Executor, SessionId
+from .types import Executor, SessionId
 
 GRACE_SECONDS = 0.5
 MOST_STEPS_IN_FLIGHT = 2

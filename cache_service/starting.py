@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.owner import HeldLogits, Owner
-from cache_service.table_base import StepLog, TableBase
-from cache_service.types import NO_INT32, Int32Array, SequenceState
+from .owner import HeldLogits, Owner
+from .table_base import StepLog, TableBase
+from .types import NO_INT32, Int32Array, SequenceState
 
 
 class Fit(NamedTuple):

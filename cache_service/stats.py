@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.pressure import PressureGauge
-from cache_service.swapping import Swapping
-from cache_service.types import PoolStats, SequenceState
+from .block_tables import BlockTables
+from .pressure import PressureGauge
+from .swapping import Swapping
+from .types import PoolStats, SequenceState
 
 
 def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:

@@ -3,8 +3,9 @@
 import grpc
 from google.protobuf import duration_pb2
 
-from cache_service.errors import BrokenInvariant, CacheError, InvalidField, NotImplementedYet
 from kvkeeper.service.status import Refusals
+
+from .errors import BrokenInvariant, CacheError, InvalidField, NotImplementedYet
 
 _RETRY_DELAY = duration_pb2.Duration(nanos=200_000_000)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
-from cache_service.owner import Owner
-from cache_service.retention import Span, span
-from cache_service.sequence import SequenceTable
-from cache_service.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
+from .errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
+from .owner import Owner
+from .retention import Span, span
+from .sequence import SequenceTable
+from .types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
 # These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
 # with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is

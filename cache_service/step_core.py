@@ -6,15 +6,15 @@ protocol says. Who may call, and whether a call is a repeat, is session.py's.
 
 import numpy as np
 
-from cache_service.computing import computing_len
-from cache_service.creating import CreateCalls
-from cache_service.errors import InvalidField
-from cache_service.owner import Owner
-from cache_service.step import StepPlan, check_step, has_one_each, has_swaps
-from cache_service.step_reply import int32_of, step_reply, with_moves
-from cache_service.swapping import Swapping
-from cache_service.table_base import Grants, StepLog
-from cache_service.types import (
+from .computing import computing_len
+from .creating import CreateCalls
+from .errors import InvalidField
+from .owner import Owner
+from .step import StepPlan, check_step, has_one_each, has_swaps
+from .step_reply import int32_of, step_reply, with_moves
+from .swapping import Swapping
+from .table_base import Grants, StepLog
+from .types import (
     NO_INT32,
     NO_INT64,
     Int32Array,

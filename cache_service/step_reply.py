@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.owner import Owner
-from cache_service.sequence import SequenceTable
-from cache_service.step import StepPlan
-from cache_service.table_base import Grants, StepLog
-from cache_service.transfers import Order
-from cache_service.types import (
+from .block_tables import BlockTables
+from .owner import Owner
+from .sequence import SequenceTable
+from .step import StepPlan
+from .table_base import Grants, StepLog
+from .transfers import Order
+from .types import (
     NO_INT32,
     NO_INT64,
     Copies,

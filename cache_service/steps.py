@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 from google.protobuf.message import DecodeError
 
-from cache_service import convert
-from cache_service.door import EOF
-from cache_service.errors import CacheError, InvalidField, StreamReplaced
-from cache_service.keeper import Keeper, LiveSession
-from cache_service.session import SessionMode
-from cache_service.step_reply import copies_of
-from cache_service.types import Executor
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import MAX_MESSAGE_BYTES
+
+from . import convert
+from .door import EOF
+from .errors import CacheError, InvalidField, StreamReplaced
+from .keeper import Keeper, LiveSession
+from .session import SessionMode
+from .step_reply import copies_of
+from .types import Executor
 
 _parse = pb.StepRequest.FromString
 _STEP = "kvkeeper.cache.v1.CacheService/Step"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cache_service.mover import Mover
-from cache_service.owner import Owner
-from cache_service.retention import drop_outside
-from cache_service.transfers import Move, Order
-from cache_service.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
+from .mover import Mover
+from .owner import Owner
+from .retention import drop_outside
+from .transfers import Move, Order
+from .types import Executor, Int32Array, Int64Array, SequenceState, SessionId
 
 if TYPE_CHECKING:
-    from cache_service.block_tables import BlockTables
+    from .block_tables import BlockTables
 
 
 AT_ONCE = 512  # orders, about a millisecond

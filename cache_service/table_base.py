@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_service.block_pool import BlockPool
-from cache_service.counters import Counters
-from cache_service.eviction import Use
-from cache_service.owner import Owner
-from cache_service.pins import Pins
-from cache_service.prefix_index import PrefixIndex
-from cache_service.progress import Progress
-from cache_service.publishing import Publisher
-from cache_service.sequence import SequenceTable
-from cache_service.swapping import Swapping
-from cache_service.transfers import Order
-from cache_service.types import NULL_BLOCK, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, SequenceState
+from .block_pool import BlockPool
+from .counters import Counters
+from .eviction import Use
+from .owner import Owner
+from .pins import Pins
+from .prefix_index import PrefixIndex
+from .progress import Progress
+from .publishing import Publisher
+from .sequence import SequenceTable
+from .swapping import Swapping
+from .transfers import Order
+from .types import NULL_BLOCK, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, SequenceState
 
 
 @dataclass(slots=True)

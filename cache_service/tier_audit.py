@@ -6,11 +6,11 @@ index. Raises nothing and changes nothing.
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.invariants import check_orders
-from cache_service.swapping import Swapping
-from cache_service.transfers import Move
-from cache_service.types import Int32Array, SequenceState, TransferKind
+from .block_tables import BlockTables
+from .invariants import check_orders
+from .swapping import Swapping
+from .transfers import Move
+from .types import Int32Array, SequenceState, TransferKind
 
 
 def violations(tables: BlockTables, swapping: Swapping) -> list[str]:

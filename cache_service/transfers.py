@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_service.errors import InvalidField
-from cache_service.owner import Owner
-from cache_service.types import Int32Array, Int64Array, SequenceState, TransferKind
+from .errors import InvalidField
+from .owner import Owner
+from .types import Int32Array, Int64Array, SequenceState, TransferKind
 
 
 @dataclass(slots=True, eq=False)

@@ -6,11 +6,11 @@ waits for the steps that were told of it, and the session hears of the holes in 
 
 import numpy as np
 
-from cache_service.errors import InvalidField, UnknownSequence
-from cache_service.retention import drop_outside
-from cache_service.step import wrong_state
-from cache_service.step_core import StepCore
-from cache_service.types import Retention, SequenceState, SessionId
+from .errors import InvalidField, UnknownSequence
+from .retention import drop_outside
+from .step import wrong_state
+from .step_core import StepCore
+from .types import Retention, SequenceState, SessionId
 
 _LEAST_PRIORITY, _MOST_PRIORITY = -1000, 1000
 

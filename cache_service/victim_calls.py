@@ -8,9 +8,9 @@ others than the caller only sequences that nobody has used for GARBAGE_IDLE seco
 import math
 from typing import NamedTuple
 
-from cache_service.step_core import StepCore
-from cache_service.types import PoolConfig, SequenceState, SessionId
-from cache_service.victims import VictimChooser, Victims, surplus
+from .step_core import StepCore
+from .types import PoolConfig, SequenceState, SessionId
+from .victims import VictimChooser, Victims, surplus
 
 GARBAGE_IDLE = 10.0
 _ROUNDING = 1e-9  # 0.7 of 10 blocks is 7 blocks

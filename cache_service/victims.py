@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.block_tables import BlockTables
-from cache_service.errors import InvalidField
-from cache_service.owner import Owner
-from cache_service.types import Int32Array, Int64Array, SequenceState
+from .block_tables import BlockTables
+from .errors import InvalidField
+from .owner import Owner
+from .types import Int32Array, Int64Array, SequenceState
 
 
 class Victims(NamedTuple):

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from cache_service import convert
-from cache_service.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
-from cache_service.events import Event, EventFeed, Watch
-from cache_service.keeper import LiveSession
-from cache_service.registry import Pool
-from cache_service.types import EventKind
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from . import convert
+from .errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
+from .events import Event, EventFeed, Watch
+from .keeper import LiveSession
+from .registry import Pool
+from .types import EventKind
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""`kvkeeper engine`, or `python -m engine_service`: runs an engine service until SIGTERM or SIGINT.
+"""`kvkeeper engine`, or `python -m kvkeeper.engine_service`: runs an engine service until SIGTERM or SIGINT.
 
 Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration. Nothing is printed on stdout; the log says
 "ready" with the address once there is a session, and so does grpc.health.v1.
@@ -13,14 +13,15 @@ import structlog
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
 
-from engine_service.config import EngineConfig, load_config
-from engine_service.preflight import check_start
 from kvkeeper.service.process import first_of, run, stop_signals
+
+from .config import EngineConfig, load_config
+from .preflight import check_start
 
 log = structlog.get_logger()
 
 if TYPE_CHECKING:
-    from engine_service.server import RunningServer
+    from .server import RunningServer
 
 # The forward pass runs in a thread beside the loop. By default whichever of them holds the interpreter may keep it for 5 ms, a
 # third of a small model's step. Measured in turns, 16 requests on two busy cores: 3 % more tokens a second; 0.2 ms gains less.
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
     log.info("starting", doing="importing torch")
-    from engine_service.server import start_server  # torch takes seconds to load, which a wrong flag need not wait for
+    from .server import start_server  # torch takes seconds to load, which a wrong flag need not wait for
 
     return _until_asked(start_server(config))
 

@@ -7,11 +7,11 @@ have ended, and sequences with it. Pure.
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.assemble import assemble_work
-from engine_service.plan import News, Plan, StepAnswer, Work
-from engine_service.preempting import Preempting
-from engine_service.request import Int32Array, Sequence, SequenceState
-from engine_service.running import IndexArray
+from .assemble import assemble_work
+from .plan import News, Plan, StepAnswer, Work
+from .preempting import Preempting
+from .request import Int32Array, Sequence, SequenceState
+from .running import IndexArray
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
 _FORKED = 1  # ItemResult.OK of the protocol

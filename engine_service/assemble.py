@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine_service.batch import Batch, BatchRetention
-from engine_service.plan import News, PromptScore, StepAnswer, Work
-from engine_service.request import NO_TOKENS, Int32Array
-from engine_service.running import IndexArray, RunningSequences, ranks
+from .batch import Batch, BatchRetention
+from .plan import News, PromptScore, StepAnswer, Work
+from .request import NO_TOKENS, Int32Array
+from .running import IndexArray, RunningSequences, ranks
 
 
 def assemble_work(

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine_service.request import FinishReason
-from engine_service.stopping import StopRules, TextOutput
+from .request import FinishReason
+from .stopping import StopRules, TextOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine_service.pieces import Piece, joined
+from .pieces import Piece, joined
 
 
 def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine_service.answering import Answering
-from engine_service.beams import Branch
-from engine_service.plan import Plan, StepAnswer, Work
-from engine_service.planning import NO_GUESSES
-from engine_service.request import Int32Array, Request, Sequence, SequenceState
+from .answering import Answering
+from .beams import Branch
+from .plan import Plan, StepAnswer, Work
+from .planning import NO_GUESSES
+from .request import Int32Array, Request, Sequence, SequenceState
 
 
 class Branching(Answering):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_service.beams import Candidates
-from engine_service.sampler import SamplingRow, apply_penalties
+from .beams import Candidates
+from .sampler import SamplingRow, apply_penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from engine_service.beams import Candidates
-from engine_service.candidates import SearchRow, find_candidates
-from engine_service.logprobs import TokenLogprobs, token_logprobs
-from engine_service.model_runner import Runner
-from engine_service.plan import PromptScore, Work
-from engine_service.sampler import SampledTokens, SamplingRow, draw, taken
+from .beams import Candidates
+from .candidates import SearchRow, find_candidates
+from .logprobs import TokenLogprobs, token_logprobs
+from .model_runner import Runner
+from .plan import PromptScore, Work
+from .sampler import SampledTokens, SamplingRow, draw, taken
 
 log = structlog.get_logger()
 

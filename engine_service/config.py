@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.policies import POLICY_NAMES
-from engine_service.preemption_cost import Preemption
 from kvkeeper.service.config import (
     LOG_LEVELS,
     ConfigError,
@@ -25,6 +22,10 @@ from kvkeeper.service.config import (
     parse_switch,
 )
 from kvkeeper.service.sizes import parse_size
+
+from .demo_model import DEMO_MODEL_DIR
+from .policies import POLICY_NAMES
+from .preemption_cost import Preemption
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 

@@ -17,8 +17,8 @@ import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.refusals import InvalidField, Refusal, RequestFailed, TooComplex
-from engine_service.tokenizer import Tokenizer
+from .refusals import InvalidField, Refusal, RequestFailed, TooComplex
+from .tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024

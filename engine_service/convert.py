@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.beams import BeamOptions
-from engine_service.errors import SamplingParamsError
-from engine_service.refusals import InvalidField, WrongTokenId
-from engine_service.request import Int32Array
-from engine_service.retention import Retention
-from engine_service.sampler import SamplingParams
-from engine_service.sampling_defaults import with_fields
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from .beams import BeamOptions
+from .errors import SamplingParamsError
+from .refusals import InvalidField, WrongTokenId
+from .request import Int32Array
+from .retention import Retention
+from .sampler import SamplingParams
+from .sampling_defaults import with_fields
 
 DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from engine_service.computing import Computed, StepRows, copy_forward_sample
-from engine_service.model_runner import Runner
-from engine_service.plan import Work
+from .computing import Computed, StepRows, copy_forward_sample
+from .model_runner import Runner
+from .plan import Work
 
 T = TypeVar("T")
 

@@ -1,9 +1,10 @@
 """What comes in through the door of the engine service: the methods of EngineService, and which carry prompts."""
 
-from engine_service.status import REFUSALS
-from engine_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.door import Contract
+
+from .status import REFUSALS
+from .unimplemented import UNIMPLEMENTED_METHODS
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["EngineService"],

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine_service.batch import Batch
-from engine_service.model_runner import Runner
-from engine_service.request import NO_TOKENS, Int32Array
-from engine_service.served_model import ServedModel
+from .batch import Batch
+from .model_runner import Runner
+from .request import NO_TOKENS, Int32Array
+from .served_model import ServedModel
 
 _NUM_PLACES = 16
 _BLOCK_SIZE = 16

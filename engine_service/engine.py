@@ -16,25 +16,25 @@ from typing import TypeVar
 
 import structlog
 
-from engine_service.device import Device
-from engine_service.generation import Generation
-from engine_service.iteration import Iteration
-from engine_service.kv_memory import KvMemory
-from engine_service.open_requests import OpenRequests, bounded
-from engine_service.plan import Limits, Plan
-from engine_service.planning import NO_GUESSES
-from engine_service.refusals import (
+from .device import Device
+from .generation import Generation
+from .iteration import Iteration
+from .kv_memory import KvMemory
+from .open_requests import OpenRequests, bounded
+from .plan import Limits, Plan
+from .planning import NO_GUESSES
+from .refusals import (
     CacheServiceDown,
     Draining,
     NeverFits,
 )
-from engine_service.request import Int32Array, RequestState
-from engine_service.scheduler import Scheduler
-from engine_service.sequence_creator import SequenceCreator
-from engine_service.speculator import Proposer, Speculator
-from engine_service.stats import EngineStats
-from engine_service.tracing import EngineTracing
-from engine_service.waiting import WaitingSequences
+from .request import Int32Array, RequestState
+from .scheduler import Scheduler
+from .sequence_creator import SequenceCreator
+from .speculator import Proposer, Speculator
+from .stats import EngineStats
+from .tracing import EngineTracing
+from .waiting import WaitingSequences
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -7,7 +7,7 @@ as one may have is passed over; what would wait beyond the bounds is refused at 
 from collections import Counter, OrderedDict, deque
 from typing import Generic, TypeVar
 
-from engine_service.refusals import QueueFull
+from .refusals import QueueFull
 
 T = TypeVar("T")
 

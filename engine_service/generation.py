@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from engine_service.beams import BeamSearch, Branch, Candidates, Finished
-from engine_service.best_of import BestOf
-from engine_service.candidates import SearchRow
-from engine_service.logprobs import TokenLogprobs
-from engine_service.pieces import Piece, Usage
-from engine_service.refusals import Refusal, RequestFailed
-from engine_service.request import FinishReason, Int32Array, Request, RequestState
-from engine_service.sampler import SamplingParams, SamplingRow
-from engine_service.stopping import StopRules, TextOutput
+from .beams import BeamSearch, Branch, Candidates, Finished
+from .best_of import BestOf
+from .candidates import SearchRow
+from .logprobs import TokenLogprobs
+from .pieces import Piece, Usage
+from .refusals import Refusal, RequestFailed
+from .request import FinishReason, Int32Array, Request, RequestState
+from .sampler import SamplingParams, SamplingRow
+from .stopping import StopRules, TextOutput
 
 log = structlog.get_logger()
 

@@ -4,7 +4,7 @@ An open request is counted from its arrival to its end with what its message tak
 apart, and its tokens. One that would be too much is refused, and may come again when others have ended. Pure.
 """
 
-from engine_service.refusals import TooMuchHeld
+from .refusals import TooMuchHeld
 
 TIMES_MESSAGE = 4  # the bytes that came, the same taken apart, and 4 bytes or more for a token of 1 to 4 bytes, twice
 EACH = 4096  # of a request, whatever its message

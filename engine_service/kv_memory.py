@@ -15,17 +15,18 @@ import numpy as np
 import structlog
 import torch
 
-from engine_service.config import EngineConfig
-from engine_service.lease import Lease
-from engine_service.model_runner import Runner
-from engine_service.plan import Limits, Plan
-from engine_service.preemption_cost import Moved, Preemption
-from engine_service.served_model import ServedModel
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
+
+from .config import EngineConfig
+from .lease import Lease
+from .model_runner import Runner
+from .plan import Limits, Plan
+from .preemption_cost import Moved, Preemption
+from .served_model import ServedModel
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Iterator
 from operator import attrgetter
 
-from engine_service.fair_share import FairShare
-from engine_service.policies import Ordering
-from engine_service.request import Sequence
+from .fair_share import FairShare
+from .policies import Ordering
+from .request import Sequence
 
 _place = attrgetter("place")
 _FRONT = -1.0  # less than any tenant was served

@@ -10,13 +10,14 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.utils import floatToGoString
 
-from engine_service.engine import Engine
-from engine_service.policies import POLICIES
-from engine_service.request import FinishReason
-from engine_service.served_model import ServedModel
-from engine_service.timings import Histogram
 from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 from kvkeeper.service.metrics import build_info
+
+from .engine import Engine
+from .policies import POLICIES
+from .request import FinishReason
+from .served_model import ServedModel
+from .timings import Histogram
 
 _GAUGES = (
     "num_waiting_requests",

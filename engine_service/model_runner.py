@@ -10,13 +10,14 @@ from typing import Protocol
 
 import torch
 
-from engine_service.batch import Batch
-from engine_service.errors import ModelError
-from engine_service.model.attention import AttentionMetadata, attention_arrays, build_attention_metadata
-from engine_service.upload import upload_to
-from kernels.copy_blocks import copy_blocks
-from kernels.layout import KvLayout
-from kernels.scratch import Scratch
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.scratch import Scratch
+
+from .batch import Batch
+from .errors import ModelError
+from .model.attention import AttentionMetadata, attention_arrays, build_attention_metadata
+from .upload import upload_to
 
 
 class Runner(Protocol):

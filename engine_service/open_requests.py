@@ -11,15 +11,15 @@ from collections.abc import Callable
 import numpy as np
 import structlog
 
-from engine_service.beams import Candidates
-from engine_service.computing import Computed, StepRows
-from engine_service.generation import Generation
-from engine_service.plan import Limits, Work
-from engine_service.refusals import DuplicateRequest, NeverFits, QueueFull, Refusal, RequestFailed, UnknownRequest
-from engine_service.request import Int32Array, Request, Sequence, SequenceState
-from engine_service.scheduler import Scheduler
-from engine_service.stats import EngineStats
-from engine_service.tracing import EngineTracing
+from .beams import Candidates
+from .computing import Computed, StepRows
+from .generation import Generation
+from .plan import Limits, Work
+from .refusals import DuplicateRequest, NeverFits, QueueFull, Refusal, RequestFailed, UnknownRequest
+from .request import Int32Array, Request, Sequence, SequenceState
+from .scheduler import Scheduler
+from .stats import EngineStats
+from .tracing import EngineTracing
 
 log = structlog.get_logger()
 

@@ -8,8 +8,8 @@ is dropped and the request is to end. Much that comes at once is no fault. Knows
 import asyncio
 from collections.abc import Callable
 
-from engine_service.pieces import Piece, coalesce
-from engine_service.refusals import NotRead, Refusal
+from .pieces import Piece, coalesce
+from .refusals import NotRead, Refusal
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities told beside them; some 20 MB
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from engine_service.logprobs import TokenLogprobs
-from engine_service.request import FinishReason
+from .logprobs import TokenLogprobs
+from .request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.batch import Batch
-from engine_service.preemption_cost import Preemption
-from engine_service.request import Int32Array, Sequence
-from engine_service.retention import Retention
-from engine_service.running import IndexArray
+from .batch import Batch
+from .preemption_cost import Preemption
+from .request import Int32Array, Sequence
+from .retention import Retention
+from .running import IndexArray
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -11,12 +11,12 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.plan import Int64Array, Limits, Plan
-from engine_service.preemption_cost import Costs
-from engine_service.request import Int32Array, Request, Sequence, SequenceState
-from engine_service.room import Room
-from engine_service.running import IndexArray, RunningSequences
-from engine_service.waiting import WaitingSequences
+from .plan import Int64Array, Limits, Plan
+from .preemption_cost import Costs
+from .request import Int32Array, Request, Sequence, SequenceState
+from .room import Room
+from .running import IndexArray, RunningSequences
+from .waiting import WaitingSequences
 
 NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
 

@@ -10,7 +10,7 @@ Ordering is what a queue asks: one policy for good, or Adaptive's choice, which 
 from math import floor
 from typing import Protocol
 
-from engine_service.request import Sequence
+from .request import Sequence
 
 POLICY_NAMES = ("fcfs", "sjf", "priority", "adaptive")
 

@@ -7,10 +7,10 @@ and once it is swapped in it goes on from the very token it was at. A swap that 
 tier or because a transfer failed, ends in computing again. Pure.
 """
 
-from engine_service.plan import Plan, StepAnswer, Task
-from engine_service.planning import Planning
-from engine_service.preemption_cost import Victim
-from engine_service.request import Sequence, SequenceState
+from .plan import Plan, StepAnswer, Task
+from .planning import Planning
+from .preemption_cost import Victim
+from .request import Sequence, SequenceState
 
 _OK = 1  # ItemResult of the protocol
 

@@ -9,18 +9,19 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.errors import ModelError, UnsupportedModelError
-from engine_service.model.config import is_native, parse_model_config
-from engine_service.model.dtype_name import DTYPE_BYTES, dtype_name
-from engine_service.model.json_fields import CONFIG_FILE
-from engine_service.model.json_file import read_json_object
-from engine_service.model.safetensors_files import list_weight_files, tensor_sizes
 from kvkeeper.service.extras import install_command
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
 from kvkeeper.service.process import StartError
 from kvkeeper.service.sizes import size
+
+from .config import HASH_TOY, EngineConfig
+from .errors import ModelError, UnsupportedModelError
+from .model.config import is_native, parse_model_config
+from .model.dtype_name import DTYPE_BYTES, dtype_name
+from .model.json_fields import CONFIG_FILE
+from .model.json_file import read_json_object
+from .model.safetensors_files import list_weight_files, tensor_sizes
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, of any machine on which CUDA can run

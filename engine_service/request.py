@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.retention import Retention
+from .retention import Retention
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Iterable
 
-from engine_service.generation import Generation
-from engine_service.iteration import Iteration
-from engine_service.logprobs import TokenLogprobs
-from engine_service.pieces import Piece
-from engine_service.plan import Task
-from engine_service.submissions import Submission
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from .generation import Generation
+from .iteration import Iteration
+from .logprobs import TokenLogprobs
+from .pieces import Piece
+from .plan import Task
+from .submissions import Submission
 
 
 def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:

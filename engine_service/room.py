@@ -11,8 +11,8 @@ never wait for each other. Pure.
 
 from collections.abc import Sequence as SequenceOf
 
-from engine_service.plan import StepAnswer
-from engine_service.request import Sequence
+from .plan import StepAnswer
+from .request import Sequence
 
 CRITICAL = 1000  # priority of who is not preempted for the sake of others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told

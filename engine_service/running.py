@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from engine_service.request import Int32Array, Sequence
 from kvkeeper.service.rows import untouched
+
+from .request import Int32Array, Sequence
 
 IndexArray = npt.NDArray[np.intp]
 

@@ -14,9 +14,10 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from engine_service.errors import SamplingParamsError
-from kernels.philox import uniforms
-from kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.kernels.philox import uniforms
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
+
+from .errors import SamplingParamsError
 
 log = structlog.get_logger()
 

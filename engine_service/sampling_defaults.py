@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from engine_service.errors import ModelConfigError, SamplingParamsError
-from engine_service.model.json_file import read_json_object
-from engine_service.sampler import NEUTRAL, SamplingParams
+from .errors import ModelConfigError, SamplingParamsError
+from .model.json_file import read_json_object
+from .sampler import NEUTRAL, SamplingParams
 
 _FILE: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

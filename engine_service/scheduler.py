@@ -10,12 +10,12 @@ Pure: values in, values out; no clock, no wire. All calls come from the task tha
 
 import numpy as np
 
-from engine_service.branching import Branching
-from engine_service.plan import Limits, Work
-from engine_service.planning import make_rows
-from engine_service.request import Int32Array, Request, Sequence, SequenceState
-from engine_service.room import Room
-from engine_service.speculation import num_kept
+from .branching import Branching
+from .plan import Limits, Work
+from .planning import make_rows
+from .request import Int32Array, Request, Sequence, SequenceState
+from .room import Room
+from .speculation import num_kept
 
 
 class Scheduler(Branching):

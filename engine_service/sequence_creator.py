@@ -11,13 +11,14 @@ from dataclasses import asdict
 
 import grpc
 
-from engine_service.refusals import Refusal, RequestFailed
-from engine_service.request import Request, Sequence
-from engine_service.scheduler import Scheduler
-from engine_service.tracing import EngineTracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
+
+from .refusals import Refusal, RequestFailed
+from .request import Request, Sequence
+from .scheduler import Scheduler
+from .tracing import EngineTracing
 
 _RETRY_S = 0.05  # slots that another engine holds come free without a word to us
 

@@ -15,25 +15,26 @@ from typing import Any, cast
 
 import torch
 
-from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.errors import ModelError, NoDeviceError, UnsupportedModelError
-from engine_service.model.config import ModelConfig, is_native, parse_model_config
-from engine_service.model.decoder import Decoder
-from engine_service.model.digest import weights_digest
-from engine_service.model.dtype_name import DtypeChoice
-from engine_service.model.hash_toy import HashToyConfig, HashToyRunner
-from engine_service.model.json_fields import CONFIG_FILE
-from engine_service.model.json_file import read_json_object
-from engine_service.model.loader import load_model
-from engine_service.model.safetensors_files import list_weight_files, tensor_sizes
-from engine_service.model.transformers_model import load_transformers_model
-from engine_service.model_runner import Model, ModelRunner, Runner, kv_layout_of
-from engine_service.sampler import NEUTRAL, SamplingParams
-from engine_service.sampling_defaults import read_sampling_defaults
-from engine_service.text import ModelText
-from engine_service.tokenizer import Tokenizer
-from kernels.layout import KvLayout
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.kernels.layout import KvLayout
+
+from .config import HASH_TOY, EngineConfig
+from .errors import ModelError, NoDeviceError, UnsupportedModelError
+from .model.config import ModelConfig, is_native, parse_model_config
+from .model.decoder import Decoder
+from .model.digest import weights_digest
+from .model.dtype_name import DtypeChoice
+from .model.hash_toy import HashToyConfig, HashToyRunner
+from .model.json_fields import CONFIG_FILE
+from .model.json_file import read_json_object
+from .model.loader import load_model
+from .model.safetensors_files import list_weight_files, tensor_sizes
+from .model.transformers_model import load_transformers_model
+from .model_runner import Model, ModelRunner, Runner, kv_layout_of
+from .sampler import NEUTRAL, SamplingParams
+from .sampling_defaults import read_sampling_defaults
+from .text import ModelText
+from .tokenizer import Tokenizer
 
 _KV_DTYPES = {
     torch.float16: pb.KV_DTYPE_FLOAT16,

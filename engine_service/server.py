@@ -13,23 +13,6 @@ from pathlib import Path
 import structlog
 import torch
 
-from engine_service.config import EngineConfig
-from engine_service.door import CONTRACT
-from engine_service.draft_model import DraftModel
-from engine_service.engine import Engine
-from engine_service.errors import ModelError, NoDeviceError
-from engine_service.fair_share import FairShare
-from engine_service.policies import make_ordering
-from engine_service.refusals import Draining
-from engine_service.served_model import ServedModel, load_served_model
-from engine_service.service import EngineService
-from engine_service.serving import CacheServiceRefused, keep_serving
-from engine_service.speculator import PromptLookUp, Proposer
-from engine_service.text_work import TextWork
-from engine_service.text_worker import Limits
-from engine_service.time_limits import end_stalled
-from engine_service.tracing import EngineTracing
-from engine_service.waiting import WaitingSequences
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
@@ -38,6 +21,24 @@ from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
+
+from .config import EngineConfig
+from .door import CONTRACT
+from .draft_model import DraftModel
+from .engine import Engine
+from .errors import ModelError, NoDeviceError
+from .fair_share import FairShare
+from .policies import make_ordering
+from .refusals import Draining
+from .served_model import ServedModel, load_served_model
+from .service import EngineService
+from .serving import CacheServiceRefused, keep_serving
+from .speculator import PromptLookUp, Proposer
+from .text_work import TextWork
+from .text_worker import Limits
+from .time_limits import end_stalled
+from .tracing import EngineTracing
+from .waiting import WaitingSequences
 
 log = structlog.get_logger()
 

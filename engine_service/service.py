@@ -11,11 +11,15 @@ from functools import partial
 
 from prometheus_client import Metric
 
-from engine_service.beams import BeamOptions, BeamSearch, why_ends
-from engine_service.best_of import BestOf
-from engine_service.config import EngineConfig
-from engine_service.constraint import Constraint
-from engine_service.convert import (
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service import VERSION
+from kvkeeper.service.door import peer
+
+from .beams import BeamOptions, BeamSearch, why_ends
+from .best_of import BestOf
+from .config import EngineConfig
+from .constraint import Constraint
+from .convert import (
     DEFAULT_MAX_TOKENS,
     MAX_CHAT_MESSAGES,
     options_of,
@@ -25,23 +29,20 @@ from engine_service.convert import (
     token_array,
     wait_of,
 )
-from engine_service.engine import Engine
-from engine_service.generation import Generation
-from engine_service.held import Held
-from engine_service.metrics import engine_metrics
-from engine_service.outbox import Outbox
-from engine_service.pieces import Piece
-from engine_service.refusals import InvalidField, NeverFits, Refusal
-from engine_service.request import Int32Array, Request
-from engine_service.responses import iteration_plan, request_info, response_of, results_of
-from engine_service.served_model import ServedModel
-from engine_service.stopping import StopRules
-from engine_service.submissions import Submissions
-from engine_service.text_work import TextWork, max_text_bytes
-from engine_service.time_limits import limit_time
-from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service import VERSION
-from kvkeeper.service.door import peer
+from .engine import Engine
+from .generation import Generation
+from .held import Held
+from .metrics import engine_metrics
+from .outbox import Outbox
+from .pieces import Piece
+from .refusals import InvalidField, NeverFits, Refusal
+from .request import Int32Array, Request
+from .responses import iteration_plan, request_info, response_of, results_of
+from .served_model import ServedModel
+from .stopping import StopRules
+from .submissions import Submissions
+from .text_work import TextWork, max_text_bytes
+from .time_limits import limit_time
 
 
 class EngineService:

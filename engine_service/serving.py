@@ -11,15 +11,16 @@ from functools import partial
 import grpc
 import structlog
 
-from engine_service.config import EngineConfig
-from engine_service.engine import Engine
-from engine_service.kv_memory import KvMemory, limits_of, open_memory
-from engine_service.plan import Limits
-from engine_service.refusals import BrokenInvariant, CacheServiceDown, RequestFailed
-from engine_service.served_model import ServedModel
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
+
+from .config import EngineConfig
+from .engine import Engine
+from .kv_memory import KvMemory, limits_of, open_memory
+from .plan import Limits
+from .refusals import BrokenInvariant, CacheServiceDown, RequestFailed
+from .served_model import ServedModel
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine_service.request import Int32Array
+from .request import Int32Array
 
 LEAST_AHEAD, MOST_AHEAD, FIRST_AHEAD = 2, 8, 4
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2

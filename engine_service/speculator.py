@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from engine_service.plan import Work
-from engine_service.request import Int32Array, Sequence
-from engine_service.running import RunningSequences
-from engine_service.speculation import LookAhead, Switch, look_up
+from .plan import Work
+from .request import Int32Array, Sequence
+from .running import RunningSequences
+from .speculation import LookAhead, Switch, look_up
 
 log = structlog.get_logger()
 

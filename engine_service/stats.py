@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine_service.generation import Generation
-from engine_service.plan import Work
-from engine_service.request import FinishReason, Int32Array, RequestState
-from engine_service.timings import TOKEN_BOUNDS, Histogram, Timings
+from .generation import Generation
+from .plan import Work
+from .request import FinishReason, Int32Array, RequestState
+from .timings import TOKEN_BOUNDS, Histogram, Timings
 
 _NUM_STEPS = 256
 

@@ -3,8 +3,9 @@
 import grpc
 from google.protobuf import duration_pb2
 
-from engine_service.refusals import BrokenInvariant, InvalidField, NotImplementedYet, Refusal
 from kvkeeper.service.status import Refusals
+
+from .refusals import BrokenInvariant, InvalidField, NotImplementedYet, Refusal
 
 _CODES = {
     "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_service.request import FinishReason
+from .request import FinishReason
 
 
 class TextOutput(Protocol):

@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from engine_service.generation import Generation
-from engine_service.logprobs import TokenLogprobs
-from engine_service.pieces import Piece, Usage
-from engine_service.refusals import DuplicateRequest, Refusal, UnknownRequest
-from engine_service.request import FinishReason
+from .generation import Generation
+from .logprobs import TokenLogprobs
+from .pieces import Piece, Usage
+from .refusals import DuplicateRequest, Refusal, UnknownRequest
+from .request import FinishReason
 
 _EACH_BYTES = 4096  # of a submission, whatever it gave
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them

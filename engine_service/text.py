@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.errors import TokenizerError
-from engine_service.refusals import InvalidField
-from engine_service.request import Int32Array
-from engine_service.stopping import TextOutput
-from engine_service.tokenizer import Detokenizer, StopStrings, Tokenizer
+from .errors import TokenizerError
+from .refusals import InvalidField
+from .request import Int32Array
+from .stopping import TextOutput
+from .tokenizer import Detokenizer, StopStrings, Tokenizer
 
 _NUM_CONTEXT_TOKENS = 16  # only the end of a prompt matters to its detokenizer
 

@@ -13,13 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from engine_service.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, Vocabulary, compile_grammar
-from engine_service.refusals import InvalidField, TooComplex
-from engine_service.request import Int32Array
-from engine_service.text import ModelText
-from engine_service.text_worker import Limits, SetUp
-from engine_service.worker_frames import TOKEN_DTYPE, Kind
-from engine_service.workers import JobRefused, JobTooMuch, Workers
+from .constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, Vocabulary, compile_grammar
+from .refusals import InvalidField, TooComplex
+from .request import Int32Array
+from .text import ModelText
+from .text_worker import Limits, SetUp
+from .worker_frames import TOKEN_DTYPE, Kind
+from .workers import JobRefused, JobTooMuch, Workers
 
 MAX_TEXT_BYTES: Final = 1 << 20
 BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32

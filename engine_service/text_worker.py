@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from engine_service.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
-from engine_service.errors import TokenizerError
-from engine_service.tokenizer import Tokenizer
-from engine_service.worker_frames import ANSWER_HEAD, JOB_HEAD, TOKEN_DTYPE, Kind, Outcome
+from .constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
+from .errors import TokenizerError
+from .tokenizer import Tokenizer
+from .worker_frames import ANSWER_HEAD, JOB_HEAD, TOKEN_DTYPE, Kind, Outcome
 
 _STACK_BYTES = 1 << 20  # less than a thread of the engine has: what does not end here by recursion does not end there
 

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from engine_service.engine import Engine
-from engine_service.generation import Generation
-from engine_service.refusals import Stalled, TimedOut
-from engine_service.request import FinishReason
+from .engine import Engine
+from .generation import Generation
+from .refusals import Stalled, TimedOut
+from .request import FinishReason
 
 log = structlog.get_logger()
 K = TypeVar("K", bound=Hashable)

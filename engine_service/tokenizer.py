@@ -18,8 +18,8 @@ import jinja2
 import jinja2.sandbox
 import tokenizers
 
-from engine_service.errors import ModelConfigError, ModelFileMissingError, TokenizerError
-from engine_service.model.json_file import read_json_object
+from .errors import ModelConfigError, ModelFileMissingError, TokenizerError
+from .model.json_file import read_json_object
 
 _REPLACEMENT: Final = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
 _MOST_PENDING: Final = 8  # tokens without a whole character: a UTF-8 character ends within 4 bytes, the rest is junk

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine_service.device import InFlight
-from engine_service.generation import Generation
-from engine_service.plan import Plan
-from engine_service.request import Request, Sequence
-from engine_service.running import RunningSequences
 from kvkeeper import tracing
+
+from .device import InFlight
+from .generation import Generation
+from .plan import Plan
+from .request import Request, Sequence
+from .running import RunningSequences
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

@@ -6,10 +6,10 @@ are bounded; whoever runs or is to be forked from what runs has them first. Pure
 
 from collections.abc import Container, Iterator
 
-from engine_service.fair_share import FairShare
-from engine_service.lanes import Lanes
-from engine_service.policies import Ordering
-from engine_service.request import Request, Sequence, SequenceState
+from .fair_share import FairShare
+from .lanes import Lanes
+from .policies import Ordering
+from .request import Request, Sequence, SequenceState
 
 
 class WaitingSequences:

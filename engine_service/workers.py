@@ -16,11 +16,11 @@ from functools import partial
 
 import structlog
 
-from engine_service import text_worker
-from engine_service.fair_queue import FairQueue
-from engine_service.refusals import BrokenInvariant, Draining
-from engine_service.text_worker import SetUp
-from engine_service.worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
+from . import text_worker
+from .fair_queue import FairQueue
+from .refusals import BrokenInvariant, Draining
+from .text_worker import SetUp
+from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
 
 log = structlog.get_logger()
 

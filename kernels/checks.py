@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from .errors import KernelArgumentError, UnsupportedDeviceError
 
 
 def require(condition: bool, op: str, argument: str, problem: str, *values: object) -> None:

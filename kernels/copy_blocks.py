@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kernels.checks import on_cuda, require
+from .checks import on_cuda, require
 
 _OP = "copy_blocks"
 
@@ -31,7 +31,7 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         inside = 0 <= source < num_blocks and 0 < destination < num_blocks
         require(inside, _OP, "pairs", "hold ({}, {}) for {} blocks", source, destination, num_blocks)
     if cuda:
-        from kernels.gpu import copy_blocks as gpu
+        from .gpu import copy_blocks as gpu
 
         for run in independent_runs(pairs, at_once=True):
             gpu.copy_blocks(arena, run)

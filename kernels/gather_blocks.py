@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.checks import on_cuda, require
+from .checks import on_cuda, require
 
 _OP = "gather_blocks"
 
@@ -26,7 +26,7 @@ def gather_blocks(arena: torch.Tensor, block_ids: Sequence[int], staged: torch.T
     if not on_cuda(_OP, arena):
         torch.index_select(arena, 0, torch.tensor(block_ids, dtype=torch.int64), out=staged)
         return
-    from kernels.gpu import swap_blocks as gpu
+    from .gpu import swap_blocks as gpu
 
     gpu.gather_blocks(arena, block_ids, staged)
 

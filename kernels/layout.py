@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from kernels.checks import require
+from .checks import require
 
 NULL_BLOCK_ID: Final = 0
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.linear import LinearWeight
-from kernels.retention import Retention
+from .linear import LinearWeight
+from .retention import Retention
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:

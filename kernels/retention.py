@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.checks import require, require_index
-from kernels.paged_rows import Int64Array
+from .checks import require, require_index
+from .paged_rows import Int64Array
 
 Retention = tuple[torch.Tensor, torch.Tensor]  # sink_lens, window_lens: int32 [S], 0 or more; window 0: all is kept
 

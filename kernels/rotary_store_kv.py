@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.checks import on_cuda, require, require_index, require_kv_layer
-from kernels.rotary import require_tables, rotary
-from kernels.store_kv import StorePlan, store_kv
+from .checks import on_cuda, require, require_index, require_kv_layer
+from .rotary import require_tables, rotary
+from .store_kv import StorePlan, store_kv
 
 _OP = "rotary_store_kv"
 
@@ -35,7 +35,7 @@ def rotary_store_kv(
     """
     num_kv_heads = kv_layer.shape[3]
     if on_cuda(_OP, qk):
-        from kernels.gpu import rotary_store_kv as gpu
+        from .gpu import rotary_store_kv as gpu
 
         require_kv_layer(_OP, kv_layer)
         require_index(_OP, "slot_mapping", slot_mapping, 1)

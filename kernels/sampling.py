@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from kernels.checks import on_cuda, require
+from .checks import on_cuda, require
 
 _OP: Final = "sample_rows"
 _MOST_CANDIDATES: Final = 1024  # a larger top_k is no cheaper than sorting the row
@@ -61,7 +61,7 @@ def sample_rows(logits: torch.Tensor, params: SamplingTensors, uniforms: torch.T
     fits = uniforms.shape == params.top_k.shape == logits.shape[:1] and uniforms.dtype is torch.float64
     require(fits, _OP, "uniforms", "must be float64 {}, are {} {}", logits.shape[:1], uniforms.dtype, uniforms.shape)
     if cuda:
-        from kernels.gpu import sampling as gpu
+        from .gpu import sampling as gpu
 
         require(logits.stride(1) == 1, _OP, "logits", "must be contiguous in their last dimension")
         columns = (params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, uniforms)

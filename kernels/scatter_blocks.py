@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.checks import on_cuda, require
-from kernels.gather_blocks import require_staged
-from kernels.layout import NULL_BLOCK_ID
+from .checks import on_cuda, require
+from .gather_blocks import require_staged
+from .layout import NULL_BLOCK_ID
 
 _OP = "scatter_blocks"
 
@@ -28,6 +28,6 @@ def scatter_blocks(staged: torch.Tensor, block_ids: Sequence[int], arena: torch.
     if not on_cuda(_OP, arena):
         arena.index_copy_(0, torch.tensor(block_ids, dtype=torch.int64), staged)
         return
-    from kernels.gpu import swap_blocks as gpu
+    from .gpu import swap_blocks as gpu
 
     gpu.scatter_blocks(staged, block_ids, arena)

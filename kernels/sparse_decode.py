@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.checks import slot_rows
-from kernels.paged_rows import Int64Array
+from .checks import slot_rows
+from .paged_rows import Int64Array
 
 with warnings.catch_warnings():  # torch says once that sparse tensors are young; tests hold what is used of them
     warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from .checks import on_cuda, require, require_index, require_kv_layer, slot_rows
 
 _OP = "store_kv"
 
@@ -72,7 +72,7 @@ def store_kv(
     fits = k.dtype == v.dtype == kv_layer.dtype
     require(fits, _OP, "k", "and v must be {}, are {} and {}", kv_layer.dtype, k.dtype, v.dtype)
     if cuda:
-        from kernels.gpu import store_kv as gpu
+        from .gpu import store_kv as gpu
 
         require_index(_OP, "slot_mapping", slot_mapping, 1)
         require_kv_layer(_OP, kv_layer)

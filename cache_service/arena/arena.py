@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Copies
+from ..types import Copies
 
 ByteArray = npt.NDArray[np.uint8]
 

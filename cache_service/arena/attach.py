@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cache_service.clock import Clock, within
 from kvkeeper.service.listen import SocketLock
+
+from ..clock import Clock, within
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
 _MAX_TOKEN_BYTES = 128

@@ -10,14 +10,15 @@ import itertools
 
 import numpy as np
 
-from cache_service.arena.arena import Arena, ByteArray
-from cache_service.arena.shared_memory import SharedMemoryArena, transfers_of
-from cache_service.types import Copies, TransferKind
 from kvkeeper.cuda.handle import ArenaHandle
 from kvkeeper.cuda.runtime import CudaError, CudaRuntime
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
+
+from ..types import Copies, TransferKind
+from .arena import Arena, ByteArray
+from .shared_memory import SharedMemoryArena, transfers_of
 
 _GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle shows all that is packed
 _HEADROOM = 64 << 20

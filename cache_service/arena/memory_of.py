@@ -1,8 +1,9 @@
 """memory_of: where the pools of a configured device are made."""
 
-from cache_service.arena.cuda import CudaMemory
-from cache_service.arena.shared_memory import SharedMemory
 from kvkeeper.cuda.runtime import cuda_runtime
+
+from .cuda import CudaMemory
+from .shared_memory import SharedMemory
 
 
 def memory_of(device: str) -> SharedMemory | CudaMemory:

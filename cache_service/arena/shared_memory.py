@@ -11,11 +11,12 @@ import weakref
 
 import numpy as np
 
-from cache_service.arena.arena import Arena, ByteArray
-from cache_service.types import Copies, TransferKind
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
+
+from ..types import Copies, TransferKind
+from .arena import Arena, ByteArray
 
 
 class SharedMemoryArena:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from cache_service.errors import InvalidField
-from cache_service.eviction.adaptive import AdaptivePolicy
-from cache_service.eviction.fifo import ClockPolicy, FifoPolicy
-from cache_service.eviction.keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
-from cache_service.eviction.lru import LruPolicy
-from cache_service.eviction.policy import EvictionPolicy, Use
+from ..errors import InvalidField
+from .adaptive import AdaptivePolicy
+from .fifo import ClockPolicy, FifoPolicy
+from .keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
+from .lru import LruPolicy
+from .policy import EvictionPolicy, Use
 
 __all__ = ["POLICY_NAMES", "EvictionPolicy", "Use", "make_policy"]
 

@@ -42,13 +42,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache_service.eviction.ghosts import Ghosts, Traces
-from cache_service.eviction.history import History
-from cache_service.eviction.policy import Use
-from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
-from cache_service.eviction.shadow import LruShadow
-from cache_service.eviction.worth import NUM_CLASSES, Worth, age_idx, first_age
-from cache_service.types import NO_INT32, NO_INT64, Int32Array, Int64Array
+from ..types import NO_INT32, NO_INT64, Int32Array, Int64Array
+from .ghosts import Ghosts, Traces
+from .history import History
+from .policy import Use
+from .queue import BlockQueue, Stamps, Sweeper
+from .shadow import LruShadow
+from .worth import NUM_CLASSES, Worth, age_idx, first_age
 
 _GHOSTS_PER_BLOCK = 4
 _OVERRULES_BELOW = 0.4  # of the worth of the least recently used block

@@ -8,9 +8,9 @@ of the newest block below it, because going before it would waste that block.
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction.keyed import UNUSED, KeyedPolicy
-from cache_service.eviction.policy import Use
-from cache_service.types import Int32Array, Int64Array
+from ..types import Int32Array, Int64Array
+from .keyed import UNUSED, KeyedPolicy
+from .policy import Use
 
 _TURNS_PER_POOL = 256
 

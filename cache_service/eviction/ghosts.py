@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Int64Array
+from ..types import Int64Array
 
 Uint8Array = npt.NDArray[np.uint8]
 Uint32Array = npt.NDArray[np.uint32]

@@ -8,9 +8,9 @@ none are its last ones.
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction.ghosts import Ghosts, Traces, Uint8Array, Uint64Array
-from cache_service.eviction.policy import Use
-from cache_service.types import Int32Array, Int64Array
+from ..types import Int32Array, Int64Array
+from .ghosts import Ghosts, Traces, Uint8Array, Uint64Array
+from .policy import Use
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MOST_UINT8 = 255

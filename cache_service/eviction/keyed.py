@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from cache_service.eviction.policy import Use
-from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
-from cache_service.types import Int32Array, Int64Array
+from ..types import Int32Array, Int64Array
+from .policy import Use
+from .queue import BlockQueue, Stamps, Sweeper
 
 UNUSED = int(np.iinfo(np.int64).min)
 _LEAST_ORDER = 64  # keys without a queue that may stay in the heap

@@ -3,9 +3,9 @@
 Leaves before parents: a parent is held for as long as a child is, and becomes evictable with it or later.
 """
 
-from cache_service.eviction.policy import Use
-from cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
-from cache_service.types import Int32Array
+from ..types import Int32Array
+from .policy import Use
+from .queue import BlockQueue, Stamps, Sweeper
 
 
 class LruPolicy:

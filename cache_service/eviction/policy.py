@@ -9,7 +9,7 @@ Retention alone lets a parent go before its children; if it is evicted first, th
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache_service.types import Int32Array
+from ..types import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import NO_INT32, Int32Array, Int64Array
+from ..types import NO_INT32, Int32Array, Int64Array
 
 _LEAST_LOOK = 64  # entries looked at in one go
 _LEAST_SEGMENT = 16

@@ -8,7 +8,7 @@ a turnover each.
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.types import Int64Array
+from ..types import Int64Array
 
 _SLICES_PER_POOL = 64
 _NUM_SLICES = 4096

@@ -24,8 +24,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.eviction.ghosts import Traces, Uint8Array
-from cache_service.types import Int64Array
+from ..types import Int64Array
+from .ghosts import Traces, Uint8Array
 
 NUM_CLASSES = 8  # 1 use, 2 uses, and so on; the last is open
 NUM_AGES = 48

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cache_service.block_pool import BlockPool
-from cache_service.prefix_index import PrefixIndex
-from cache_service.types import NO_INT32, Int32Array, MatchEnd, PoolConfig, SessionId
+from ..block_pool import BlockPool
+from ..prefix_index import PrefixIndex
+from ..types import NO_INT32, Int32Array, MatchEnd, PoolConfig, SessionId
 
 
 class HostTier:

@@ -1,6 +1,6 @@
 """Trains the demo model: a tokenizer and a Llama of at most 4 M parameters, on Python's standard library.
 
-Run by hand, once (`python -m engine_service.demo_model.train --minutes 45`), never in CI: its outputs are committed
+Run by hand, once (`python -m kvkeeper.engine_service.demo_model.train --minutes 45`), never in CI: its outputs are committed
 beside it. Owns the shape, the tokenizer and the recipe; `corpus` owns the text and `evaluate` the measure. Rules:
 the budget is wall-clock time and the schedule is a function of the part of it that is used, so that an interrupted
 run goes on from its checkpoint with the time it has left; nothing is pickled, checkpoints included. The held-out
@@ -23,9 +23,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn import functional
 from tqdm import tqdm
 
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.demo_model.corpus import Module, held_out_modules, training_modules
-from engine_service.demo_model.evaluate import evaluate, load
+from . import DEMO_MODEL_DIR
+from .corpus import Module, held_out_modules, training_modules
+from .evaluate import evaluate, load
 
 if TYPE_CHECKING:  # a development dependency: serving the model does not need it
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

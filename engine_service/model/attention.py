@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine_service.batch import Batch, BatchRetention, IntArray
-from kernels.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
-from kernels.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
-from kernels.retention import Retention
-from kernels.scratch import Scratch
-from kernels.store_kv import StorePlan, plan_store, store_kv
+from kvkeeper.kernels.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
+from kvkeeper.kernels.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
+from kvkeeper.kernels.retention import Retention
+from kvkeeper.kernels.scratch import Scratch
+from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
+
+from ..batch import Batch, BatchRetention, IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from engine_service.errors import UnsupportedModelError
-from engine_service.model.json_fields import CONFIG_FILE, bad, count, flag, number
-from engine_service.model.json_file import read_json_object
-from engine_service.model.rope_config import RopeConfig, parse_local_rope, parse_rope
+from ..errors import UnsupportedModelError
+from .json_fields import CONFIG_FILE, bad, count, flag, number
+from .json_file import read_json_object
+from .rope_config import RopeConfig, parse_local_rope, parse_rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from engine_service.model.attention import AttentionMetadata, attend
-from engine_service.model.config import ModelConfig
-from engine_service.model.rope import RotaryTable
-from kernels.gelu_and_mul import gelu_and_mul
-from kernels.linear import LinearWeight, linear, pack_linear
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
-from kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.linear import LinearWeight, linear, pack_linear
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.silu_and_mul import silu_and_mul
+
+from .attention import AttentionMetadata, attend
+from .config import ModelConfig
+from .rope import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from engine_service.errors import ModelFileMissingError, WeightsError
-from engine_service.model.json_fields import CONFIG_FILE
-from engine_service.model.safetensors_files import list_weight_files
+from ..errors import ModelFileMissingError, WeightsError
+from .json_fields import CONFIG_FILE
+from .safetensors_files import list_weight_files
 
 _MEMORY_FILE: Final = "weights_digests.json"
 _MOST_REMEMBERED: Final = 4096

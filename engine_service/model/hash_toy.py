@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_service.batch import Batch
-from engine_service.retention import Retention
-from kernels.copy_blocks import copy_blocks
-from kernels.errors import KernelArgumentError
-from kernels.layout import KvLayout
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.layout import KvLayout
+
+from ..batch import Batch
+from ..retention import Retention
 
 _MASK: Final = (1 << 64) - 1
 _SEED: Final = 0x9E3779B97F4A7C15

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from engine_service.errors import ModelConfigError
+from ..errors import ModelConfigError
 
 CONFIG_FILE: Final = "config.json"
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine_service.errors import ModelConfigError, ModelFileMissingError
+from ..errors import ModelConfigError, ModelFileMissingError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Final
 import torch
 from tqdm import tqdm
 
-from engine_service.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
-from engine_service.model.config import ModelConfig, read_model_config
-from engine_service.model.decoder import Decoder
-from engine_service.model.dtype_name import DtypeChoice, dtype_name
-from engine_service.model.safetensors_files import iterate_tensors, list_weight_files
-from engine_service.model.weight_map import allocate_weights, norms_of
+from ..errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from .config import ModelConfig, read_model_config
+from .decoder import Decoder
+from .dtype_name import DtypeChoice, dtype_name
+from .safetensors_files import iterate_tensors, list_weight_files
+from .weight_map import allocate_weights, norms_of
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from engine_service.model.rope_config import RopeConfig
+from .rope_config import RopeConfig
 
 _LEAST_TABLE = 4096  # positions
 

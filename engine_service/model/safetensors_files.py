@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from engine_service.errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
-from engine_service.model.json_file import read_json_object
+from ..errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
+from .json_file import read_json_object
 
 if TYPE_CHECKING:
     import torch  # asked for headers alone, this file does without: torch takes seconds to import

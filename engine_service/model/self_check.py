@@ -16,10 +16,10 @@ import numpy as np
 import structlog
 import torch
 
-from engine_service.batch import Batch, IntArray
-from engine_service.errors import UnsupportedModelError
-from engine_service.model_runner import Model, ModelRunner, kv_layout_of
-from engine_service.request import Int32Array
+from ..batch import Batch, IntArray
+from ..errors import UnsupportedModelError
+from ..model_runner import Model, ModelRunner, kv_layout_of
+from ..request import Int32Array
 
 log = structlog.get_logger()
 

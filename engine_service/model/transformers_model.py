@@ -18,12 +18,13 @@ from typing import Any, Final
 import structlog
 import torch
 
-from engine_service.errors import UnsupportedModelError, WeightsError
-from engine_service.model.attention import AttentionMetadata, attend
-from engine_service.model.dtype_name import DtypeChoice
-from engine_service.model.loader import compute_dtype
-from engine_service.model.self_check import check_against_library
 from kvkeeper.service.extras import install_command
+
+from ..errors import UnsupportedModelError, WeightsError
+from .attention import AttentionMetadata, attend
+from .dtype_name import DtypeChoice
+from .loader import compute_dtype
+from .self_check import check_against_library
 
 log = structlog.get_logger()
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_service.model.config import ModelConfig
-from engine_service.model.decoder import DecoderWeights, LayerWeights
-from kernels.linear import LinearWeight
+from kvkeeper.kernels.linear import LinearWeight
+
+from .config import ModelConfig
+from .decoder import DecoderWeights, LayerWeights
 
 _Empty = Callable[..., torch.Tensor]
 

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tiles import (
+from ..scratch import Scratch
+from .attention_tiles import (
     COMPUTE_TYPES,
     LOWEST,
     NO_WINDOW,
@@ -21,7 +22,6 @@ from kernels.gpu.attention_tiles import (
     take_tile,
     tile_scores,
 )
-from kernels.scratch import Scratch
 
 _MOST_SPLITS = 64
 _FEWEST_SPLIT_TOKENS = 256  # of a split: below that, merging costs more than it gains

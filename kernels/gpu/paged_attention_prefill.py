@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tiles import (
+from .attention_tiles import (
     COMPUTE_TYPES,
     LOWEST,
     NO_WINDOW,

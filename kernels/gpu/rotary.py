@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.warps import warps_for
+from .warps import warps_for
 
 _MOST_HEADS = 16  # of one program
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.rotary import rotate
-from kernels.gpu.warps import warps_for
+from .rotary import rotate
+from .warps import warps_for
 
 _MOST_HEADS = 16  # of one program
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.warps import warps_for
+from .warps import warps_for
 
 _MOST_COLS = 1024  # elements of a slot that one program moves
 _MANY_TOKENS = 1024  # from here on a program takes several tokens: there are programs enough to fill the device

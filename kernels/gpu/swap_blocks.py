@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kernels.gpu.copy_blocks import move_blocks
+from .copy_blocks import move_blocks
 
 _SMALL_BYTES = 28 << 10
 

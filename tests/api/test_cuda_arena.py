@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_service.arena.cuda import CudaMemory
-from cache_service.config import CacheConfig
-from cache_service.server import start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.arena.cuda import CudaMemory
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from cache_service import errors
-from cache_service.status import REFUSALS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service import errors
+from kvkeeper.cache_service.status import REFUSALS
 from tests.support.cache_api import DEADLINE, Api, refusal
 
 PROTO = Path(pb.__file__).with_name("cache_service.proto")

@@ -15,8 +15,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
-from cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.client.errors import error_of
 from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
 from tests.support.field_bounds import BOUNDS, COMMON, Bound

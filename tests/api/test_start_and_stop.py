@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cache_service.__main__ import main
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.cache_service.__main__ import main
 from tests.support.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ class Services:
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         environ = os.environ | {"PYTHONPATH": PYTHONPATH}
-        command = [sys.executable, "-m", "cache_service", "--runtime-dir", str(self.folder / "run"), *SMALL, *flags]
+        command = [sys.executable, "-m", "kvkeeper.cache_service", "--runtime-dir", str(self.folder / "run"), *SMALL, *flags]
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._all.append(process)
         return process
@@ -155,7 +155,7 @@ def test_more_memory_than_the_machine_has_is_refused(services: Services, memory:
 @pytest.mark.parametrize(("limit", "size"), [("RLIMIT_FSIZE", 1 << 16), ("RLIMIT_AS", 8 << 30)])
 def test_more_memory_than_the_process_may_have_is_refused(services: Services, limit: str, size: int) -> None:
     limited = f"import resource, sys; resource.setrlimit(resource.{limit}, ({size}, {size}))\n"
-    limited += "from cache_service.__main__ import main; sys.exit(main())"
+    limited += "from kvkeeper.cache_service.__main__ import main; sys.exit(main())"
     environ = os.environ | {"PYTHONPATH": PYTHONPATH}
     flags = ["--listen", "127.0.0.1:0", "--runtime-dir", str(services.folder / "run"), "--num-pools", "1"]
     command = [sys.executable, "-c", limited, *flags, "--pool-memory", str(size + 4096)]

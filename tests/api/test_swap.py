@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from cache_service import registry
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service import registry
 from kvkeeper.client import AsyncCacheClient
 from tests.support.cache_api import (
     BLOCK_BYTES,

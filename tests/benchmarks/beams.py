@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_service.demo_model import DEMO_MODEL_DIR
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
 from tests.benchmarks.both_services import both_services
 
 _NUM_BEAMS, _PROMPT_LEN, _NUM_NEW, _NUM_ROUNDS = 4, 64, 48, 5

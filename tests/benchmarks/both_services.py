@@ -15,14 +15,14 @@ from tests.benchmarks.processes import process
 
 @asynccontextmanager
 async def both_services(
-    *engine_flags: str, cache_flags: Sequence[str] = (), engine: Sequence[str] = ("engine_service",)
+    *engine_flags: str, cache_flags: Sequence[str] = (), engine: Sequence[str] = ("kvkeeper.engine_service",)
 ) -> AsyncIterator[AsyncEngineClient]:
     """engine: the module that runs the engine service, and arguments of its own."""
     with tempfile.TemporaryDirectory() as folder:
         cache, address = f"unix:{folder}/cache", f"unix:{folder}/engine"
         flags = ("--listen", address, "--cache", cache, *engine_flags)
         async with (
-            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *cache_flags),
+            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *cache_flags),
             process("-m", *engine, *flags),
             AsyncEngineClient(address) as client,
         ):

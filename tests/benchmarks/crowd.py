@@ -39,7 +39,7 @@ async def _crowd(num_sessions: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         cache = f"unix:{folder}/cache"
         async with (
-            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
             AsyncCacheClient(cache) as client,
         ):
             sessions = [await ready_session(client, load, seed) for seed in range(num_sessions)]

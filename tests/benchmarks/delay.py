@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache_service.config import MAX_POOL_BLOCKS
+from kvkeeper.cache_service.config import MAX_POOL_BLOCKS
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.crowd import ready_session
@@ -35,7 +35,7 @@ async def _measure() -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         cache = f"unix:{folder}/cache"
         async with (
-            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
             AsyncCacheClient(cache) as client,
         ):
             steady = Steady(await ready_session(client, _LOAD, 0))

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-import engine_service
+import kvkeeper.engine_service
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.processes import process
 
 _NUM_REQUESTS, _NUM_NEW, _NUM_ROUNDS = 16, 64, 5
-_MODEL = f"{next(iter(engine_service.__path__))}/demo_model"
+_MODEL = f"{next(iter(kvkeeper.engine_service.__path__))}/demo_model"
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -48,8 +48,8 @@ async def _take_turns() -> tuple[list[float], list[float]]:
         cache, engine = f"unix:{folder}/cache", f"unix:{folder}/engine"
         engine_flags = ("--listen", engine, "--cache", cache, "--model", _MODEL, "--threads", "1")
         async with (
-            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder),
-            process("-m", "engine_service", *engine_flags),
+            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder),
+            process("-m", "kvkeeper.engine_service", *engine_flags),
             AsyncEngineClient(engine) as client,
         ):
             for round_idx in range(_NUM_ROUNDS + 1):

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine_service.fair_share import FairShare
-from engine_service.plan import Limits
-from engine_service.policies import POLICY_NAMES, make_ordering
-from engine_service.request import Request, SequenceState
-from engine_service.scheduler import Scheduler
-from engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.fair_share import FairShare
+from kvkeeper.engine_service.plan import Limits
+from kvkeeper.engine_service.policies import POLICY_NAMES, make_ordering
+from kvkeeper.engine_service.request import Request, SequenceState
+from kvkeeper.engine_service.scheduler import Scheduler
+from kvkeeper.engine_service.waiting import WaitingSequences
 from tests.support.core_cache import CoreCache
 
 _BASE_S, _TOKEN_S = 0.008, 0.00006  # a step, and each of its tokens

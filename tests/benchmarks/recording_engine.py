@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from engine_service.__main__ import main
-from engine_service.batch import Batch
-from engine_service.model_runner import ModelRunner
+from kvkeeper.engine_service.__main__ import main
+from kvkeeper.engine_service.batch import Batch
+from kvkeeper.engine_service.model_runner import ModelRunner
 
 
 def _record(path: str) -> None:

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache_service.manager import Manager
-from cache_service.types import Executor, Int64Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.types import (
+    Executor,
+    Int64Array,
+    PoolConfig,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
 
 _SESSION, _ID = SessionId("bench"), np.array([1], np.int64)
 _BLOCK_SIZE, _SLICE_ORDERS, _NUM_ROUNDS = 16, 512, 9

@@ -40,7 +40,7 @@ async def _compare(load: Growing, case: str, *flags: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         cache, echo = f"unix:{folder}/cache", f"unix:{folder}/echo"
         async with (
-            process("-m", "cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
             process("-m", "tests.benchmarks.echo_server", echo, ready_on="stdout"),
         ):
             ours, theirs = await _alternate(load, cache, echo)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cache_service.replay import replay_core
+from kvkeeper.cache_service.replay import replay_core
 from tests.support.workloads import WORKLOADS
 
 _SIZES = (200, 800)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_service.arena import attach
-from cache_service.arena.attach import AttachRefused, AttachServer, Grant
-from cache_service.arena.shared_memory import SharedMemoryArena
+from kvkeeper.cache_service.arena import attach
+from kvkeeper.cache_service.arena.attach import AttachRefused, AttachServer, Grant
+from kvkeeper.cache_service.arena.shared_memory import SharedMemoryArena
 
 DEADLINE = 10.0
 

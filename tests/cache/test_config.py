@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache_service.config import CacheConfig, ConfigError, load_config, parse_size
+from kvkeeper.cache_service.config import CacheConfig, ConfigError, load_config, parse_size
 
 
 def test_defaults() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache_service.errors import (
+from kvkeeper.cache_service.errors import (
     InvalidField,
     OutOfSessions,
     StaleEpoch,
@@ -11,8 +11,8 @@ from cache_service.errors import (
     UnknownSession,
     WrongMode,
 )
-from cache_service.session import Session, SessionMode, SessionTable
-from cache_service.types import BlockState, Executor, SessionId
+from kvkeeper.cache_service.session import Session, SessionMode, SessionTable
+from kvkeeper.cache_service.types import BlockState, Executor, SessionId
 from tests.support.core_pool import ALL, A, B, CorePool
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache_service.errors import CacheError, UnknownSequence
-from cache_service.types import StartResult
+from kvkeeper.cache_service.errors import CacheError, UnknownSequence
+from kvkeeper.cache_service.types import StartResult
 from tests.support.core_pool import ALL, CorePool
 
 

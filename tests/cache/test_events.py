@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from cache_service import events
-from cache_service.events import EventFeed
-from cache_service.prefix_index import PrefixIndex
-from cache_service.types import EventKind, MatchEnd, PressureLevel, Tier
+from kvkeeper.cache_service import events
+from kvkeeper.cache_service.events import EventFeed
+from kvkeeper.cache_service.prefix_index import PrefixIndex
+from kvkeeper.cache_service.types import EventKind, MatchEnd, PressureLevel, Tier
 from tests.support.core_pool import A, CorePool, int32
 from tests.support.event_reader import SPEC_KEY, EventReader, block_name, first_parent, names_in
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from cache_service.eviction.ghosts import Ghosts, Traces
-from cache_service.eviction.history import History, PrefixHasher
-from cache_service.eviction.policy import Use
-from cache_service.eviction.shadow import LruShadow
-from cache_service.eviction.worth import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
+from kvkeeper.cache_service.eviction.ghosts import Ghosts, Traces
+from kvkeeper.cache_service.eviction.history import History, PrefixHasher
+from kvkeeper.cache_service.eviction.policy import Use
+from kvkeeper.cache_service.eviction.shadow import LruShadow
+from kvkeeper.cache_service.eviction.worth import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
 
 
 def traces(uses: int, stamps: list[int]) -> Traces:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_service.block_pool import BlockPool
-from cache_service.errors import InvalidField
-from cache_service.types import SequenceState
+from kvkeeper.cache_service.block_pool import BlockPool
+from kvkeeper.cache_service.errors import InvalidField
+from kvkeeper.cache_service.types import SequenceState
 from tests.support.core_pool import A, B
 from tests.support.tier_pool import TierPool, int64
 

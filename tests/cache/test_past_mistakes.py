@@ -2,11 +2,11 @@
 
 import pytest
 
-from cache_service.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
-from cache_service.kv_spec import block_bytes
-from cache_service.session import SessionTable
-from cache_service.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
+from kvkeeper.cache_service.kv_spec import block_bytes
+from kvkeeper.cache_service.session import SessionTable
+from kvkeeper.cache_service.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 from tests.support.tier_pool import TierPool
 

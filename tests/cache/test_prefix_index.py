@@ -7,12 +7,21 @@ retention and tiers will change that.
 import numpy as np
 import pytest
 
-from cache_service import prefix_index
-from cache_service.block_pool import BlockPool
-from cache_service.errors import InvalidField
-from cache_service.manager import Manager
-from cache_service.prefix_index import PrefixIndex
-from cache_service.types import BlockState, Executor, Int32Array, MatchEnd, PoolConfig, SequenceArgs, SequenceId, SessionId
+from kvkeeper.cache_service import prefix_index
+from kvkeeper.cache_service.block_pool import BlockPool
+from kvkeeper.cache_service.errors import InvalidField
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.prefix_index import PrefixIndex
+from kvkeeper.cache_service.types import (
+    BlockState,
+    Executor,
+    Int32Array,
+    MatchEnd,
+    PoolConfig,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+)
 from tests.support.core_pool import CorePool, int32
 
 

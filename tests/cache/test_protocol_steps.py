@@ -2,8 +2,15 @@
 
 import pytest
 
-from cache_service.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, OutOfSequences, UnknownSequence
-from cache_service.types import BlockState, ItemResult, SequenceState, StartResult
+from kvkeeper.cache_service.errors import (
+    CacheError,
+    DuplicateSequence,
+    InvalidField,
+    NeverFits,
+    OutOfSequences,
+    UnknownSequence,
+)
+from kvkeeper.cache_service.types import BlockState, ItemResult, SequenceState, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
 
 # 1. Counters of a sequence

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache_service.errors import InvalidField
-from cache_service.types import Executor, SessionId
+from kvkeeper.cache_service.errors import InvalidField
+from kvkeeper.cache_service.types import Executor, SessionId
 from tests.support.core_pool import ALL, A, CorePool, int32
 
 POLICIES = ["priority", "lru", "lfu", "longest_first", "fifo", "clock", "adaptive"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cache_service.config import CacheConfig
-from cache_service.eviction import POLICY_NAMES
-from cache_service.server import RunningServer
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.eviction import POLICY_NAMES
+from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import bench_plot, main, traces
 from kvkeeper.cli.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from cache_service.server import RunningServer
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, KvTokens, StepItems
 from tests.support.cut_proxy import cutting
 

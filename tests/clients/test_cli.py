@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cache_service.server import RunningServer
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import main
 from kvkeeper.cli.as_json import as_json
 from kvkeeper.cli.tables import facts, size, table

@@ -78,7 +78,7 @@ def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str])
     others -= {"kvkeeper.cli.status"} if argv[0] == "stats" else set()  # whose line about a pool it shows
     heavy = {"numpy", "torch", "rich", "tqdm", "triton", "transformers", "opentelemetry.sdk", "jinja2", "structlog", "shtab"}
     assert not modules & (heavy | others)
-    assert not [name for name in modules if name.startswith(("cache_service", "engine_service"))]
+    assert not [name for name in modules if name.startswith(("kvkeeper.cache_service", "kvkeeper.engine_service"))]
 
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from cache_service.config import CacheConfig
-from cache_service.server import RunningServer, start_server
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import RunningServer, start_server
 from tests.support.node_package import NODE_CLIENT
 
 

@@ -32,8 +32,9 @@ def test_every_method_has_a_twin_with_the_same_arguments(asynchronous: type, syn
 
 def test_the_client_pulls_in_no_service_and_no_torch() -> None:
     code = (
-        "import sys, kvkeeper.client, kvkeeper.cli;"
-        "print([name for name in ('torch', 'cache_service', 'engine_service', 'kernels') if name in sys.modules])"
+        "import sys, kvkeeper.client, kvkeeper.cli\n"
+        "services = ['kvkeeper.' + name for name in ('cache_service', 'engine_service', 'kernels')]\n"
+        "print([name for name in ('torch', *services) if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, timeout=60

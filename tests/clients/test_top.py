@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cache_service.config import CacheConfig
-from cache_service.server import RunningServer, start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import RunningServer, start_server
 from kvkeeper.cli.top_view import Bar, History, Sample, frame, widths
 from kvkeeper.client import AsyncCacheClient
 from tests.support.signals import hear_interrupts

@@ -66,7 +66,7 @@ def without_opentelemetry(code: str) -> "subprocess.CompletedProcess[str]":
 
 def test_nothing_is_needed_where_nobody_traces() -> None:
     done = without_opentelemetry(
-        "import kvkeeper.cli.commands, kvkeeper.client, cache_service.server, kvkeeper.tracing as tracing\n"
+        "import kvkeeper.cli.commands, kvkeeper.client, kvkeeper.cache_service.server, kvkeeper.tracing as tracing\n"
         "print(tracing.tracer(), tracing.outgoing(), tracing.serving('a/b', ()).__enter__())"
     )
     assert done.stdout == "None None None\n", done.stderr

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_service.config import EngineConfig
-from engine_service.served_model import load_served_model
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Piece, Sampling
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.served_model import load_served_model
 from tests.support.beam_reference import Found, SearchCase, check_told, references
 from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import GREEDY, Services, generate, toy_output, until

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from engine_service.config import EngineConfig
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.served_model import load_served_model
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.served_model import load_served_model
 from tests.support.beam_reference import SearchCase, references
 from tests.support.service_pair import Services
 

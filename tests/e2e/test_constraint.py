@@ -6,10 +6,10 @@ import re
 import grpc
 import pytest
 
-from engine_service.config import EngineConfig
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.served_model import ServedModel, load_served_model
 from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.served_model import ServedModel, load_served_model
 from tests.support.service_pair import Output, Services, generate
 
 SCHEMA = json.dumps(

@@ -11,14 +11,14 @@ import threading
 import numpy as np
 import pytest
 
-from cache_service.server import RunningServer as RunningCache
-from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.kv_memory import KvMemory
-from engine_service.lease import GRACE_S, Lease
-from engine_service.server import RunningServer as RunningEngine
-from engine_service.server import call_options
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.client import AsyncCacheSession
+from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
+from kvkeeper.engine_service.kv_memory import KvMemory
+from kvkeeper.engine_service.lease import GRACE_S, Lease
+from kvkeeper.engine_service.server import RunningServer as RunningEngine
+from kvkeeper.engine_service.server import call_options
 from tests.support.cache_api import ManualClock, blocks_of
 from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until

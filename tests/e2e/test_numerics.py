@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.config import EngineConfig
-from engine_service.kv_memory import KvMemory, limits_of, open_memory
-from engine_service.request import Request, Sequence
-from engine_service.scheduler import Scheduler
-from engine_service.served_model import ServedModel, load_served_model
 from kvkeeper.client import AsyncCacheClient
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.kv_memory import KvMemory, limits_of, open_memory
+from kvkeeper.engine_service.request import Request, Sequence
+from kvkeeper.engine_service.scheduler import Scheduler
+from kvkeeper.engine_service.served_model import ServedModel, load_served_model
 from tests.support.service_pair import Services
 from tests.support.tiny_models import (
     TINY_MODELS,

@@ -5,9 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from engine_service.server import StartError
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.engine_service.server import StartError
 from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import Services, generate, toy_output, until
 

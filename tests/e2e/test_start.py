@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import structlog
 
-from engine_service.__main__ import main
-from engine_service.config import ConfigError, EngineConfig, load_config
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.server import StartError, start_server
 from kvkeeper.client import AsyncEngineClient
+from kvkeeper.engine_service.__main__ import main
+from kvkeeper.engine_service.config import ConfigError, EngineConfig, load_config
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.server import StartError, start_server
 from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
 from tests.support.tiny_models import TINY_MODELS, build_model_folder
 
@@ -29,7 +29,7 @@ PROMPT = list(range(3, 16))
 @contextlib.asynccontextmanager
 async def engine_process(*flags: str) -> AsyncIterator[Process]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "engine_service", "--model", "hash-toy", "--block-size", "4", *flags]
+    command = [sys.executable, "-m", "kvkeeper.engine_service", "--model", "hash-toy", "--block-size", "4", *flags]
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
     try:
         yield process

@@ -6,9 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_service.generation import Generation
-from engine_service.time_limits import NUM_LOOKS, StallWatch
 from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, KvkeeperError, Piece, Sampling, door
+from kvkeeper.engine_service.generation import Generation
+from kvkeeper.engine_service.time_limits import NUM_LOOKS, StallWatch
 from tests.support.cut_proxy import cutting
 from tests.support.odd_models import GATE_TOKEN, LateGate, late_gate_model
 from tests.support.service_pair import Services, toy_output, until

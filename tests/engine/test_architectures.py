@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine_service.errors import UnsupportedModelError
-from engine_service.model.config import is_native
-from engine_service.model.transformers_model import load_transformers_model
+from kvkeeper.engine_service.errors import UnsupportedModelError
+from kvkeeper.engine_service.model.config import is_native
+from kvkeeper.engine_service.model.transformers_model import load_transformers_model
 from tests.engine.test_model_numerics import HandTables
 from tests.support.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.tiny_models import NumericsCase, logits_of, random_tokens

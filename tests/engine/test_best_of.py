@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from engine_service.best_of import BestOf, rank
-from engine_service.generation import Generation
-from engine_service.logprobs import TokenLogprobs
-from engine_service.pieces import Piece, coalesce
-from engine_service.request import FinishReason, Request, RequestState
-from engine_service.sampler import GREEDY
-from engine_service.stopping import StopRules
+from kvkeeper.engine_service.best_of import BestOf, rank
+from kvkeeper.engine_service.generation import Generation
+from kvkeeper.engine_service.logprobs import TokenLogprobs
+from kvkeeper.engine_service.pieces import Piece, coalesce
+from kvkeeper.engine_service.request import FinishReason, Request, RequestState
+from kvkeeper.engine_service.sampler import GREEDY
+from kvkeeper.engine_service.stopping import StopRules
 
 EOS = 9
 

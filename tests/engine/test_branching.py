@@ -4,10 +4,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engine_service.beams import BeamOptions
-from engine_service.fair_share import NEW_TOKEN_WEIGHT, FairShare
-from engine_service.request import RequestState, SequenceState
-from engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.beams import BeamOptions
+from kvkeeper.engine_service.fair_share import NEW_TOKEN_WEIGHT, FairShare
+from kvkeeper.engine_service.request import RequestState, SequenceState
+from kvkeeper.engine_service.waiting import WaitingSequences
 from tests.support.beam_world import BeamWorld
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache

@@ -5,9 +5,17 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine_service.constraint import Account, BadGrammar, Constraint, Vocabulary, compile_grammar, try_out, write_grammar
-from engine_service.refusals import InvalidField, TooComplex
-from engine_service.tokenizer import Tokenizer
+from kvkeeper.engine_service.constraint import (
+    Account,
+    BadGrammar,
+    Constraint,
+    Vocabulary,
+    compile_grammar,
+    try_out,
+    write_grammar,
+)
+from kvkeeper.engine_service.refusals import InvalidField, TooComplex
+from kvkeeper.engine_service.tokenizer import Tokenizer
 
 
 def vocabulary(chars: str) -> Vocabulary:

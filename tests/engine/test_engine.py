@@ -11,17 +11,17 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine_service.kv_memory import KvMemory
-from engine_service.pieces import Piece, Usage, coalesce
-from engine_service.request import FinishReason
 from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
+from kvkeeper.engine_service.kv_memory import KvMemory
+from kvkeeper.engine_service.pieces import Piece, Usage, coalesce
+from kvkeeper.engine_service.request import FinishReason
 from tests.support.odd_models import odd_model
 from tests.support.service_pair import Services, generate, services, toy_output
 
 
 @pytest.mark.parametrize("module", ["scheduler", "batch"])
 def test_the_scheduler_is_pure(module: str) -> None:
-    check = f"import engine_service.{module}, sys; print({{'grpc', 'asyncio', 'torch', 'google'}} & set(sys.modules))"
+    check = f"import kvkeeper.engine_service.{module}, sys; print({{'grpc', 'asyncio', 'torch', 'google'}} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=".")
     assert found.stdout == "set()\n"
 
@@ -134,7 +134,7 @@ def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
 
 
 def test_every_column_of_a_plan_is_sent() -> None:
-    from engine_service.plan import Plan
+    from kvkeeper.engine_service.plan import Plan
 
     sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
     unused = {"truncate_ids", "truncate_lens"}

@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_service.config import EngineConfig
-from engine_service.errors import (
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.errors import (
     ModelConfigError,
     ModelError,
     ModelFileMissingError,
     UnsupportedModelError,
     WeightsError,
 )
-from engine_service.model.config import RopeConfig, parse_model_config, read_model_config
-from engine_service.model.digest import weights_digest
-from engine_service.model.loader import load_model
-from engine_service.model_runner import ModelRunner, kv_layout_of
-from engine_service.served_model import load_served_model
-from kernels.layout import KvLayout
+from kvkeeper.engine_service.model.config import RopeConfig, parse_model_config, read_model_config
+from kvkeeper.engine_service.model.digest import weights_digest
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.served_model import load_served_model
+from kvkeeper.kernels.layout import KvLayout
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, write_v4_config
 
 torch.set_num_threads(1)

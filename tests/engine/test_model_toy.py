@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
-from kernels.errors import KernelArgumentError
-from kernels.layout import KvLayout
+from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.layout import KvLayout
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 
 CONFIG = HashToyConfig()

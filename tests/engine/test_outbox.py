@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from engine_service import outbox
-from engine_service.logprobs import TokenLogprobs
-from engine_service.outbox import Outbox
-from engine_service.pieces import Piece, Usage
-from engine_service.refusals import NotRead, Refusal, RequestFailed
-from engine_service.request import FinishReason
+from kvkeeper.engine_service import outbox
+from kvkeeper.engine_service.logprobs import TokenLogprobs
+from kvkeeper.engine_service.outbox import Outbox
+from kvkeeper.engine_service.pieces import Piece, Usage
+from kvkeeper.engine_service.refusals import NotRead, Refusal, RequestFailed
+from kvkeeper.engine_service.request import FinishReason
 
 LIMIT = 10
 USAGE = Usage(1, 0, LIMIT, 0, 0)

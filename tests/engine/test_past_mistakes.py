@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine_service.request import SequenceState
+from kvkeeper.engine_service.request import SequenceState
 from tests.support.scheduler_world import World, make_request, next_token, tiered
 
 ROOT = Path(__file__).parents[2]
 ENGINE = [path for path in (ROOT / "engine_service").rglob("*.py") if "demo_model" not in path.parts]
-PRODUCT = ("cache_service", "engine_service", "kernels", "kvkeeper")
+PRODUCT = ("kvkeeper",)
 
 
 def wrong_guess(tokens: tuple[int, ...], index: int) -> list[int]:

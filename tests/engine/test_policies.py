@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from engine_service.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
-from engine_service.request import Request
-from engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
+from kvkeeper.engine_service.request import Request
+from kvkeeper.engine_service.waiting import WaitingSequences
 from tests.support.scheduler_world import World, make_request
 
 

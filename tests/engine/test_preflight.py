@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine_service import preflight
-from engine_service.config import EngineConfig
-from engine_service.demo_model import DEMO_MODEL_DIR
-from engine_service.model.safetensors_files import list_weight_files, tensor_sizes
-from engine_service.preflight import check_start, model_memory, needed_bytes
+from kvkeeper.engine_service import preflight
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.safetensors_files import list_weight_files, tensor_sizes
+from kvkeeper.engine_service.preflight import check_start, model_memory, needed_bytes
 from kvkeeper.service import memory_limit
 from kvkeeper.service.process import StartError
 
@@ -107,7 +107,7 @@ def test_a_device_that_is_not_there_is_not_blamed_on_the_model(monkeypatch: pyte
 
 def test_nothing_of_it_imports_torch() -> None:
     code = (
-        "import sys; from engine_service.__main__ import main;"
+        "import sys; from kvkeeper.engine_service.__main__ import main;"
         f" assert main(['--listen', '127.0.0.1:0', '--model', {str(DEMO_MODEL_DIR)!r}, '--draft-model', '/nope',"
         " '--speculation', 'draft-model']) == 1; print('torch' in sys.modules, 'grpc' in sys.modules)"
     )

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.batch import BatchRetention
-from engine_service.model.decoder import Decoder
-from engine_service.model.loader import load_model
-from engine_service.model.rope import RotaryTable
-from engine_service.model.rope_config import RopeConfig
-from engine_service.model_runner import ModelRunner, kv_layout_of
-from kernels.rotary import rotary
+from kvkeeper.engine_service.batch import BatchRetention
+from kvkeeper.engine_service.model.decoder import Decoder
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.rope import RotaryTable
+from kvkeeper.engine_service.model.rope_config import RopeConfig
+from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.kernels.rotary import rotary
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.within_cache import load_network, within_cache_logits
@@ -158,7 +158,7 @@ def test_one_token_more_or_less_shows(world: World, wrong: tuple[int, int]) -> N
 
 
 def test_sinks_at_their_old_positions_show(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine_service.model.attention._sink_positions", lambda batch, _: batch.positions)
+    monkeypatch.setattr("kvkeeper.engine_service.model.attention._sink_positions", lambda batch, _: batch.positions)
     seq = KEPT.index((5, 11))
     found = Tables(world.model, 4).compute([world.texts[seq]], [KEPT[seq]], [1])
     assert error_of(found, [world.expected[seq]]) > 100 * BOUND

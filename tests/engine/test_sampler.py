@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_service.errors import SamplingParamsError
-from engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
-from kernels.philox import philox4x32, uniforms
-from kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.engine_service.errors import SamplingParamsError
+from kvkeeper.engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
+from kvkeeper.kernels.philox import philox4x32, uniforms
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 torch.set_num_threads(1)
 

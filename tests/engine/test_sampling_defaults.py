@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine_service.errors import ModelConfigError
-from engine_service.sampler import GREEDY, SamplingParams
-from engine_service.sampling_defaults import read_sampling_defaults
+from kvkeeper.engine_service.errors import ModelConfigError
+from kvkeeper.engine_service.sampler import GREEDY, SamplingParams
+from kvkeeper.engine_service.sampling_defaults import read_sampling_defaults
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

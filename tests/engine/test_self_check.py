@@ -7,9 +7,9 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_service.errors import UnsupportedModelError, WeightsError
-from engine_service.model import self_check, transformers_model
-from engine_service.model.transformers_model import TransformersModel, load_transformers_model
+from kvkeeper.engine_service.errors import UnsupportedModelError, WeightsError
+from kvkeeper.engine_service.model import self_check, transformers_model
+from kvkeeper.engine_service.model.transformers_model import TransformersModel, load_transformers_model
 from tests.engine.test_model_numerics import HandTables
 from tests.support.architectures import MAX_POSITION, build_architecture
 from tests.support.tiny_models import NumericsCase, logits_of, random_tokens

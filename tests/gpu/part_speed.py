@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.copy_blocks import copy_blocks
-from kernels.layout import KvLayout
-from kernels.paged_attention_decode import paged_attention_decode
-from kernels.paged_attention_prefill import paged_attention_prefill
-from kernels.rms_norm import rms_norm
-from kernels.sampling import SamplingTensors, sample_rows
-from kernels.store_kv import store_kv
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of
 from tests.gpu.stopwatch import Ceilings, Stopwatch
 

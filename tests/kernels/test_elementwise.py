@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kernels.gelu_and_mul import gelu_and_mul
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
-from kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.silu_and_mul import silu_and_mul
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 2, 16)])

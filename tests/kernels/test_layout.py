@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.errors import KernelArgumentError
-from kernels.layout import KvLayout
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float16, block_size=4)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kernels.linear import LinearWeight, linear, pack_linear
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.linear import LinearWeight, linear, pack_linear
 
 
 @pytest.mark.parametrize("bias", [False, True])

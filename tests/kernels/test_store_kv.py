@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.copy_blocks import copy_blocks
-from kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kernels.store_kv import plan_store, store_kv
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.store_kv import plan_store, store_kv
 from tests.kernels.worlds import make_world
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.layout import KvLayout
+from kvkeeper.kernels.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)

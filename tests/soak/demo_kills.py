@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine_service.demo_model import DEMO_MODEL_DIR
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, Sampling
+from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
 from tests.soak.row import Counts
 from tests.support.fleet import DEADLINE_S, Fleet, fleet
 

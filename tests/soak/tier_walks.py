@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_service.errors import CacheError
-from cache_service.manager import Manager
-from cache_service.types import Copies, Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, TransferKind
+from kvkeeper.cache_service.errors import CacheError
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.types import Copies, Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, TransferKind
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
 from tests.support.core_pool import int32

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.beams import BeamOptions, BeamSearch, Candidates, TokenList
-from engine_service.plan import Work
-from engine_service.request import FinishReason, Request, SequenceState
+from kvkeeper.engine_service.beams import BeamOptions, BeamSearch, Candidates, TokenList
+from kvkeeper.engine_service.plan import Work
+from kvkeeper.engine_service.request import FinishReason, Request, SequenceState
 from tests.support.scheduler_world import World
 
 NUM_CHOICES = 7

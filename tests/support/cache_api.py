@@ -13,13 +13,13 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from cache_service.arena.arena import ByteArray
-from cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
-from cache_service.config import CacheConfig
-from cache_service.registry import Pool
-from cache_service.server import RunningServer, start_server
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
+from kvkeeper.cache_service.arena.arena import ByteArray
+from kvkeeper.cache_service.arena.shared_memory import SharedMemory, SharedMemoryArena
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.registry import Pool
+from kvkeeper.cache_service.server import RunningServer, start_server
 from kvkeeper.client.errors import KvkeeperError, error_of
 
 DEADLINE = 10.0  # seconds that anything in a test may take

@@ -30,7 +30,7 @@ async def cache_process(*flags: str) -> AsyncIterator[CacheProcess]:
         address, log_path = f"unix:{folder}/s", folder / "log"
         with log_path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "cache_service", "--listen", address, *flags,
+                sys.executable, "-m", "kvkeeper.cache_service", "--listen", address, *flags,
                 env=environment(folder), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         try:

@@ -4,11 +4,20 @@ from typing import Any
 
 import numpy as np
 
-from cache_service.errors import OutOfSequences
-from cache_service.manager import Manager
-from cache_service.types import Executor, PoolConfig, Retention, SequenceArgs, SequenceId, SessionId, StepBatch, StepReply
-from engine_service.plan import Plan
-from engine_service.retention import Retention as EngineRetention
+from kvkeeper.cache_service.errors import OutOfSequences
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.types import (
+    Executor,
+    PoolConfig,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+from kvkeeper.engine_service.plan import Plan
+from kvkeeper.engine_service.retention import Retention as EngineRetention
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache_service.manager import Manager
-from cache_service.types import (
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.types import (
     BlockId,
     BlockState,
     Executor,

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from cache_service.manager import Manager
-from cache_service.session import Session, SessionTable
-from cache_service.types import (
+from kvkeeper.cache_service.manager import Manager
+from kvkeeper.cache_service.session import Session, SessionTable
+from kvkeeper.cache_service.types import (
     BlockId,
     BlockState,
     Copies,

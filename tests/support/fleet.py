@@ -132,7 +132,7 @@ class Fleet:
 
     async def start_cache(self) -> None:
         """Until it serves."""
-        self.cache = await self._spawn("cache_service", listen=self.cache_address, **self._cache_flags)
+        self.cache = await self._spawn("kvkeeper.cache_service", listen=self.cache_address, **self._cache_flags)
         await self.cache.until("ready")
 
     async def start_engine(self, number: int) -> None:
@@ -141,7 +141,7 @@ class Fleet:
         await self.engines[number].until("ready")
 
     async def spawn_engine(self, number: int) -> Service:
-        module, flags = "engine_service", self._engine_flags | {"listen": self.engine_addresses[number]}
+        module, flags = "kvkeeper.engine_service", self._engine_flags | {"listen": self.engine_addresses[number]}
         if number == 0 and self._first_flags is not None:
             module, flags = "tests.support.stopping_engine", flags | self._first_flags
         return await self._spawn(module, cache=self.cache_address, **flags)

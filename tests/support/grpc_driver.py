@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cache_service.errors import CacheError
-from cache_service.types import (
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.errors import CacheError
+from kvkeeper.cache_service.types import (
     BlockState,
     Copies,
     Executor,
@@ -31,7 +32,6 @@ from cache_service.types import (
     StepBatch,
     StepReply,
 )
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError

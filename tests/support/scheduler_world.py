@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.plan import Limits, Work
-from engine_service.preemption_cost import Preemption
-from engine_service.request import Request, Sequence, SequenceState
-from engine_service.retention import Retention
-from engine_service.scheduler import Scheduler
-from engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.plan import Limits, Work
+from kvkeeper.engine_service.preemption_cost import Preemption
+from kvkeeper.engine_service.request import Request, Sequence, SequenceState
+from kvkeeper.engine_service.retention import Retention
+from kvkeeper.engine_service.scheduler import Scheduler
+from kvkeeper.engine_service.waiting import WaitingSequences
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cache_service.config import CacheConfig
-from cache_service.server import RunningServer as RunningCache
-from cache_service.server import start_server as start_cache
-from engine_service.config import HASH_TOY, EngineConfig
-from engine_service.model.hash_toy import expected_next_token
-from engine_service.retention import Retention as ToyRetention
-from engine_service.served_model import ServedModel
-from engine_service.server import RunningServer as RunningEngine
-from engine_service.server import start_server as start_engine
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import RunningServer as RunningCache
+from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Retention, Sampling, Usage
+from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
+from kvkeeper.engine_service.model.hash_toy import expected_next_token
+from kvkeeper.engine_service.retention import Retention as ToyRetention
+from kvkeeper.engine_service.served_model import ServedModel
+from kvkeeper.engine_service.server import RunningServer as RunningEngine
+from kvkeeper.engine_service.server import start_server as start_engine
 from tests.support.odd_models import odd_model
 
 T = TypeVar("T")

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from engine_service.__main__ import _until_asked
-from engine_service.batch import Batch
-from engine_service.config import EngineConfig, load_config
-from engine_service.kv_memory import KvMemory
-from engine_service.model_runner import Runner
-from engine_service.served_model import ServedModel, load_served_model
-from engine_service.server import start_server
-from kernels.layout import KvLayout
 from kvkeeper.client.steps import StepResult
+from kvkeeper.engine_service.__main__ import _until_asked
+from kvkeeper.engine_service.batch import Batch
+from kvkeeper.engine_service.config import EngineConfig, load_config
+from kvkeeper.engine_service.kv_memory import KvMemory
+from kvkeeper.engine_service.model_runner import Runner
+from kvkeeper.engine_service.served_model import ServedModel, load_served_model
+from kvkeeper.engine_service.server import start_server
+from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.service.process import run
 
 _FIRST = 20  # calls before the first stop

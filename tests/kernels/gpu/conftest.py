@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import kernels.gpu
+import kvkeeper.kernels.gpu
 
 _SWITCH = "TRITON_INTERPRET"
 
@@ -23,8 +23,8 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "triton" 
 _before = os.environ.get(_SWITCH)
 os.environ[_SWITCH] = "1"
 try:
-    for module in pkgutil.iter_modules([str(Path(kernels.gpu.__file__).parent)]):
-        importlib.import_module(f"kernels.gpu.{module.name}")
+    for module in pkgutil.iter_modules([str(Path(kvkeeper.kernels.gpu.__file__).parent)]):
+        importlib.import_module(f"kvkeeper.kernels.gpu.{module.name}")
 finally:
     del os.environ[_SWITCH]
     if _before is not None:

@@ -4,20 +4,20 @@ from collections.abc import Callable
 
 import torch
 
-import kernels.gpu.paged_attention_decode as gpu_decode
-from kernels.copy_blocks import copy_blocks
-from kernels.gather_blocks import gather_blocks
-from kernels.gelu_and_mul import gelu_and_mul
-from kernels.layout import KvLayout
-from kernels.paged_attention_decode import paged_attention_decode
-from kernels.paged_attention_prefill import paged_attention_prefill
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
-from kernels.rotary_store_kv import rotary_store_kv
-from kernels.sampling import SamplingTensors, sample_rows
-from kernels.scatter_blocks import scatter_blocks
-from kernels.silu_and_mul import silu_and_mul
-from kernels.store_kv import store_kv
+import kvkeeper.kernels.gpu.paged_attention_decode as gpu_decode
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.gather_blocks import gather_blocks
+from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.kernels.scatter_blocks import scatter_blocks
+from kvkeeper.kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.store_kv import store_kv
 from tests.kernels.gpu.pretend import nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine_service.model import decoder
-from engine_service.upload import PackedUpload
+from kvkeeper.engine_service.model import decoder
+from kvkeeper.engine_service.upload import PackedUpload
 
 
 class PretendCuda(torch.Tensor):
@@ -41,7 +41,7 @@ def pretend_model_on_cuda(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(PackedUpload, "__call__", upload_all)
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.gpu.paged_attention_decode import splits_for
-from kernels.paged_attention_decode import paged_attention_decode, plan_decode
-from kernels.paged_attention_prefill import paged_attention_prefill
-from kernels.scratch import Scratch
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.gpu.paged_attention_decode import splits_for
+from kvkeeper.kernels.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.scratch import Scratch
 from tests.kernels.gpu.pretend import on_cuda
 from tests.kernels.worlds import make_world, random_queries
 
@@ -20,13 +20,13 @@ TILE = 64  # tokens; splits are cut at tiles
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch):
     """One with two multiprocessors; splits of a single tile."""
-    module = "kernels.gpu.paged_attention_decode."
+    module = "kvkeeper.kernels.gpu.paged_attention_decode."
     monkeypatch.setattr(module + "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(module + "_FEWEST_SPLIT_TOKENS", TILE)
 
 
 def split_into(monkeypatch, splits):
-    monkeypatch.setattr("kernels.gpu.paged_attention_decode.splits_for", lambda *shapes: splits)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.splits_for", lambda *shapes: splits)
 
 
 def pair_of_queries(world, num_tokens, num_heads, with_sink):
@@ -128,7 +128,7 @@ def test_prefill_with_a_window_and_capped_scores(window, soft_cap):
 
 
 def test_many_sequences_find_their_queries(monkeypatch):
-    monkeypatch.setattr("kernels.gpu.paged_attention_prefill._SEQS_AT_ONCE", 4)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._SEQS_AT_ONCE", 4)
     queries = [2, 0, 0, 65, 1, 3, 0, 30, 2, 0, 1]
     check_prefill(make_world([n + 3 for n in queries], block_size=16, num_kv_heads=1), queries, 2)
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.copy_blocks import copy_blocks
-from kernels.layout import KvLayout
-from kernels.paged_attention_decode import paged_attention_decode
-from kernels.paged_attention_prefill import paged_attention_prefill
-from kernels.rotary_store_kv import rotary_store_kv
-from kernels.store_kv import store_kv
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.store_kv import store_kv
 from tests.kernels.gpu.pretend import on_cuda
 from tests.kernels.worlds import random_queries
 
@@ -20,7 +20,7 @@ FAR = (1 << 31) // ELEMENTS + 1  # the first block wholly beyond
 
 @pytest.fixture
 def arena(tmp_path, monkeypatch):
-    monkeypatch.setattr("kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 1)
     num_bytes = (FAR + 3) * LAYOUT.block_bytes
     return LAYOUT.view(torch.from_file(str(tmp_path / "pool"), shared=True, size=num_bytes, dtype=torch.uint8))
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.copy_blocks import copy_blocks, independent_runs
-from kernels.errors import KernelArgumentError
-from kernels.store_kv import store_kv
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.copy_blocks import copy_blocks, independent_runs
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.store_kv import store_kv
 from tests.kernels.gpu.pretend import on_cuda
 from tests.kernels.worlds import make_world
 
@@ -34,8 +34,8 @@ def test_store_writes_exactly_the_named_slots(dtype, head_dim, index):
 
 
 def test_a_program_of_several_tokens_stores_what_one_of_one_does(monkeypatch):
-    monkeypatch.setattr("kernels.gpu.store_kv._MANY_TOKENS", 1)
-    monkeypatch.setattr("kernels.gpu.store_kv._MOST_COLS", 32)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MANY_TOKENS", 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MOST_COLS", 32)
     world, expected = make_world([9], head_dim=20), make_world([9], head_dim=20)
     k, v = tokens(6, world)
     slots = torch.tensor([3, -1, 16, 9, 10, 0])

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.errors import KernelArgumentError
-from kernels.gelu_and_mul import gelu_and_mul
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rotary
-from kernels.rotary_store_kv import rotary_store_kv
-from kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.silu_and_mul import silu_and_mul
 from tests.kernels.gpu.pretend import on_cuda
 from tests.kernels.worlds import make_world
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from tests.kernels.gpu.pretend import on_cuda
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -11,7 +11,7 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("kernels.gpu.sampling._CHUNK", 64)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.sampling._CHUNK", 64)
 
 
 def draw_both(logits, rows, uniforms):

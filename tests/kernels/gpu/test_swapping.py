@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.errors import KernelArgumentError
-from kernels.gather_blocks import gather_blocks
-from kernels.gpu.swap_blocks import runs_of
-from kernels.scatter_blocks import scatter_blocks
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.gather_blocks import gather_blocks
+from kvkeeper.kernels.gpu.swap_blocks import runs_of
+from kvkeeper.kernels.scatter_blocks import scatter_blocks
 from tests.kernels.gpu.pretend import on_cuda
 
 IDS = [[], [3], [5, 1, 2, 3, 7, 6], [1, 2, 3, 4]]
@@ -24,7 +24,7 @@ PATHS = {"cpu": lambda *both: both, "cuda": on_cuda, "host": to_host, "host, sma
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     small = (1 << 30) if "small" in request.param else 0
-    monkeypatch.setattr("kernels.gpu.swap_blocks._SMALL_BYTES", small)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.swap_blocks._SMALL_BYTES", small)
     if PATHS[request.param] is to_host:
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     return PATHS[request.param]

@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _policies(asked: Sequence[str]) -> list[str]:
-    from cache_service.eviction import POLICY_NAMES
+    from kvkeeper.cache_service.eviction import POLICY_NAMES
 
     if unknown := set(asked) - {*POLICY_NAMES, _ALL}:
         raise UsageFailure(f"--policy: one of {', '.join(POLICY_NAMES)}, {_ALL}; not {', '.join(sorted(unknown))}")
@@ -93,7 +93,7 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 def _core(policies: Sequence[str], sizes: Sequence[int], requests: Requests, block_size: int) -> list[dict[str, object]]:
-    from cache_service.replay import replay_core, replay_optimum
+    from kvkeeper.cache_service.replay import replay_core, replay_optimum
 
     longest = max(map(len, requests))
     if min(sizes) < longest:
@@ -133,7 +133,7 @@ def _figures(num_asked: int, num_hits: int, num_evicted: int, step_seconds: npt.
 
 def _curves(policies: Sequence[str], requests: Requests) -> bench_plot.Curves:
     """Hit rates at capacities from the longest request to all of the trace; replayed against the policies alone."""
-    from cache_service.replay import replay_optimum, replay_policy
+    from kvkeeper.cache_service.replay import replay_optimum, replay_policy
 
     longest, distinct = max(map(len, requests)), len(set().union(*requests))
     sizes = sorted({round(size) for size in np.geomspace(longest, max(distinct, longest), _PLOTTED).tolist()})

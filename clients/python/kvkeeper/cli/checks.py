@@ -19,10 +19,10 @@ _UP_FLAGS = ("--model", "--pool-memory", "--host-memory")  # of `up` itself, und
 
 def check_start(flags: Mapping[str, Sequence[str]]) -> None:
     """flags: arguments of each service. Raises UsageFailure, StartError; one line."""
-    from cache_service import preflight as cache
-    from cache_service.config import load_config as load_cache
-    from engine_service import preflight as engine
-    from engine_service.config import load_config as load_engine
+    from kvkeeper.cache_service import preflight as cache
+    from kvkeeper.cache_service.config import load_config as load_cache
+    from kvkeeper.engine_service import preflight as engine
+    from kvkeeper.engine_service.config import load_config as load_engine
 
     with _named("cache"):
         cache_config = load_cache(flags["cache"], os.environ)

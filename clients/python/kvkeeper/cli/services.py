@@ -22,7 +22,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None and not _end_with(int(parent)):
         return 1
-    service = importlib.import_module(f"{name}_service.__main__")
+    service = importlib.import_module(f"kvkeeper.{name}_service.__main__")
     return int(service.main(list(argv)) or 0)
 
 
