@@ -116,7 +116,7 @@ def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
 
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedModelError, match=r"kvkeeper\[transformers\]"):
+    with pytest.raises(UnsupportedModelError, match=r" install .*transformers"):
         load_transformers_model(tmp_path, "opt", "auto", device=torch.device("cpu"), progress=False)
 
 
