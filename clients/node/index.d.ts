@@ -84,7 +84,8 @@ export class EngineClient {
   cancel(requestId: string): Promise<void>;
   listRequests(options?: { sessionId?: string }): Promise<RequestInfo[]>;
   tokenize(text: string): Promise<number[]>;
-  detokenize(tokenIds: ArrayLike<number>): Promise<string>;
+  /** keepSpecialTokens: tell also what tokenize puts around a text. */
+  detokenize(tokenIds: ArrayLike<number>, options?: { keepSpecialTokens?: boolean }): Promise<string>;
   model(): Promise<engine.GetModelResponse>;
   stats(): Promise<engine.GetStatsResponse>;
   iterationPlan(): Promise<engine.GetIterationPlanResponse>;

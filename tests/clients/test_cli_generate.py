@@ -26,7 +26,7 @@ class Engine:
         self.asked.append((prompt, options))
         return self
 
-    def detokenize(self, token_ids: list[int]) -> str:
+    def detokenize(self, token_ids: list[int], *, keep_special_tokens: bool) -> str:
         return f"<{token_ids[0]}>"
 
     def __enter__(self) -> "Engine":

@@ -128,9 +128,11 @@ def test_a_service_that_cannot_start_ends_up_with_its_reason(folder: Path, tmp_p
     cache, engine = sockets_in(folder)
     done = run_up(folder, "--cache-listen", cache, "--engine-listen", engine, "--model", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
-    *_, reason, last = [line for line in done.stderr.splitlines() if line.startswith("kvkeeper")]
-    assert reason.startswith(f"kvkeeper engine: --model {tmp_path}: ")
-    assert last == "kvkeeper: the engine service ended with exit code 1; ending the cache service"
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line.startswith("kvkeeper")][-1].startswith(f"kvkeeper engine: --model {tmp_path}: ")
+    (error,) = [json.loads(line)["error"] for line in lines if line.startswith('{"error"')]  # `up --json`
+    message = "the engine service ended with exit code 1; ending the cache service"
+    assert error == {"reason": "SERVICE_ENDED", "message": message, "metadata": {}}
     assert_nothing_left(folder)
 
 
@@ -154,6 +156,21 @@ def test_what_is_wrong_is_one_line_before_anything_starts(
     out, said = capfd.readouterr()
     assert (out, said.count("\n")) == ("", 1)
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "reason"),
+    [(["--model", "/nope"], 1, "NOT_STARTED"), (["--engine-token-budget", "many"], 2, "USAGE")],
+)
+def test_with_json_what_is_wrong_is_one_object(
+    folder: Path, capfd: pytest.CaptureFixture[str], flags: list[str], exit_code: int, reason: str
+) -> None:
+    cache, engine = sockets_in(folder)
+    assert main(["up", "--json", "--cache-listen", cache, "--engine-listen", engine, *flags]) == exit_code
+    out, said = capfd.readouterr()
+    error = json.loads(said)["error"]
+    assert (out, error["reason"], error["metadata"]) == ("", reason, {})
+    assert error["message"].startswith(f"{flags[0]}: " if exit_code == 2 else f"{flags[0]} /nope: ")
 
 
 def test_no_check_before_the_start_imports_torch(folder: Path) -> None:

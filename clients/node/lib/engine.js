@@ -90,8 +90,10 @@ export class EngineClient {
     return (await this.#door.call('Tokenize', { text })).tokenIds;
   }
 
-  async detokenize(tokenIds) {
-    return (await this.#door.call('Detokenize', { tokenIds })).text;
+  /** The text of these tokens. @param {{keepSpecialTokens?: boolean}} [options] tell also what tokenize puts around a text */
+  async detokenize(tokenIds, options = {}) {
+    const { keepSpecialTokens } = checkedOptions(options, { keepSpecialTokens: false });
+    return (await this.#door.call('Detokenize', { tokenIds, keepSpecialTokens })).text;
   }
 
   model() {

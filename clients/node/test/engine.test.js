@@ -65,7 +65,8 @@ test('token ids are a prompt, too, and text comes back from them', async () => {
     texts.push(text);
   }
   assert.equal(new Set(texts).size, 1);
-  assert.match(await client.detokenize(ids), /fibonacci/);
+  assert.equal(await client.detokenize(ids), 'def fibonacci(n):');
+  assert.match(await client.detokenize(ids, { keepSpecialTokens: true }), /.def fibonacci\(n\):$/);
 });
 
 test('a request is submitted, asked for, listed and cancelled', async () => {

@@ -61,7 +61,8 @@ def _generate(text: str, args: argparse.Namespace) -> int:
         else:
             printer.end()
             if args.logprobs is not None:
-                print(logprobs_table(printer, cache(lambda token_id: client.detokenize([token_id]))), file=sys.stderr)
+                text_of = cache(lambda token_id: client.detokenize([token_id], keep_special_tokens=True))
+                print(logprobs_table(printer, text_of), file=sys.stderr)
             print(summary(usage, first_ms, total_ms, printer), file=sys.stderr)
     return _verdict(printer, args)
 

@@ -27,7 +27,8 @@ def complain(
     metadata: Mapping[str, str] | None = None,
     name: str = "kvkeeper",
 ) -> None:
-    """reason is a name of the protocols' ErrorReason or of a gRPC status, USAGE, SERVICE_DOWN or OUTPUT.
+    """reason is a name of the protocols' ErrorReason or of a gRPC status, USAGE, SERVICE_DOWN, OUTPUT, or what `up` says of its
+    services: NOT_STARTED, SERVICE_ENDED.
 
     shows_reason: people are shown it, too, with the metadata.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure
+from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure, complain
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.status import model_line, pool_line
@@ -61,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(str(error))
     try:
         check_start(flags)
-    except (UsageFailure, StartError) as error:
-        _tell(str(error))
-        return EXIT_USAGE if isinstance(error, UsageFailure) else EXIT_FAILED
+    except UsageFailure as error:
+        complain(str(error), reason="USAGE", is_json=args.json)
+        return EXIT_USAGE
+    except StartError as error:
+        complain(str(error), reason="NOT_STARTED", is_json=args.json)
+        return EXIT_FAILED
     exit_code = asyncio.run(_Pair(args, flags).run())
     if exit_code > 128:
         _tell("stopped; both services have ended")
@@ -96,7 +99,7 @@ class _Pair:
                 return 128 + self._stop.result()
             await serving
         except GivenUp as given_up:
-            _tell(str(given_up))
+            complain(str(given_up), reason="SERVICE_ENDED", is_json=self._args.json)
             return EXIT_USAGE if given_up.process.exit_code == EXIT_USAGE else EXIT_FAILED
         finally:
             serving.cancel()

@@ -97,8 +97,10 @@ class EngineClient:
     def tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._call("Tokenize", pb.TokenizeRequest(text=text)).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        return self._call("Detokenize", pb.DetokenizeRequest(token_ids=token_ids)).text
+    def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """The text of these tokens. keep_special_tokens tells also what `tokenize` puts around a text."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+        return self._call("Detokenize", request).text
 
     def model(self) -> pb.GetModelResponse:
         return self._call("GetModel", pb.GetModelRequest())
@@ -233,8 +235,10 @@ class AsyncEngineClient:
     async def tokenize(self, text: str) -> tuple[int, ...]:
         return tuple((await self._call("Tokenize", pb.TokenizeRequest(text=text))).token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return (await self._call("Detokenize", pb.DetokenizeRequest(token_ids=token_ids))).text
+    async def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """The text of these tokens. keep_special_tokens tells also what `tokenize` puts around a text."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+        return (await self._call("Detokenize", request)).text
 
     async def model(self) -> pb.GetModelResponse:
         return await self._call("GetModel", pb.GetModelRequest())
