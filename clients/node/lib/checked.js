@@ -1,5 +1,5 @@
 /**
- * Requests and options, held to what they may be: a key that nobody knows and a value of a wrong type are a TypeError that names
+ * Requests and options, held to what they may be: an unknown key and a value of a wrong type are a TypeError that names
  * the place. The library below would drop the one and bend the other, in silence.
  */
 
