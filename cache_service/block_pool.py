@@ -35,7 +35,7 @@ class BlockPool:
         # Quarantines and transfers together: the path of a step asks for both at once.
         self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
-        # What a copy in flight fills: its content is not there yet, whoever's table names it. So it is neither shared nor read.
+        # What a copy in flight fills: its content is not there yet, whichever table names it. So it is neither shared nor read.
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
         self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)

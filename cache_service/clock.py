@@ -2,7 +2,7 @@
 
 Leases, graces and the patience with claims count time in which an engine could have been heard. While the loop stands still,
 because one call takes long or the process is stopped, messages wait unread, and when it goes on, timers come before them. So
-that nobody's time runs out meanwhile, what passes between two looks at this clock counts for no more than MOST_S, and it is
+that no client's time runs out meanwhile, what passes between two looks at this clock counts for no more than MOST_S, and it is
 looked at more often than that by itself. It never runs faster than the clock below it: what ends by it may end late, never
 early. An engine that has to know whether its lease still holds goes by a clock of its own.
 """

@@ -1,7 +1,7 @@
-"""Whether somebody is computing, right now, the prefix that a waiting sequence is about to compute too.
+"""Whether another sequence is computing, right now, the prefix that a waiting sequence is about to compute too.
 
 Looked up when a start asks for it: the running sequences whose next block is the one wanted are found by one comparison of
-columns, and a pool in which nobody asks pays nothing. Rules: a sequence counts only while it is still to publish the block: a
+columns, and a pool in which no start asks pays nothing. Rules: a sequence counts only while it is still to publish the block: a
 step under way computes it, or it is committed and waits for a copy. One that idles on what it was granted once does not count.
 A start is told to wait so often at most while nothing comes of it, so that it goes on whatever the others do.
 """

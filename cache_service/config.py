@@ -56,7 +56,7 @@ class CacheConfig:
     device: str = "cpu"  # where pools are: cpu, cuda or cuda:N
     pool_memory: int = _POOL_MEMORY  # bytes of each pool, reserved at start; without effect where num_blocks is given
     num_pools: int = 2
-    keep_idle_pools: bool = False  # a pool that nobody uses makes no room for another KV spec
+    keep_idle_pools: bool = False  # a pool that no session uses makes no room for another KV spec
     num_blocks: int | None = None  # blocks of each pool, null block included, reserved when its first session opens
     max_sequences: int = 256
     max_tokens_per_sequence: int | None = None  # None: what a pool holds, but no more than bounds the core's arrays

@@ -81,7 +81,7 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
 
 
 def _check_copies(pool: BlockPool, owners: list[Owner]) -> list[str]:
-    """What a copy in flight fills is held until it has run, and shared by nobody."""
+    """What a copy in flight fills is held until it has run, and is not shared."""
     filling = np.zeros(pool.num_blocks, np.bool_)
     for owner in owners:
         filling[owner.filling_blocks()] = True

@@ -80,6 +80,6 @@ class Owner:
         return np.concatenate([np.empty(0, np.int32), *(blocks for _, blocks in self.copies)])
 
     def end_copies(self, pool: BlockPool) -> None:
-        """The session ends: whether they run is not known, and nobody will be told."""
+        """The session ends: whether they run is not known, and no session will be told."""
         pool.is_filling[self.filling_blocks()] = False
         self.copies.clear()

@@ -46,7 +46,7 @@ class RunningServer:
     _endpoint: Endpoint
     _attach: AttachServer
     metrics: MetricsServer | None = None
-    _clock: RunClock | None = None  # where nobody handed in another
+    _clock: RunClock | None = None  # its own, where no other was handed in
     _is_stopped: bool = False
 
     @property

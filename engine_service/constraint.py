@@ -26,7 +26,7 @@ _MAX_REASON_CHARS = 200
 _NUM_TRIED = 4  # tokens from the start: some limits show only when a token is taken
 
 # A unit of fuel is about 1.5 us of one core: 0.3 s at the start, which a worker process finds out, and 30 ms in a step, which
-# everybody in it waits for. Large schemas need some 50,000 at the start and 10,000 in a step.
+# every request in it waits for. Large schemas need some 50,000 at the start and 10,000 in a step.
 _INITIAL_FUEL, _STEP_FUEL = 200_000, 20_000
 _MAX_STATES = 50_000
 _NO_TEXT = "no text that the model's tokens can spell matches it"

@@ -49,7 +49,7 @@ class Limits:
         return max(self.max_len, self.max_retained_len) if fits else self.max_len
 
     def bound_of(self, retention: Retention | None) -> str:
-        """What makes that so short, in words; empty where nobody said."""
+        """What makes that so short, in words; empty where it was not said."""
         return self.bound if self.max_len_of(retention) <= self.max_len else self.retained_bound
 
     @property

@@ -48,7 +48,15 @@ export type GenerateOptions = Omit<Given<engine.GenerateRequest>, 'text' | 'toke
   sampling?: Sampling;
 };
 
-export type FinishReason = 'length' | 'stop' | 'end_of_sequence' | 'cancelled' | 'error' | 'timed_out' | 'stalled' | (string & {});
+export type FinishReason =
+  | 'length'
+  | 'stop'
+  | 'end_of_sequence'
+  | 'cancelled'
+  | 'error'
+  | 'timed_out'
+  | 'stalled'
+  | (string & {});
 export type RequestState = 'pending' | 'running' | 'preempted' | 'completed' | 'failed' | 'cancelled';
 
 type Told<T> = Omit<T, 'finishReason' | 'cumulativeLogprob'> & {

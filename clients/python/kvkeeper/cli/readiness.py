@@ -37,6 +37,6 @@ async def _is_serving(door: AsyncDoor) -> bool:
         try:
             answer = await door.call(door.stub.Check, health_pb2.HealthCheckRequest(service=name))
         except KvkeeperError:
-            continue  # the other service, nobody there yet, or a service that has not got that far
+            continue  # the other service, no service yet, or a service that has not got that far
         return bool(answer.status == _SERVING)
     return False

@@ -1,6 +1,6 @@
 """What can be known to be wrong before a service loads anything: its addresses.
 
-A look, not a claim: between it and the real start somebody else may take an address, which is then told as well, only later.
+A look, not a claim: between it and the real start another process may take an address, which is then told as well, only later.
 """
 
 from kvkeeper.service.listen import AddressInUse, SocketLock, check_port, socket_path
@@ -8,7 +8,7 @@ from kvkeeper.service.process import StartError
 
 
 def check_addresses(listen: str, metrics_listen: str) -> None:
-    """That nobody serves there. Raises StartError."""
+    """That no process serves there. Raises StartError."""
     for name, address in (("listen", listen), ("metrics-listen", metrics_listen)):
         try:
             if address:
