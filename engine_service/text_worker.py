@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -118,7 +118,7 @@ def main() -> None:
             worker.prepare(kind)
             most = _memory() + worker.limits.memory
             _set_limit(resource.RLIMIT_AS, most)
-        outcome, found = _within(worker.limits.cpu_s, lambda kind=kind, body=body: worker.do(kind, body))  # type: ignore[misc]
+        outcome, found = _within(worker.limits.cpu_s, partial(worker.do, kind, body))
         # What a library keeps of a large job is not to be taken from the next ones.
         is_last = outcome is Outcome.BROKEN or _memory() > most - worker.limits.memory // 2
         _answer(answers, outcome, found, is_last=is_last)
