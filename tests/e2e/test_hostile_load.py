@@ -108,7 +108,7 @@ async def with_begin_token(world: Services, demo_model: ServedModel) -> AsyncEng
     return await world.client(await world.start_engine(dataclasses.replace(demo_model, text=text), block_size=16))
 
 
-async def test_what_tokenize_gave_becomes_the_text_again(world: Services, with_begin_token: AsyncEngineClient) -> None:
+async def test_what_tokenize_gave_becomes_the_text_again(with_begin_token: AsyncEngineClient) -> None:
     client = with_begin_token
     for text in ("", "x", PROMPT, "<s>", "<s>x</s>", "</s></s>", " naïve 日本語 🙂 "):
         ids = list(await client.tokenize(text))
