@@ -221,6 +221,7 @@ class CacheService(Questions, PrefixService):
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
         live = self._keeper.require(request.session_id, request.epoch)
         result = live.pool.manager.clear_prefix_cache()
+        live.pool.publish_soon()  # what runs is published anew
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )

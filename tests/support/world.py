@@ -235,6 +235,7 @@ class World:
     def clear(self, session: SessionId) -> None:
         expect(self.driver.clear_prefix_cache(session), self.naive.clear(), "freed, forgotten")
         self.naive.observe()
+        self.published_by_itself()
 
     def evict(self, session: SessionId, num_free: int) -> None:
         self._evict(session, num_free, lambda: self.driver.evict_blocks(session, num_free))
