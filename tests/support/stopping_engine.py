@@ -23,6 +23,7 @@ from kvkeeper.engine_service.batch import Batch
 from kvkeeper.engine_service.config import EngineConfig, load_config
 from kvkeeper.engine_service.kv_memory import KvMemory
 from kvkeeper.engine_service.model_runner import Runner
+from kvkeeper.engine_service.preflight import check_start
 from kvkeeper.engine_service.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.server import start_server
 from kvkeeper.kernels.layout import KvLayout
@@ -110,7 +111,7 @@ def main() -> int:
     def serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
         return _until_asked(start_server(config, model=_stopping(load_served_model(config), stops)))
 
-    return run("stopping engine", load_config, serve, argv)
+    return run("stopping engine", load_config, serve, argv, check_start)
 
 
 if __name__ == "__main__":
