@@ -88,6 +88,9 @@ class _Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "unix:"
+
     async def write(self, message: bytes) -> None:
         await asyncio.sleep(0)
 
