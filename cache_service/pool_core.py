@@ -130,11 +130,11 @@ class PoolCore:
         owner.fences.clear()
         # A copy in flight fills its block also where a commit for the step before has covered it, or where it was dropped.
         filling = owner.filling_blocks()
-        blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots.tolist())])
         owner.end_copies(pool)
         if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
             self.tables.distrust(filling)
         if may_still_write:
+            blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots.tolist())])
             # No step writes an indexed block (R5), and what the session's steps still read matters to nobody any more.
             blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
             pool.quarantine(blocks, fences=fences[~is_cached])

@@ -1,10 +1,13 @@
 """Row 16: the end of a session with a million blocks delays nobody by more than 50 ms.
 
 Another session steps without a pause meanwhile. What it waits for is counted in the time that the loop's thread computes,
-because a machine that gives the thread no time is no fault of the service.
+because a machine that gives the thread no time is no fault of the service. The objects that stand before the first step are
+frozen, as `python -m kvkeeper.cache_service` does it: this process holds far more of them than a service does, and one garbage
+collection that looked at them all would be counted as a wait for the reclaim.
 """
 
 import asyncio
+import gc
 import random
 import time
 
@@ -24,7 +27,10 @@ _STEPS_BEFORE = 50
 
 def run(seed: int) -> Counts:
     """Counts reclaims; the fault is a step that was answered while one was under way."""
-    return asyncio.run(_run(random.Random(seed), _NUM_SEQUENCES[seed % len(_NUM_SEQUENCES)]))
+    try:
+        return asyncio.run(_run(random.Random(seed), _NUM_SEQUENCES[seed % len(_NUM_SEQUENCES)]))
+    finally:
+        gc.unfreeze()
 
 
 async def _run(rng: random.Random, num_sequences: int) -> Counts:
@@ -34,6 +40,8 @@ async def _run(rng: random.Random, num_sequences: int) -> Counts:
         dying, stepping = await api.open(spec=_SPEC, ttl_ms=60_000), await api.open(spec=_SPEC, ttl_ms=60_000)
         _fill(api, dying, num_sequences, length, rng)
         assert (await api.stats()).pools[0].num_referenced_blocks == num_held
+        gc.collect()
+        gc.freeze()
         delays = [await _step(stepping, step_id) for step_id in range(1, _STEPS_BEFORE)]
         closing = asyncio.ensure_future(dying.call("CloseSession"))
         (pool,) = api.server.keeper.registry.pools
