@@ -28,9 +28,9 @@ from kvkeeper.service.config import (
 )
 from kvkeeper.service.sizes import parse_size
 
-from .errors import InvalidField
-from .eviction import POLICY_NAMES, make_policy
-from .pressure import PressureGauge
+from .core.blocks.pressure import PressureGauge
+from .core.eviction import POLICY_NAMES, make_policy
+from .core.values.errors import InvalidField
 
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is

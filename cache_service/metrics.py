@@ -14,7 +14,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.service.metrics import build_info
 
-from .keeper import Keeper
+from .runtime.session_manager import Keeper
 
 _FIELDS = [field for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
 _GAUGES = {"used_bytes", "peak_used_bytes"}  # of 64 bits, and not sums

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .eviction import Use, make_policy
-from .manager import Manager
-from .types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from .core.eviction import Use, make_policy
+from .core.manager import Manager
+from .core.values.types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 Requests = list[list[int]]
 

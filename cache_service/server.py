@@ -21,17 +21,17 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
-from .arena.attach import AttachServer
-from .arena.memory_of import memory_of
-from .arena.private_directory import private_directory
-from .clock import Clock, RunClock
 from .config import CacheConfig
-from .door import make_door
-from .keeper import Keeper
+from .memory.attach_server import AttachServer
+from .memory.private_directory import private_directory
+from .memory.select_memory import memory_of
 from .metrics import cache_metrics
-from .registry import Memory, PoolRegistry
-from .service import CacheService
-from .steps import StepHandler
+from .rpc.methods import make_door
+from .rpc.session_calls import CacheService
+from .rpc.step_handler import StepHandler
+from .runtime.clock import Clock, RunClock
+from .runtime.pool_registry import Memory, PoolRegistry
+from .runtime.session_manager import Keeper
 
 log = structlog.get_logger()
 

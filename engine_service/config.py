@@ -23,9 +23,9 @@ from kvkeeper.service.config import (
 )
 from kvkeeper.service.sizes import parse_size
 
-from .demo_model import DEMO_MODEL_DIR
-from .policies import POLICY_NAMES
-from .preemption_cost import Preemption
+from .model.demo_model import DEMO_MODEL_DIR
+from .scheduler.state.policies import POLICY_NAMES
+from .scheduler.state.preemption_cost import Preemption
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 

@@ -16,12 +16,12 @@ from kvkeeper.service.process import StartError
 from kvkeeper.service.sizes import size
 
 from .config import HASH_TOY, EngineConfig
-from .errors import ModelError, UnsupportedModelError
+from .model.checkpoint.errors import ModelError, UnsupportedModelError
+from .model.checkpoint.json_fields import CONFIG_FILE
+from .model.checkpoint.json_file import read_json_object
+from .model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from .model.config import is_native, parse_model_config
 from .model.dtype_name import DTYPE_BYTES, dtype_name
-from .model.json_fields import CONFIG_FILE
-from .model.json_file import read_json_object
-from .model.safetensors_files import list_weight_files, tensor_sizes
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, of any machine on which CUDA can run

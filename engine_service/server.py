@@ -22,23 +22,23 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
+from .compute.served_model import ServedModel, load_served_model
 from .config import EngineConfig
-from .door import CONTRACT
-from .draft_model import DraftModel
-from .engine import Engine
-from .errors import ModelError, NoDeviceError
-from .fair_share import FairShare
-from .policies import make_ordering
-from .refusals import Draining
-from .served_model import ServedModel, load_served_model
-from .service import EngineService
-from .serving import CacheServiceRefused, keep_serving
-from .speculator import PromptLookUp, Proposer
-from .text_work import TextWork
-from .text_worker import Limits
-from .time_limits import end_stalled
-from .tracing import EngineTracing
-from .waiting import WaitingSequences
+from .loop.engine import Engine
+from .loop.session_loop import CacheServiceRefused, keep_serving
+from .loop.time_limits import end_stalled
+from .loop.tracing import EngineTracing
+from .model.checkpoint.errors import ModelError, NoDeviceError
+from .rpc.methods import CONTRACT
+from .rpc.service import EngineService
+from .scheduler.state.fair_share import FairShare
+from .scheduler.state.policies import make_ordering
+from .scheduler.state.waiting import WaitingSequences
+from .speculation.draft_model import DraftModel
+from .speculation.speculator import PromptLookUp, Proposer
+from .text_workers.text_work import TextWork
+from .text_workers.text_worker import Limits
+from .values.errors import Draining
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from kvkeeper.kernels.retention import Retention
 from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 
-from ..batch import Batch, BatchRetention, IntArray
+from ..values.batch import Batch, BatchRetention, IntArray
 
 
 @dataclass(frozen=True, slots=True)

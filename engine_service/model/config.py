@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import UnsupportedModelError
-from .json_fields import CONFIG_FILE, bad, count, flag, number
-from .json_file import read_json_object
+from .checkpoint.errors import UnsupportedModelError
+from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
+from .checkpoint.json_file import read_json_object
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
 
 

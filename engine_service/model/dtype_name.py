@@ -2,7 +2,7 @@
 
 from typing import Final, Literal
 
-from ..errors import UnsupportedModelError
+from .checkpoint.errors import UnsupportedModelError
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

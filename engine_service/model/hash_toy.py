@@ -20,8 +20,8 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.layout import KvLayout
 
-from ..batch import Batch
-from ..retention import Retention
+from ..values.batch import Batch
+from ..values.retention import Retention
 
 _MASK: Final = (1 << 64) - 1
 _SEED: Final = 0x9E3779B97F4A7C15

@@ -11,11 +11,11 @@ from typing import Final
 import torch
 from tqdm import tqdm
 
-from ..errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from .checkpoint.safetensors_files import iterate_tensors, list_weight_files
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import DtypeChoice, dtype_name
-from .safetensors_files import iterate_tensors, list_weight_files
 from .weight_map import allocate_weights, norms_of
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

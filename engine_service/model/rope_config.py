@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..errors import UnsupportedModelError
-from .json_fields import bad, count, flag, number
+from .checkpoint.errors import UnsupportedModelError
+from .checkpoint.json_fields import bad, count, flag, number
 
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}

@@ -16,10 +16,10 @@ import numpy as np
 import structlog
 import torch
 
-from ..batch import Batch, IntArray
-from ..errors import UnsupportedModelError
-from ..model_runner import Model, ModelRunner, kv_layout_of
-from ..request import Int32Array
+from ..compute.model_runner import Model, ModelRunner, kv_layout_of
+from ..values.batch import Batch, IntArray
+from ..values.request import Int32Array
+from .checkpoint.errors import UnsupportedModelError
 
 log = structlog.get_logger()
 

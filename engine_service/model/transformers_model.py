@@ -20,8 +20,8 @@ import torch
 
 from kvkeeper.service.extras import install_command
 
-from ..errors import UnsupportedModelError, WeightsError
 from .attention import AttentionMetadata, attend
+from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .dtype_name import DtypeChoice
 from .loader import compute_dtype
 from .self_check import check_against_library

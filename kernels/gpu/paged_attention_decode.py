@@ -12,16 +12,7 @@ import triton
 import triton.language as tl
 
 from ..scratch import Scratch
-from .attention_tiles import (
-    COMPUTE_TYPES,
-    LOWEST,
-    NO_WINDOW,
-    Options,
-    dense_heads,
-    slot_offsets,
-    take_tile,
-    tile_scores,
-)
+from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
 
 _MOST_SPLITS = 64
 _FEWEST_SPLIT_TOKENS = 256  # of a split: below that, merging costs more than it gains

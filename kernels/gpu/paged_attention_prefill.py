@@ -8,16 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import (
-    COMPUTE_TYPES,
-    LOWEST,
-    NO_WINDOW,
-    Options,
-    dense_heads,
-    slot_offsets,
-    take_tile,
-    tile_scores,
-)
+from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
 
 _SEQS_AT_ONCE = 256
 

@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.cache_service.arena.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.server import start_server
 from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 

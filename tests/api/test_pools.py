@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.arena.shared_memory import SharedMemoryArena
+from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 

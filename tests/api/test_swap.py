@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service import registry
+from kvkeeper.cache_service.runtime import pool_registry as registry
 from kvkeeper.client import AsyncCacheClient
 from tests.support.cache_api import (
     BLOCK_BYTES,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 NUM_TOKENS = 131_072
 BLOCK_SIZE = 16

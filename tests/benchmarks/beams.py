@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.benchmarks.both_services import both_services
 
 _NUM_BEAMS, _PROMPT_LEN, _NUM_NEW, _NUM_ROUNDS = 4, 64, 48, 5

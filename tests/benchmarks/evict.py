@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 _POLICIES = ("lru", "adaptive")
 _POOLS = (10_000, 100_000, 1_000_000)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 
 _SESSION = SessionId("bench")

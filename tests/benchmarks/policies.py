@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.engine_service.fair_share import FairShare
-from kvkeeper.engine_service.plan import Limits
-from kvkeeper.engine_service.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.request import Request, SequenceState
-from kvkeeper.engine_service.scheduler import Scheduler
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.plan import Limits
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import Request, SequenceState
 from tests.support.core_cache import CoreCache
 
 _BASE_S, _TOKEN_S = 0.008, 0.00006  # a step, and each of its tokens

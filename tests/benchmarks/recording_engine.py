@@ -8,8 +8,8 @@ import sys
 import torch
 
 from kvkeeper.engine_service.__main__ import main
-from kvkeeper.engine_service.batch import Batch
-from kvkeeper.engine_service.model_runner import ModelRunner
+from kvkeeper.engine_service.compute.model_runner import ModelRunner
+from kvkeeper.engine_service.values.batch import Batch
 
 
 def _record(path: str) -> None:

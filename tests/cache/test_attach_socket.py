@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.cache_service.arena import attach
-from kvkeeper.cache_service.arena.attach import AttachRefused, AttachServer, Grant
-from kvkeeper.cache_service.arena.shared_memory import SharedMemoryArena
+from kvkeeper.cache_service.memory import attach_server as attach
+from kvkeeper.cache_service.memory.attach_server import AttachRefused, AttachServer, Grant
+from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
 DEADLINE = 10.0
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, OutOfBlocks
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.progress import PATIENCE_SECONDS, PATIENCE_STEPS, StartNumbers
-from kvkeeper.cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.sequences.claims import PATIENCE_SECONDS, PATIENCE_STEPS, StartNumbers
+from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfBlocks
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool
 
 STARTED, NO_ROOM = StartResult.STARTED, StartResult.NO_ROOM

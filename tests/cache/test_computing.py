@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.cache_service.types import Executor, SequenceState, SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import Executor, SequenceState, SessionId, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
 
 STARTED, COMPUTING, NO_ROOM = StartResult.STARTED, StartResult.COMPUTING, StartResult.NO_ROOM

@@ -7,9 +7,9 @@ Wherever it is named, until its step is completed nobody else may have the block
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.kv_io import check_bounds
-from kvkeeper.cache_service.types import BlockState, Executor, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceId, SessionId
+from kvkeeper.cache_service.rpc.kv_calls import check_bounds
 from tests.support.core_pool import ALL, A, B, CorePool
 from tests.support.tier_pool import TierPool
 

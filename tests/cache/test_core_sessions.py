@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import (
+from kvkeeper.cache_service.core.values.errors import (
     InvalidField,
     OutOfSessions,
     StaleEpoch,
@@ -11,8 +11,8 @@ from kvkeeper.cache_service.errors import (
     UnknownSession,
     WrongMode,
 )
-from kvkeeper.cache_service.session import Session, SessionMode, SessionTable
-from kvkeeper.cache_service.types import BlockState, Executor, SessionId
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
+from kvkeeper.cache_service.runtime.lease import Session, SessionMode, SessionTable
 from tests.support.core_pool import ALL, A, B, CorePool
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import CacheError, UnknownSequence
-from kvkeeper.cache_service.types import StartResult
+from kvkeeper.cache_service.core.values.errors import CacheError, UnknownSequence
+from kvkeeper.cache_service.core.values.types import StartResult
 from tests.support.core_pool import ALL, CorePool
 
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from kvkeeper.cache_service import events
-from kvkeeper.cache_service.events import EventFeed
-from kvkeeper.cache_service.prefix_index import PrefixIndex
-from kvkeeper.cache_service.types import EventKind, MatchEnd, PressureLevel, Tier
+from kvkeeper.cache_service.core.index import event_feed as events
+from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel, Tier
 from tests.support.core_pool import A, CorePool, int32
 from tests.support.event_reader import SPEC_KEY, EventReader, block_name, first_parent, names_in
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.eviction import POLICY_NAMES, EvictionPolicy, Use, make_policy
-from kvkeeper.cache_service.eviction.adaptive import AdaptivePolicy
-from kvkeeper.cache_service.eviction.keyed import KeyedPolicy
-from kvkeeper.cache_service.types import Int32Array
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES, EvictionPolicy, Use, make_policy
+from kvkeeper.cache_service.core.eviction.adaptive import AdaptivePolicy
+from kvkeeper.cache_service.core.eviction.keyed import KeyedPolicy
+from kvkeeper.cache_service.core.values.types import Int32Array
 from tests.support.core_pool import ALL, CorePool
 
 NUM_BLOCKS = 64

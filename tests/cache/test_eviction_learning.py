@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from kvkeeper.cache_service.eviction.ghosts import Ghosts, Traces
-from kvkeeper.cache_service.eviction.history import History, PrefixHasher
-from kvkeeper.cache_service.eviction.policy import Use
-from kvkeeper.cache_service.eviction.shadow import LruShadow
-from kvkeeper.cache_service.eviction.worth import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
+from kvkeeper.cache_service.core.eviction.ghosts import Ghosts, Traces
+from kvkeeper.cache_service.core.eviction.hit_density import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
+from kvkeeper.cache_service.core.eviction.lru_shadow import LruShadow
+from kvkeeper.cache_service.core.eviction.policy import Use
+from kvkeeper.cache_service.core.eviction.use_history import History, PrefixHasher
 
 
 def traces(uses: int, stamps: list[int]) -> Traces:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvkeeper.cache_service.eviction import POLICY_NAMES
-from kvkeeper.cache_service.types import PoolConfig
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.types import PoolConfig
 from tests.support.drivers import CoreDriver
 from tests.support.machine import CacheMachine
 

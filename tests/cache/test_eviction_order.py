@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.eviction import POLICY_NAMES, make_policy
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES, make_policy
+from kvkeeper.cache_service.core.values.errors import InvalidField
 from tests.support.core_pool import CorePool
 
 PROMPTS = {"a": [1, 2], "b": [3, 4, 5], "c": [6, 7]}

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.eviction import POLICY_NAMES, make_policy
-from kvkeeper.cache_service.eviction.queue import BlockQueue, Stamps, Sweeper
-from kvkeeper.cache_service.types import Int32Array
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES, make_policy
+from kvkeeper.cache_service.core.eviction.block_queue import BlockQueue, Stamps, Sweeper
+from kvkeeper.cache_service.core.values.types import Int32Array
 
 MANY = 5000  # several segments
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from kvkeeper.cache_service.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.types import Int32Array
 from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum, replay_policy
-from kvkeeper.cache_service.types import Int32Array
 from tests.support.workloads import WORKLOADS, multi_turn, recency, scan, zipf
 
 # What is promised; in `phases` one thing learned is wrong in the next phase, and costs up to a turnover of the cache.

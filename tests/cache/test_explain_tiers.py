@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvkeeper.cache_service.explain import Explanation, in_words
-from kvkeeper.cache_service.types import BlockState, BlockView, MatchEnd, TransferKind
+from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
+from kvkeeper.cache_service.core.values.types import BlockState, BlockView, MatchEnd, TransferKind
 from tests.support.core_pool import ALL, B, int32
 from tests.support.tier_pool import TierPool, cached, push_out
 

@@ -1,6 +1,6 @@
 """Cached blocks between the tiers: demotion of what is evicted, promotion on a hit, loads that fail or lose their session."""
 
-from kvkeeper.cache_service.types import BlockState, ItemResult, SequenceState, StartResult
+from kvkeeper.cache_service.core.values.types import BlockState, ItemResult, SequenceState, StartResult
 from tests.support.core_pool import ALL, B, int32
 from tests.support.tier_pool import TierPool, cached, push_out
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.errors import WrongState
-from kvkeeper.cache_service.types import ItemResult, SequenceState, StepReply
+from kvkeeper.cache_service.core.values.errors import WrongState
+from kvkeeper.cache_service.core.values.types import ItemResult, SequenceState, StepReply
 from tests.support.core_pool import ALL, A
 from tests.support.tier_pool import TierPool
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.eviction import POLICY_NAMES
-from kvkeeper.cache_service.types import MatchEnd
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 
 ONE, TWO, THREE = list(range(100, 108)), list(range(200, 208)), list(range(300, 308))  # two blocks of 4 each

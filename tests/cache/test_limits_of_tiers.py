@@ -1,6 +1,6 @@
 """Pins and the time to live where there is a host tier."""
 
-from kvkeeper.cache_service.types import MatchEnd, SequenceState
+from kvkeeper.cache_service.core.values.types import MatchEnd, SequenceState
 from tests.support.core_pool import A, int32
 from tests.support.tier_pool import TierPool, cached, push_out
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvkeeper.cache_service.block_pool import BlockPool
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.types import SequenceState
+from kvkeeper.cache_service.core.blocks.block_pool import BlockPool
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import SequenceState
 from tests.support.core_pool import A, B
 from tests.support.tier_pool import TierPool, int64
 

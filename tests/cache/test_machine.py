@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-from kvkeeper.cache_service.types import PoolConfig
+from kvkeeper.cache_service.core.values.types import PoolConfig
 from tests.support.drivers import CoreDriver
 from tests.support.machine import CacheMachine
 

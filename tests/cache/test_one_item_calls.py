@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import (
+from kvkeeper.cache_service.core.values.errors import (
     DuplicateSequence,
     InvalidField,
     OutOfBlocks,
@@ -10,7 +10,7 @@ from kvkeeper.cache_service.errors import (
     UnknownSequence,
     WrongState,
 )
-from kvkeeper.cache_service.types import BlockState, SequenceId
+from kvkeeper.cache_service.core.values.types import BlockState, SequenceId
 from tests.support.core_pool import A, B, CorePool, int32
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
-from kvkeeper.cache_service.kv_spec import block_bytes
-from kvkeeper.cache_service.session import SessionTable
-from kvkeeper.cache_service.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.values.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.rpc.convert.kv_spec import block_bytes
+from kvkeeper.cache_service.runtime.lease import SessionTable
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 from tests.support.tier_pool import TierPool
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, OutOfPins, UnknownPin, UnknownSession
-from kvkeeper.cache_service.pins import MAX_PIN_TTL, MAX_PINS
-from kvkeeper.cache_service.types import BlockState, Executor, SessionId
+from kvkeeper.cache_service.core.blocks.pins import MAX_PIN_TTL, MAX_PINS
+from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfPins, UnknownPin, UnknownSession
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 
 PROMPT = list(range(100, 116))  # four blocks of 4

@@ -7,12 +7,12 @@ retention and tiers will change that.
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service import prefix_index
-from kvkeeper.cache_service.block_pool import BlockPool
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.prefix_index import PrefixIndex
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.blocks.block_pool import BlockPool
+from kvkeeper.cache_service.core.index import prefix_index
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import (
     BlockState,
     Executor,
     Int32Array,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.pressure import PressureGauge
-from kvkeeper.cache_service.types import PressureLevel
+from kvkeeper.cache_service.core.blocks.pressure import PressureGauge
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import PressureLevel
 from tests.support.core_pool import CorePool
 
 LOW, MEDIUM, HIGH, CRITICAL = PressureLevel

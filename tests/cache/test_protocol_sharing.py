@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvkeeper.cache_service.types import BlockState, StartResult
+from kvkeeper.cache_service.core.values.types import BlockState, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
 from tests.support.told_tables import ToldTables
 

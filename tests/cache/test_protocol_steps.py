@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import (
+from kvkeeper.cache_service.core.values.errors import (
     CacheError,
     DuplicateSequence,
     InvalidField,
@@ -10,7 +10,7 @@ from kvkeeper.cache_service.errors import (
     OutOfSequences,
     UnknownSequence,
 )
-from kvkeeper.cache_service.types import BlockState, ItemResult, SequenceState, StartResult
+from kvkeeper.cache_service.core.values.types import BlockState, ItemResult, SequenceState, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32, step_batch
 
 # 1. Counters of a sequence

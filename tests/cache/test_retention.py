@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import DuplicateSequence, InvalidField, NeverFits
-from kvkeeper.cache_service.types import BlockState, Retention, SequenceId, StartResult
+from kvkeeper.cache_service.core.values.errors import DuplicateSequence, InvalidField, NeverFits
+from kvkeeper.cache_service.core.values.types import BlockState, Retention, SequenceId, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, int32
 from tests.support.retained import KEPT, all_blocks, grow, holes, wholly_unread
 from tests.support.shadow_memory import Contents, Read, ShadowMemory

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, WrongState
-from kvkeeper.cache_service.types import Retention, SequenceState, TransferKind
+from kvkeeper.cache_service.core.values.errors import InvalidField, WrongState
+from kvkeeper.cache_service.core.values.types import Retention, SequenceState, TransferKind
 from tests.support.core_pool import A
 from tests.support.retained import KEPT, all_blocks, holes, wholly_unread
 from tests.support.tier_pool import TierPool

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, UnknownSequence
-from kvkeeper.cache_service.types import BlockState, Retention
+from kvkeeper.cache_service.core.values.errors import InvalidField, UnknownSequence
+from kvkeeper.cache_service.core.values.types import BlockState, Retention
 from tests.support.core_pool import ALL, A, B, CorePool
 from tests.support.retained import KEPT, all_blocks, grow, holes, wholly_unread
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.types import BlockState, StartResult
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import BlockState, StartResult
 from tests.support.core_pool import ALL, A, B, CorePool, step_batch
 from tests.support.shadow_memory import Contents, Read, ShadowMemory
 

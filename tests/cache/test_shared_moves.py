@@ -1,6 +1,6 @@
 """Orders that several sequences or sessions have an interest in: who waits for whose, and what the end of a session means."""
 
-from kvkeeper.cache_service.types import BlockState, Executor, SequenceState, SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceState, SessionId, StartResult
 from tests.support.core_pool import ALL, A, B
 from tests.support.tier_pool import TierPool, cached, push_out
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, UnknownLogits, UnknownSequence, WrongState
-from kvkeeper.cache_service.types import Executor, SessionId
+from kvkeeper.cache_service.core.values.errors import InvalidField, UnknownLogits, UnknownSequence, WrongState
+from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.core_pool import ALL, A, B, CorePool
 
 PROMPT = list(range(100, 108))  # two blocks of 4

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField, OutOfHostBlocks, WrongState
-from kvkeeper.cache_service.types import BlockState, ItemResult, SequenceId, SequenceState, TransferKind
+from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfHostBlocks, WrongState
+from kvkeeper.cache_service.core.values.types import BlockState, ItemResult, SequenceId, SequenceState, TransferKind
 from tests.support.core_pool import ALL, A, B
 from tests.support.tier_pool import TierPool
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import OutOfBlocks, OutOfHostBlocks, UnknownSequence
-from kvkeeper.cache_service.types import Copies, Executor, SequenceId, SequenceState, SessionId, TransferKind
+from kvkeeper.cache_service.core.values.errors import OutOfBlocks, OutOfHostBlocks, UnknownSequence
+from kvkeeper.cache_service.core.values.types import Copies, Executor, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.core_pool import ALL, B
 from tests.support.tier_pool import TierPool
 

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.types import Executor, PoolConfig, SessionId
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId
 from tests.support.machine import chooser
 from tests.support.tier_world import TierWorld
 

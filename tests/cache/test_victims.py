@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.cache_service.errors import InvalidField
-from kvkeeper.cache_service.types import Executor, SessionId
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.core_pool import ALL, A, CorePool, int32
 
 POLICIES = ["priority", "lru", "lfu", "longest_first", "fifo", "clock", "adaptive"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvkeeper.cache_service.config import CacheConfig
-from kvkeeper.cache_service.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import bench_plot, main, traces
 from kvkeeper.cli.problems import UsageFailure

@@ -15,7 +15,7 @@ import pytest
 from kvkeeper.cli import main
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.client import AsyncEngineClient, CallOptions
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.service import VERSION
 from tests.support.service_pair import generate
 from tests.support.services import Services, environment, free_ports, services_up, short_folder, sockets_in, up_command

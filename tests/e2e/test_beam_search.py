@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Piece, Sampling
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.served_model import load_served_model
 from tests.support.beam_reference import Found, SearchCase, check_told, references
 from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import GREEDY, Services, generate, toy_output, until

@@ -2,9 +2,9 @@
 
 import asyncio
 
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.served_model import load_served_model
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.support.beam_reference import SearchCase, references
 from tests.support.service_pair import Services
 

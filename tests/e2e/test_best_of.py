@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Piece, Sampling
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.served_model import load_served_model
 from tests.support.service_pair import BLOCK_SIZE, Services
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 

@@ -7,9 +7,9 @@ import grpc
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.support.service_pair import Output, Services, generate
 
 SCHEMA = json.dumps(

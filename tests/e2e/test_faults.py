@@ -9,11 +9,12 @@ import grpc
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling, door
-from kvkeeper.engine_service import outbox, server
+from kvkeeper.engine_service import server
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.scheduler import Scheduler
-from kvkeeper.engine_service.served_model import load_served_model
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.rpc import stream_buffer as outbox
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
@@ -58,7 +59,7 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
 async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
     world: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvkeeper.engine_service.constraint import Constraint
+    from kvkeeper.engine_service.outputs.constraint import Constraint
 
     allowed = Constraint.allowed
     num_calls = 0

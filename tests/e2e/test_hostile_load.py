@@ -13,12 +13,12 @@ from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
 from kvkeeper.client.errors import error_of
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service import constraint as constraints
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.text import ModelText
-from kvkeeper.engine_service.tokenizer import Tokenizer
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.outputs import constraint as constraints
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import Services, generate, until
 

@@ -14,9 +14,9 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.client import AsyncCacheSession
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.cache_session.lease import GRACE_S, Lease
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.kv_memory import KvMemory
-from kvkeeper.engine_service.lease import GRACE_S, Lease
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import call_options
 from tests.support.cache_api import ManualClock, blocks_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvkeeper.client import GenerateOptions, Piece, Sampling, TokenLogprobs
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.served_model import load_served_model
 from tests.support.service_pair import BLOCK_SIZE, Services
 from tests.support.tiny_models import TINY_MODELS, NumericsCase, build_model_folder, random_tokens, reference_logits
 
@@ -74,10 +74,10 @@ async def test_the_prompt_is_computed_for_them_though_it_is_cached(world: Servic
 
 
 def test_a_preempted_prompt_tells_each_position_once() -> None:
-    from kvkeeper.engine_service.generation import Generation
-    from kvkeeper.engine_service.request import Request
-    from kvkeeper.engine_service.sampler import GREEDY
-    from kvkeeper.engine_service.stopping import StopRules
+    from kvkeeper.engine_service.compute.sampler import GREEDY
+    from kvkeeper.engine_service.outputs.generation import Generation
+    from kvkeeper.engine_service.outputs.stopping import StopRules
+    from kvkeeper.engine_service.values.request import Request
 
     made = [TokenLogprobsOf(position) for position in range(1, 6)]
     request = Request("r", np.arange(6, dtype=np.int32), 4)

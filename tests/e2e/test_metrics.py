@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvkeeper.engine_service.generation import Generation
-from kvkeeper.engine_service.stats import EngineStats
-from kvkeeper.engine_service.timings import Timings
+from kvkeeper.engine_service.loop.stats import EngineStats
+from kvkeeper.engine_service.loop.timings import Timings
+from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.service.process import StartError
 from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import Services, generate, toy_output, until

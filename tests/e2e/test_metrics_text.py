@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
-from kvkeeper.engine_service.timings import BOUNDS, TOKEN_BOUNDS
+from kvkeeper.engine_service.loop.timings import BOUNDS, TOKEN_BOUNDS
 from kvkeeper.service import VERSION
 from tests.support.odd_models import NAN_TOKEN, odd_model
 from tests.support.service_pair import Services, generate

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from kvkeeper.client import AsyncCacheClient
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, limits_of, open_memory
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.kv_memory import KvMemory, limits_of, open_memory
-from kvkeeper.engine_service.request import Request, Sequence
-from kvkeeper.engine_service.scheduler import Scheduler
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.values.request import Request, Sequence
 from tests.support.service_pair import Services
 from tests.support.tiny_models import (
     TINY_MODELS,

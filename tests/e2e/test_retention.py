@@ -15,8 +15,8 @@ import torch
 
 from kvkeeper.client import BeamSearch, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.engine_service import server
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.served_model import load_served_model
 from tests.e2e.test_speculation import SometimesRight
 from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens

@@ -17,7 +17,7 @@ import structlog
 from kvkeeper.client import AsyncEngineClient
 from kvkeeper.engine_service.__main__ import main
 from kvkeeper.engine_service.config import ConfigError, EngineConfig, load_config
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.server import StartError, start_server
 from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
 from tests.support.tiny_models import TINY_MODELS, build_model_folder

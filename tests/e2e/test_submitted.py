@@ -8,7 +8,7 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, EngineClient, GenerateOptions, KvkeeperError, Piece, Sampling, Usage
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.submissions import Submissions
+from kvkeeper.engine_service.rpc.submissions import Submissions
 from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
 from tests.support.service_pair import Services, toy_output, until
 

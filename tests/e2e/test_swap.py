@@ -6,10 +6,10 @@ import pytest
 
 from kvkeeper.client import KvkeeperError
 from kvkeeper.client.steps import StepResult
-from kvkeeper.engine_service.kv_memory import KvMemory
-from kvkeeper.engine_service.refusals import TimedOut
-from kvkeeper.engine_service.request import SequenceState
-from kvkeeper.engine_service.responses import iteration_plan
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.rpc.encode_response import iteration_plan
+from kvkeeper.engine_service.values.errors import TimedOut
+from kvkeeper.engine_service.values.request import SequenceState
 from tests.support.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
 
 PROMPTS = [[place + 1, *range(40, 40 + 2 * BLOCK_SIZE)] for place in range(6)]

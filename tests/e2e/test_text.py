@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.model.digest import weights_digest
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.text import ModelText
+from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.outputs.model_text import ModelText
 from tests.support.service_pair import Output, Services, generate
 
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, KvkeeperError, Piece, Sampling, door
-from kvkeeper.engine_service.generation import Generation
-from kvkeeper.engine_service.time_limits import NUM_LOOKS, StallWatch
+from kvkeeper.engine_service.loop.time_limits import NUM_LOOKS, StallWatch
+from kvkeeper.engine_service.outputs.generation import Generation
 from tests.support.cut_proxy import cutting
 from tests.support.odd_models import GATE_TOKEN, LateGate, late_gate_model
 from tests.support.service_pair import Services, toy_output, until

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvkeeper.engine_service.errors import UnsupportedModelError
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.config import is_native
 from kvkeeper.engine_service.model.transformers_model import load_transformers_model
 from tests.engine.test_model_numerics import HandTables

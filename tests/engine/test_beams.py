@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.beams import BeamOptions, BeamSearch, Branch, Candidates, TokenList, why_ends
-from kvkeeper.engine_service.candidates import SearchRow, find_candidates
-from kvkeeper.engine_service.request import FinishReason
-from kvkeeper.engine_service.sampler import GREEDY, SamplingRow
-from kvkeeper.engine_service.stopping import StopRules
+from kvkeeper.engine_service.compute.beam_candidates import SearchRow, find_candidates
+from kvkeeper.engine_service.compute.sampler import GREEDY, SamplingRow
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, Branch, Candidates, TokenList, why_ends
+from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.values.request import FinishReason
 
 EOS, STOP = 9, 8
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.beams import BeamOptions
-from kvkeeper.engine_service.fair_share import NEW_TOKEN_WEIGHT, FairShare
-from kvkeeper.engine_service.request import RequestState, SequenceState
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions
+from kvkeeper.engine_service.scheduler.state.fair_share import NEW_TOKEN_WEIGHT, FairShare
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.beam_world import BeamWorld
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache

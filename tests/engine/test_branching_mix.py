@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from kvkeeper.engine_service.beams import BeamOptions
-from kvkeeper.engine_service.preemption_cost import Preemption
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from tests.support.beam_world import BeamWorld
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import make_request

@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvkeeper.engine_service.constraint import (
+from kvkeeper.engine_service.outputs.constraint import (
     Account,
     BadGrammar,
     Constraint,
@@ -14,8 +14,8 @@ from kvkeeper.engine_service.constraint import (
     try_out,
     write_grammar,
 )
-from kvkeeper.engine_service.refusals import InvalidField, TooComplex
-from kvkeeper.engine_service.tokenizer import Tokenizer
+from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
+from kvkeeper.engine_service.values.errors import InvalidField, TooComplex
 
 
 def vocabulary(chars: str) -> Vocabulary:

@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
-from kvkeeper.engine_service.kv_memory import KvMemory
-from kvkeeper.engine_service.pieces import Piece, Usage, coalesce
-from kvkeeper.engine_service.request import FinishReason
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.values.output_chunk import Piece, Usage, coalesce
+from kvkeeper.engine_service.values.request import FinishReason
 from tests.support.odd_models import odd_model
 from tests.support.service_pair import Services, generate, services, toy_output
 
@@ -134,7 +134,7 @@ def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
 
 
 def test_every_column_of_a_plan_is_sent() -> None:
-    from kvkeeper.engine_service.plan import Plan
+    from kvkeeper.engine_service.scheduler.plan import Plan
 
     sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
     unused = {"truncate_ids", "truncate_lens"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvkeeper.engine_service.fair_queue import FairQueue
-from kvkeeper.engine_service.refusals import QueueFull
+from kvkeeper.engine_service.text_workers.fair_queue import FairQueue
+from kvkeeper.engine_service.values.errors import QueueFull
 
 
 def queue(max_waiting: int = 8, max_waiting_each: int = 4, max_busy_each: int = 8) -> FairQueue[str]:

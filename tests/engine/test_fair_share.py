@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.fair_share import FairShare
-from kvkeeper.engine_service.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.request import Request
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import Request
 from tests.support.scheduler_world import World
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkeeper.engine_service.plan import Plan
+from kvkeeper.engine_service.scheduler.plan import Plan
 from tests.support.scheduler_cache import FakeAnswer
 from tests.support.scheduler_world import World, make_request
 

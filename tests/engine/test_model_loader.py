@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.errors import (
+from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
+from kvkeeper.engine_service.model.checkpoint.errors import (
     ModelConfigError,
     ModelError,
     ModelFileMissingError,
@@ -18,10 +21,7 @@ from kvkeeper.engine_service.errors import (
     WeightsError,
 )
 from kvkeeper.engine_service.model.config import RopeConfig, parse_model_config, read_model_config
-from kvkeeper.engine_service.model.digest import weights_digest
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.served_model import load_served_model
 from kvkeeper.kernels.layout import KvLayout
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, write_v4_config
 

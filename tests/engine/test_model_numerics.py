@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import (
     TINY_MODELS,

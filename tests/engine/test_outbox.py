@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from kvkeeper.engine_service import outbox
-from kvkeeper.engine_service.logprobs import TokenLogprobs
-from kvkeeper.engine_service.outbox import Outbox
-from kvkeeper.engine_service.pieces import Piece, Usage
-from kvkeeper.engine_service.refusals import NotRead, Refusal, RequestFailed
-from kvkeeper.engine_service.request import FinishReason
+from kvkeeper.engine_service.compute.logprobs import TokenLogprobs
+from kvkeeper.engine_service.rpc import stream_buffer as outbox
+from kvkeeper.engine_service.rpc.stream_buffer import Outbox
+from kvkeeper.engine_service.values.errors import NotRead, Refusal, RequestFailed
+from kvkeeper.engine_service.values.output_chunk import Piece, Usage
+from kvkeeper.engine_service.values.request import FinishReason
 
 LIMIT = 10
 USAGE = Usage(1, 0, LIMIT, 0, 0)

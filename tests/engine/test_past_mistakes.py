@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.engine_service.request import SequenceState
+from kvkeeper.engine_service.values.request import SequenceState
 from tests.support.scheduler_world import World, make_request, next_token, tiered
 
 ROOT = Path(__file__).parents[2]

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from kvkeeper.engine_service.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
-from kvkeeper.engine_service.request import Request
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.state.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import Request
 from tests.support.scheduler_world import World, make_request
 
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from kvkeeper.engine_service.preemption_cost import Costs, Moved, Preemption, Rate, Victim, recompute_seconds, swap_seconds
+from kvkeeper.engine_service.scheduler.state.preemption_cost import (
+    Costs,
+    Moved,
+    Preemption,
+    Rate,
+    Victim,
+    recompute_seconds,
+    swap_seconds,
+)
 
 BLOCK_BYTES = 1 << 16
 AUTO, RECOMPUTE, SWAP = Preemption

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from kvkeeper.engine_service import preflight
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.model.safetensors_files import list_weight_files, tensor_sizes
+from kvkeeper.engine_service.model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.preflight import check_start, model_memory, needed_bytes
 from kvkeeper.service import memory_limit
 from kvkeeper.service.process import StartError

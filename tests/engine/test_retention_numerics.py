@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.batch import BatchRetention
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.rope import RotaryTable
 from kvkeeper.engine_service.model.rope_config import RopeConfig
-from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.values.batch import BatchRetention
 from kvkeeper.kernels.rotary import rotary
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.plan import Limits
-from kvkeeper.engine_service.preemption_cost import Preemption
-from kvkeeper.engine_service.retention import Retention
+from kvkeeper.engine_service.scheduler.plan import Limits
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.values.retention import Retention
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, make_request, tiered
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.request import Request, Sequence
-from kvkeeper.engine_service.room import CRITICAL, Room
+from kvkeeper.engine_service.scheduler.state.headroom import CRITICAL, Room
+from kvkeeper.engine_service.values.request import Request, Sequence
 from tests.support.scheduler_cache import FakeAnswer
 from tests.support.scheduler_world import make_request, tiered
 

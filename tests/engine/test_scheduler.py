@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.fair_share import FairShare
-from kvkeeper.engine_service.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.request import RequestState, SequenceState
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache
 from tests.support.scheduler_world import World, expected_output, make_request

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.request import SequenceState
+from kvkeeper.engine_service.values.request import SequenceState
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, make_request
 

@@ -7,8 +7,8 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvkeeper.engine_service.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model import self_check, transformers_model
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.transformers_model import TransformersModel, load_transformers_model
 from tests.engine.test_model_numerics import HandTables
 from tests.support.architectures import MAX_POSITION, build_architecture

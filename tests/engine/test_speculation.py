@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.speculation import FIRST_AHEAD, LEAST_AHEAD, MOST_AHEAD, LookAhead, Switch, look_up, num_kept
+from kvkeeper.engine_service.speculation.guess_control import (
+    FIRST_AHEAD,
+    LEAST_AHEAD,
+    MOST_AHEAD,
+    LookAhead,
+    Switch,
+    look_up,
+    num_kept,
+)
 
 
 def ids(*values: int) -> np.ndarray:

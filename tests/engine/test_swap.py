@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.types import StepReply
-from kvkeeper.engine_service.plan import Plan
-from kvkeeper.engine_service.preemption_cost import Preemption
-from kvkeeper.engine_service.request import Request, RequestState, SequenceState
+from kvkeeper.cache_service.core.values.types import StepReply
+from kvkeeper.engine_service.scheduler.plan import Plan
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.values.request import Request, RequestState, SequenceState
 from tests.support.scheduler_world import World, make_request, tiered
 
 AWAY = (SequenceState.LEAVING, SequenceState.SWAPPED, SequenceState.RETURNING)

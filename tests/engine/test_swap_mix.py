@@ -6,10 +6,10 @@ A seed replays everything: forks, stops, cancellations, late arrivals, guesses, 
 import random
 from collections import Counter
 
-from kvkeeper.engine_service.beams import BeamOptions
-from kvkeeper.engine_service.plan import Work
-from kvkeeper.engine_service.preemption_cost import Preemption
-from kvkeeper.engine_service.retention import Retention
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions
+from kvkeeper.engine_service.scheduler.plan import Work
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.values.retention import Retention
 from tests.support.beam_world import BeamWorld
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, make_request, tiered

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvkeeper.engine_service.errors import ModelConfigError, ModelFileMissingError, TokenizerError
-from kvkeeper.engine_service.tokenizer import Detokenizer, StopStrings, Tokenizer
+from kvkeeper.engine_service.model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
+from kvkeeper.engine_service.outputs.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 CORPUS = ["the quick brown fox", "naïve façade", "日本語のテキスト", "👩‍👩‍👧 family", "  spaces  and\nlines "] * 4
 SPECIAL = ["<s>", "</s>", "<|eot|>"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.errors import ModelError, UnsupportedModelError
+from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
 from kvkeeper.engine_service.model.transformers_model import load_transformers_model
-from kvkeeper.engine_service.served_model import load_served_model
 from tests.engine.test_model_numerics import HandTables
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import (

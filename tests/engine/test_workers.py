@@ -14,12 +14,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.refusals import Draining
-from kvkeeper.engine_service.text_worker import Limits, SetUp
-from kvkeeper.engine_service.tokenizer import Tokenizer
-from kvkeeper.engine_service.worker_frames import TOKEN_DTYPE, Kind
-from kvkeeper.engine_service.workers import JobRefused, JobTooMuch, Workers
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
+from kvkeeper.engine_service.text_workers.text_worker import Limits, SetUp
+from kvkeeper.engine_service.text_workers.worker_frames import TOKEN_DTYPE, Kind
+from kvkeeper.engine_service.text_workers.workers import JobRefused, JobTooMuch, Workers
+from kvkeeper.engine_service.values.errors import Draining
 
 LONG = "def main():\n    return 'a text that is long'\n" * 20_000
 BOMB = "((a{100}){100}){100}"
@@ -116,7 +116,7 @@ async def test_a_worker_that_others_killed_is_no_fault_of_its_job() -> None:
 
 @pytest.mark.parametrize("how", [_kill, lambda pid: os.kill(pid, signal.SIGSEGV)], ids=["again and again", "by itself"])
 async def test_a_job_that_ends_each_worker_is_refused(how: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeeper.engine_service import workers as module
+    from kvkeeper.engine_service.text_workers import workers as module
 
     exchange = module._exchange
 
@@ -148,9 +148,8 @@ async def test_at_the_end_no_process_is_left_and_who_waits_is_told() -> None:
 
 
 def test_a_worker_loads_neither_torch_nor_grpc() -> None:
-    program = (
-        "import sys, kvkeeper.engine_service.text_worker; print({'torch', 'grpc', 'asyncio'} & set(sys.modules) or 'none')"
-    )
+    program = "import sys, kvkeeper.engine_service.text_workers.text_worker\n"
+    program += "print({'torch', 'grpc', 'asyncio'} & set(sys.modules) or 'none')"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "none"

@@ -49,7 +49,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     run(python, "-m", "pip", "install", "-q", "-c", constraints, "torch==2.13.0", cwd=tmp_path)
     run(python, "-m", "pip", "install", "-q", "-c", constraints, str(wheel), cwd=tmp_path)
     modules = sorted(modules_in_tree())
-    assert {"kvkeeper.cache_service.manager", "kvkeeper.client", "kvkeeper.cache.v1.cache_service_pb2"} <= set(modules)
+    assert {"kvkeeper.cache_service.core.manager", "kvkeeper.client", "kvkeeper.cache.v1.cache_service_pb2"} <= set(modules)
     script = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     run(python, "-W", "error", "-c", script, *modules, cwd=tmp_path)
     assert "usage: kvkeeper" in run(str(venv / "bin" / "kvkeeper"), "--help", cwd=tmp_path)

@@ -9,8 +9,8 @@ with the reference and with what its blocks hold. `Counts` proves that each faul
 import random
 from dataclasses import dataclass, field
 
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
 from tests.support.calls_world import CallsWorld
 from tests.support.drivers import CoreDriver, encode
 from tests.support.engine_model import StepPlan

@@ -2,7 +2,7 @@
 
 import random
 
-from kvkeeper.cache_service.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
 from tests.support.moments import check_contents, check_crash, check_residue
 from tests.support.tier_engine import TierCounts
 from tests.support.tier_world import TierWorld

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvkeeper.cache_service.events import EventFeed
-from kvkeeper.cache_service.prefix_index import PrefixIndex
-from kvkeeper.cache_service.types import EventKind, PressureLevel
+from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel
 from tests.sim.simulation import Simulation
 from tests.support.event_reader import SPEC_KEY, EventReader, names_in
 from tests.support.tier_simulation import TierSimulation

@@ -12,7 +12,7 @@ import random
 import time
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.types import SequenceArgs, SequenceId
+from kvkeeper.cache_service.core.values.types import SequenceArgs, SequenceId
 from tests.soak.row import Counts
 from tests.support.cache_api import Api, Session, serving
 from tests.support.core_pool import int32, step_batch

@@ -22,7 +22,7 @@ from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.client.engine_calls import generate_request, submit_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.door import CONTRACT
+from kvkeeper.engine_service.rpc.methods import CONTRACT
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.service import door
 from tests.soak.row import Counts

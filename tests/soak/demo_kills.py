@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, Sampling
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.soak.row import Counts
 from tests.support.fleet import DEADLINE_S, Fleet, fleet
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 
-from kvkeeper.cache_service.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
 from kvkeeper.client.steps import decode, encode
 from tests.soak.row import Counts
 from tests.support.calls_world import CallsWorld

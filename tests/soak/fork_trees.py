@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.cache_service.arena.shared_memory import SharedMemoryArena
-from kvkeeper.cache_service.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId
+from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from tests.soak.row import Counts
 from tests.support.core_pool import int32
 from tests.support.drivers import CoreDriver

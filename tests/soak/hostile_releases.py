@@ -10,9 +10,17 @@ import random
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import MAX_ID, Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import (
+    MAX_ID,
+    Executor,
+    PoolConfig,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StepBatch,
+)
 from tests.soak.row import Counts
 from tests.soak.state_hash import state_hash
 from tests.support.cache_api import DEADLINE, Session, le32, le64, refusal, serving

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 
-from kvkeeper.cache_service.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
 from tests.soak.row import Counts
 from tests.soak.toy_engine import ALPHABET, Memory, ToyEngine, Trace
 from tests.support.drivers import CoreDriver

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, Sampling
 from kvkeeper.engine_service.config import HASH_TOY
-from kvkeeper.engine_service.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.soak.demo_kills import GAP
 from tests.soak.row import Counts
 from tests.support.fleet import DEADLINE_S, Fleet, fleet

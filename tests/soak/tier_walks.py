@@ -10,9 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import Copies, Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, TransferKind
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import (
+    Copies,
+    Executor,
+    PoolConfig,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    TransferKind,
+)
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
 from tests.support.core_pool import int32

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.cache_service.types import Executor, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
 from tests.support.core_pool import int32, step_batch
 from tests.support.drivers import CoreDriver
 

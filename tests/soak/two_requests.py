@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 
-from kvkeeper.cache_service.types import SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import SessionId, StartResult
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
 from tests.support.core_pool import ALL, A, B, CorePool

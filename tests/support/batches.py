@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.engine_service.batch import Batch, IntArray
+from kvkeeper.engine_service.values.batch import Batch, IntArray
 
 
 class WantLogits(enum.Enum):

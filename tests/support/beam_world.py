@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.beams import BeamOptions, BeamSearch, Candidates, TokenList
-from kvkeeper.engine_service.plan import Work
-from kvkeeper.engine_service.request import FinishReason, Request, SequenceState
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, Candidates, TokenList
+from kvkeeper.engine_service.scheduler.plan import Work
+from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState
 from tests.support.scheduler_world import World
 
 NUM_CHOICES = 7

@@ -4,8 +4,8 @@ Owns the choice of calls and their retries: every call that the protocol calls r
 change nothing the second time.
 """
 
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.types import NULL_BLOCK, Executor, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, Executor, SequenceId, SessionId
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose, EngineModel, EngineSequence, int32
 from tests.support.naive_cache import NaiveSequence, expect

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.cache_service.errors import OutOfSequences
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.errors import OutOfSequences
+from kvkeeper.cache_service.core.values.types import (
     Executor,
     PoolConfig,
     Retention,
@@ -16,8 +16,8 @@ from kvkeeper.cache_service.types import (
     StepBatch,
     StepReply,
 )
-from kvkeeper.engine_service.plan import Plan
-from kvkeeper.engine_service.retention import Retention as EngineRetention
+from kvkeeper.engine_service.scheduler.plan import Plan
+from kvkeeper.engine_service.values.retention import Retention as EngineRetention
 from tests.support.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import (
     BlockId,
     BlockState,
     Executor,

@@ -8,9 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.session import Session, SessionTable
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import (
     BlockId,
     BlockState,
     Copies,
@@ -26,6 +25,7 @@ from kvkeeper.cache_service.types import (
     StepBatch,
     StepReply,
 )
+from kvkeeper.cache_service.runtime.lease import Session, SessionTable
 from tests.support.shadow_memory import ShadowMemory
 
 

@@ -8,8 +8,8 @@ without a new token for some request.
 import random
 from dataclasses import dataclass
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import PoolConfig, SessionId
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, expected_output, make_request
 

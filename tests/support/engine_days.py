@@ -9,14 +9,14 @@ import random
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import PoolConfig, SessionId
-from kvkeeper.engine_service.engine import Engine
-from kvkeeper.engine_service.generation import Generation, StopRules
-from kvkeeper.engine_service.kv_memory import KvMemory
-from kvkeeper.engine_service.refusals import NeverFits
-from kvkeeper.engine_service.request import Request
-from kvkeeper.engine_service.sampler import SamplingParams
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.compute.sampler import SamplingParams
+from kvkeeper.engine_service.loop.engine import Engine
+from kvkeeper.engine_service.outputs.generation import Generation, StopRules
+from kvkeeper.engine_service.values.errors import NeverFits
+from kvkeeper.engine_service.values.request import Request
 from tests.support.core_cache import CoreCache
 from tests.support.engine_crowd import STALL_SECONDS
 from tests.support.scheduler_world import World, expected_output, make_request

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.events import Event, Watch
-from kvkeeper.cache_service.prefix_index import PrefixIndex
-from kvkeeper.cache_service.types import EventKind, PressureLevel, Tier
+from kvkeeper.cache_service.core.index.event_feed import Event, Watch
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 
 SPEC_KEY = b"spec"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.types import MAX_ID
+from kvkeeper.cache_service.core.values.types import MAX_ID
 from tests.support.cache_api import le32, le64
 
 INVALID = ("INVALID_FIELD",)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import (
     BlockState,
     Copies,
     Executor,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cache_service.types import MAX_ID, Executor, SessionId, StepBatch
+from kvkeeper.cache_service.core.values.types import MAX_ID, Executor, SessionId, StepBatch
 from tests.support.engine_model import Choose, int32, int64
 from tests.support.naive_cache import NaiveSequence
 from tests.support.world import World

@@ -7,7 +7,7 @@ audited and compared.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.types import Executor, PoolConfig, SessionId
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId
 from tests.support.calls_world import CallsWorld
 from tests.support.drivers import Driver
 from tests.support.engine_model import Choose

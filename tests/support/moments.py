@@ -10,7 +10,7 @@ import copy
 
 import numpy as np
 
-from kvkeeper.cache_service.types import UNKNOWN_ROOT, Executor, SequenceId, SequenceState, SessionId, TransferKind
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.engine_model import unread
 from tests.support.tier_memory import PASSED
 from tests.support.tier_world import TierWorld

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.cache_service.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 

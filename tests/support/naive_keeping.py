@@ -5,7 +5,7 @@ A pin is a list of blocks that it holds until its time is over.
 
 from dataclasses import dataclass
 
-from kvkeeper.cache_service.types import BlockState
+from kvkeeper.cache_service.core.values.types import BlockState
 from tests.support.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
 
 

@@ -7,7 +7,7 @@ what blocks. Everything is worked out anew whenever it is asked for.
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvkeeper.cache_service.types import BlockState, PressureLevel
+from kvkeeper.cache_service.core.values.types import BlockState, PressureLevel
 from tests.support.naive_cache import NaiveSequence
 from tests.support.naive_keeping import NaiveKeeping
 

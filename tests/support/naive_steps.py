@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.values.types import (
     NULL_BLOCK,
     BlockState,
     Executor,

@@ -5,10 +5,10 @@ import threading
 
 import torch
 
-from kvkeeper.engine_service.batch import Batch
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
+from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
 
 NAN_TOKEN, CRASH_TOKEN, GATE_TOKEN = 500, 501, 502

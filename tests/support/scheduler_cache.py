@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.engine_service.plan import Plan
+from kvkeeper.engine_service.scheduler.plan import Plan
 
 
 class OutOfSequencesError(Exception):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.plan import Limits, Work
-from kvkeeper.engine_service.preemption_cost import Preemption
-from kvkeeper.engine_service.request import Request, Sequence, SequenceState
-from kvkeeper.engine_service.retention import Retention
-from kvkeeper.engine_service.scheduler import Scheduler
-from kvkeeper.engine_service.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.plan import Limits, Work
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
+from kvkeeper.engine_service.values.retention import Retention
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_cache import NaiveCache, OutOfSequencesError
 

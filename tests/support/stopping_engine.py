@@ -19,13 +19,13 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 from kvkeeper.engine_service.__main__ import _until_asked
-from kvkeeper.engine_service.batch import Batch
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.compute.model_runner import Runner
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig, load_config
-from kvkeeper.engine_service.kv_memory import KvMemory
-from kvkeeper.engine_service.model_runner import Runner
 from kvkeeper.engine_service.preflight import check_start
-from kvkeeper.engine_service.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.server import start_server
+from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.service.process import run
 

@@ -3,8 +3,16 @@
 A hit and a swap-in hold their tokens right now; a table is what was told; a refusal left the sequence where it was.
 """
 
-from kvkeeper.cache_service.manager import Manager
-from kvkeeper.cache_service.types import Executor, ItemResult, PoolConfig, SequenceId, SequenceState, StartResult, StepReply
+from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.values.types import (
+    Executor,
+    ItemResult,
+    PoolConfig,
+    SequenceId,
+    SequenceState,
+    StartResult,
+    StepReply,
+)
 from tests.support.engine_model import Choose, unread
 from tests.support.shadow_memory import Contents
 from tests.support.tier_engine import TierCounts, TierEngine, TierItems, TierSequence

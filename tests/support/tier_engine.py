@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvkeeper.cache_service.types import Executor, Int64Array, Retention, SequenceState, SessionId
+from kvkeeper.cache_service.core.values.types import Executor, Int64Array, Retention, SequenceState, SessionId
 from tests.support.engine_model import Choose
 from tests.support.tier_memory import TierOrder
 from tests.support.told_tables import ToldTables

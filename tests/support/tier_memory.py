@@ -8,7 +8,7 @@ one session run in order. An order that fails leaves its destination torn. Knows
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvkeeper.cache_service.types import TransferKind
+from kvkeeper.cache_service.core.values.types import TransferKind
 
 GARBAGE = 0
 PASSED = -1  # what attention passes over

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvkeeper.cache_service.types import SequenceState, SessionId, StartResult, StepReply, TransferKind
+from kvkeeper.cache_service.core.values.types import SequenceState, SessionId, StartResult, StepReply, TransferKind
 from tests.support.core_pool import ALL, A, B, CorePool, step_batch
 
 

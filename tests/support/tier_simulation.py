@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from kvkeeper.cache_service.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
 from tests.support.tier_engine import TierCounts
 from tests.support.tier_world import TierWorld
 

@@ -7,8 +7,8 @@ or a long run.
 
 import numpy as np
 
-from kvkeeper.cache_service.errors import WrongState
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.values.errors import WrongState
+from kvkeeper.cache_service.core.values.types import (
     BlockId,
     Executor,
     Int64Array,

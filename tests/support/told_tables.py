@@ -6,7 +6,7 @@ writes other blocks than its sequences have.
 
 import numpy as np
 
-from kvkeeper.cache_service.types import ItemResult, StartResult, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import ItemResult, StartResult, StepBatch, StepReply
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 

@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvkeeper.cache_service.errors import CacheError
-from kvkeeper.cache_service.types import (
+from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.types import (
     Executor,
     ItemResult,
     PoolConfig,

@@ -2,8 +2,8 @@
 
 import torch
 
+from kvkeeper.engine_service.compute.upload import PackedUpload
 from kvkeeper.engine_service.model import decoder
-from kvkeeper.engine_service.upload import PackedUpload
 
 
 class PretendCuda(torch.Tensor):

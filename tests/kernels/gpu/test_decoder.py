@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.sampler import GREEDY, SamplingParams, SamplingRow, sample
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.sampler import GREEDY, SamplingParams, SamplingRow, sample
 from tests.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 from tests.support.batches import ScheduledRow, WantLogits, build_batch
 from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.cache_service.arena.cuda import CudaMemory
 from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.memory.cuda import CudaMemory
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.cuda import runtime
-from kvkeeper.engine_service import kv_memory
+from kvkeeper.engine_service.cache_session import kv_memory
+from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.served_model import load_served_model
 from kvkeeper.service.process import StartError
 from tests.kernels.gpu.pretend import on_cuda, pretend_model_on_cuda
 from tests.support.fake_cuda import FakeCuda

@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _policies(asked: Sequence[str]) -> list[str]:
-    from kvkeeper.cache_service.eviction import POLICY_NAMES
+    from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 
     if unknown := set(asked) - {*POLICY_NAMES, _ALL}:
         raise UsageFailure(f"--policy: one of {', '.join(POLICY_NAMES)}, {_ALL}; not {', '.join(sorted(unknown))}")

@@ -1,0 +1,244 @@
+"""The blocks of one pool: who holds each, and which can be had.
+
+Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), transfer counts (orders
+in flight that it is an end of), quarantine counts (ended sessions that may still write it), the free list and the eviction
+order. Rules: a block is in exactly one BlockState, derived from its counts (R1); a block reaches the free list or the
+eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; whether a block is indexed it is
+told. The host tier keeps its blocks in one of these too.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..eviction import EvictionPolicy, make_policy
+from ..index.prefix_index import PrefixIndex
+from ..values.types import BlockState, Int32Array, MatchEnd, PoolConfig
+from .cache_limits import CacheLimits
+from .free_list import FreeList
+
+_ONE = np.int32(1)  # of the counts' own type: then ufunc.at takes 3 ns an entry, with another type 40
+_NONE: Int32Array = np.empty(0, np.int32)
+
+
+class BlockPool:
+    """All counts are arrays over block ids; block 0 is the null block and has none."""
+
+    def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], Int32Array]) -> None:
+        """forget(blocks, why) un-indexes blocks and answers which others lost their entry with them."""
+        self.num_blocks = config.num_blocks
+        self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.transfer_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        # Quarantines and transfers together: the path of a step asks for both at once.
+        self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
+        # What a copy in flight fills: its content is not there yet, whichever table names it. So it is neither shared nor read.
+        self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
+        self.free = FreeList(config.num_blocks)
+        self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
+        self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
+        self._in_transfer: Int32Array = np.empty(0, np.int32)  # distinct blocks with a transfer count
+        self.num_evictable = 0
+        self.num_referenced = 0
+        self.num_evicted = 0
+        self.peak_used = 0
+        self._forget = forget
+        self.limits = CacheLimits(config, index)
+        self._watcher = self.limits if self.limits.wants_order else None
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be had now: free ones and evictable ones."""
+        return len(self.free) + self.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - self.num_available
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks in no table that an ended session may still write."""
+        if not len(self._quarantined):
+            return 0
+        return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
+
+    @property
+    def num_in_transfer(self) -> int:
+        """Blocks in no table that are an end of an order in flight, and wait for nothing longer."""
+        if not len(self._in_transfer):
+            return 0
+        held = self.ref_counts[self._in_transfer] | self.quarantine_counts[self._in_transfer]
+        return int(np.count_nonzero(held == 0))
+
+    @property
+    def num_fenced(self) -> int:
+        """Blocks in no table that wait for steps in flight, and for nothing longer."""
+        return self.num_used - self.num_referenced - self.num_quarantined - self.num_in_transfer
+
+    def num_revived(self, blocks: Int32Array) -> int:
+        """How many of these distinct blocks a table would take away from the available ones."""
+        return int(np.count_nonzero(self._is_evictable(blocks)))
+
+    def allocate(self, count: int) -> Int32Array:
+        """[count] blocks with one reference each; evicts what is missing. Needs count <= num_available."""
+        victims = self._evict(count - len(self.free)) if count > len(self.free) else _NONE
+        blocks = self.free.take(count - len(victims))
+        if len(victims):  # granted at once: what moves their contents away runs before whoever is granted them writes
+            blocks = np.concatenate([victims[::-1], blocks])
+        self.ref_counts[blocks] = 1
+        self.num_referenced += count
+        self.peak_used = max(self.peak_used, self.num_used)
+        return blocks
+
+    def acquire(self, blocks: Int32Array) -> None:
+        """One more table per entry names these blocks, which are referenced, cached or fenced."""
+        idle = np.unique(blocks[self.ref_counts[blocks] == 0])
+        revived = idle[self._is_evictable(idle)]
+        if len(revived):
+            self.policy.hit(revived)
+            self._lose(revived)
+        self.num_referenced += len(idle)
+        np.add.at(self.ref_counts, blocks, _ONE)
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def drop(self, blocks: Int32Array, *, fenced: bool) -> None:
+        """One table less names each entry; a block may stand there once per table, deepest first within each table.
+
+        A fenced drop also counts one step in flight per entry, which lift_fences takes back.
+        """
+        np.subtract.at(self.ref_counts, blocks, _ONE)
+        if fenced:
+            np.add.at(self.fence_counts, blocks, _ONE)
+        gone = self._last_occurrences(blocks[self.ref_counts[blocks] == 0])
+        self.num_referenced -= len(gone)
+        self._settle(gone)
+
+    def lift_fences(self, blocks: Int32Array) -> None:
+        """Steps that might have touched these entries have completed."""
+        np.subtract.at(self.fence_counts, blocks, _ONE)
+        self._settle(self._last_occurrences(blocks))
+
+    def quarantine(self, blocks: Int32Array, *, fences: Int32Array) -> None:
+        """Counts an ended session on blocks it may still write, and turns its fences into the same."""
+        for counts in (self.quarantine_counts, self.busy_counts):
+            np.add.at(counts, blocks, _ONE)
+            np.add.at(counts, fences, _ONE)
+        np.subtract.at(self.fence_counts, fences, _ONE)
+        self._quarantined = self._distinct(np.concatenate([self._quarantined, blocks, fences]))
+
+    def end_quarantine(self, blocks: Int32Array) -> int:
+        """The ended session can write no more. Answers how many blocks can be had now."""
+        before = self.num_available
+        np.subtract.at(self.quarantine_counts, blocks, _ONE)
+        np.subtract.at(self.busy_counts, blocks, _ONE)
+        self._quarantined = self._quarantined[self.quarantine_counts[self._quarantined] > 0]
+        self._settle(self._last_occurrences(blocks))
+        return self.num_available - before
+
+    def begin_transfers(self, blocks: Int32Array) -> None:
+        """One more order in flight per entry has its source or destination here."""
+        revived = np.unique(blocks[self._is_evictable(blocks)])
+        if len(revived):
+            self.policy.hit(revived)
+            self._lose(revived)
+        np.add.at(self.transfer_counts, blocks, _ONE)
+        np.add.at(self.busy_counts, blocks, _ONE)
+        self._in_transfer = np.unique(np.concatenate([self._in_transfer, blocks]))
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def end_transfers(self, blocks: Int32Array) -> None:
+        """Orders of these entries have been run, or never will be."""
+        np.subtract.at(self.transfer_counts, blocks, _ONE)
+        np.subtract.at(self.busy_counts, blocks, _ONE)
+        self._in_transfer = self._in_transfer[self.transfer_counts[self._in_transfer] > 0]
+        self._settle(self._last_occurrences(blocks))
+
+    def evict(self, count: int) -> None:
+        """Forgets the first count of the eviction order (num_evictable is at least count), of tenants with too many first."""
+        victims = self._evict(count)
+        self.free.put(victims[self.transfer_counts[victims] == 0])
+
+    def _evict(self, count: int) -> Int32Array:
+        """[count] victims, which are nowhere now; those whose contents are being moved away are in transfer."""
+        if self.limits.has_quotas and self.limits.over:
+            victims = self.limits.take_over(count)
+            self._lose(victims)
+            self.indexed[victims] = False
+            self.policy.forget(victims)
+            others = self.policy.take(count - len(victims))
+            self._lose(others)
+            victims = np.concatenate([victims, others])
+        else:
+            victims = self.policy.take(count)
+            self._lose(victims)
+        self.indexed[victims] = False
+        self.num_evicted += len(victims) + self.unindex(self._forget(victims, MatchEnd.EVICTED))
+        return victims
+
+    def expire(self, blocks: Int32Array) -> int:
+        """These evictable blocks have outlived their time. Answers how many came free, what hung below them included."""
+        return self.unindex(np.concatenate([blocks, self._forget(blocks, MatchEnd.EXPIRED)]))
+
+    def unindex(self, blocks: Int32Array) -> int:
+        """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""
+        cached = blocks[self._is_evictable(blocks)]
+        self.indexed[blocks] = False
+        self.policy.forget(blocks)
+        self._lose(cached)
+        self.free.put(cached)
+        return len(cached)
+
+    def state(self, block: int) -> BlockState:
+        if block == 0:
+            return BlockState.NULL
+        if self.ref_counts[block]:
+            return BlockState.REFERENCED
+        if self.quarantine_counts[block]:
+            return BlockState.QUARANTINED
+        if self.transfer_counts[block]:
+            return BlockState.IN_TRANSFER
+        if self.fence_counts[block]:
+            return BlockState.FENCED
+        return BlockState.CACHED if self.indexed[block] else BlockState.FREE
+
+    def num_distinct(self, blocks: Int32Array) -> int:
+        return len(self._distinct(blocks))
+
+    def _distinct(self, blocks: Int32Array) -> Int32Array:
+        """Each block once, in order."""
+        if len(blocks) < self.num_blocks // 64:
+            return np.unique(blocks)
+        there = np.zeros(self.num_blocks, np.bool_)  # a look at every block is less than sorting so many
+        there[blocks] = True
+        return there.nonzero()[0].astype(np.int32)
+
+    def _last_occurrences(self, blocks: Int32Array) -> Int32Array:
+        """Each block once, at its last place. So a parent that several tables name comes after the leaves of all of them."""
+        if len(blocks) < 2 or len(self._distinct(blocks)) == len(blocks):
+            return blocks
+        _, first_from_end = np.unique(blocks[::-1], return_index=True)
+        return blocks[np.sort(len(blocks) - 1 - first_from_end)]
+
+    def _settle(self, blocks: Int32Array) -> None:
+        """Sends those of the distinct blocks that nothing holds any more where they belong."""
+        idle = blocks[(self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]) == 0]
+        cached = self.indexed[idle]
+        self.free.put(idle[~cached])
+        kept = idle[cached]
+        self.num_evictable += len(kept)
+        self.policy.add(kept)
+        if self._watcher is not None:
+            self._watcher.gained(kept)
+
+    def _lose(self, blocks: Int32Array) -> None:
+        """These evictable blocks are evictable no more."""
+        self.num_evictable -= len(blocks)
+        if self._watcher is not None:
+            self._watcher.lost(blocks)
+
+    def _is_evictable(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+        held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]
+        return self.indexed[blocks] & (held == 0)

@@ -1,0 +1,158 @@
+"""What bounds how much is kept cached, and for how long: a time to live, a number of blocks, a share per tenant.
+
+Owns the order in which blocks became evictable, in all and per tenant, and who has more than its share. Rules: leaves before
+parents, because a parent becomes evictable with its child or later; a tenant above its share loses its own least recently
+used blocks, and before anybody else loses one; nothing here is done before a reply that it does not concern, and all of it in
+slices. What is held counts for nothing, pinned blocks included. Where no limit is set, the pool does not know of this.
+
+Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived
+their time are those up to a stamp, and a clock that goes back makes nobody older.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
+from ..index.prefix_index import MAX_TENANTS, PrefixIndex
+from ..values.types import Int32Array, PoolConfig
+
+_STAMPS_PER_MS = 1 << 20
+
+
+class Evictor(Protocol):
+    """What a pool does to cached blocks."""
+
+    num_evictable: int
+
+    def evict(self, count: int) -> None: ...
+
+    def expire(self, blocks: Int32Array) -> int: ...
+
+
+class CacheLimits:
+    """The limits of one pool."""
+
+    def __init__(self, config: PoolConfig, index: PrefixIndex) -> None:
+        self._index = index
+        self._ttl = config.prefix_ttl
+        self._max_cached = config.max_cached_blocks
+        self._num_usable = config.num_usable_blocks
+        self._quotas = dict(config.tenant_quotas)  # shares by tenant
+        self._quota_of_root: dict[int, int] = {}  # blocks, of the tenants that have one of their own
+        self._default_quota = self._blocks(config.tenant_quota)
+        self.has_quotas = config.tenant_quota < 1 or bool(self._quotas)
+        self.wants_order = self.has_quotas or self._ttl is not None  # to be told what can be evicted and what no more
+        self.is_on = self.wants_order or self._max_cached is not None
+        self.num_expired = 0
+        self.num_quota_evictions = 0
+        if not self.wants_order:
+            return
+        self._stamps = Stamps(config.num_blocks)
+        self._queue = BlockQueue(self._stamps)
+        self._queues: dict[int, BlockQueue] = {}  # by root
+        self._sweeper, self._sweeper_by_root = Sweeper(), Sweeper()
+        self.over: set[int] = set()  # roots of the tenants above their share
+        self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -root
+        self._roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
+        if self.has_quotas:
+            index.root_of_node = np.zeros(len(index.block_of_node), np.int32)
+
+    def name_tenant(self, tenant: str, root: int) -> None:
+        """A tenant has got its root."""
+        if tenant in self._quotas:
+            self._quota_of_root[root] = self._blocks(self._quotas[tenant])
+
+    def quota(self, root: int) -> int:
+        """Most blocks that the tenant of this root may keep cached."""
+        return self._quota_of_root.get(root, self._default_quota)
+
+    def gained(self, blocks: Int32Array) -> None:
+        """These became evictable, leaves before parents."""
+        if not len(blocks):
+            return
+        self._stamps.clock = max(self._stamps.clock, int(self._index.gone.now * 1000) * _STAMPS_PER_MS)
+        stamps = self._stamps.give(blocks)
+        if self._ttl is not None:
+            self._queue.push(blocks, stamps)
+            self._sweeper.pay(len(blocks), [self._queue])
+        if self.has_quotas:
+            assert self._index.root_of_node is not None
+            self._roots[blocks] = roots = self._index.root_of_node[self._index.node_of_block[blocks]]
+            for root in set(roots.tolist()):
+                same = roots == root
+                if root not in self._queues:
+                    self._queues[root] = BlockQueue(self._stamps)
+                self._queues[root].push(blocks[same], stamps[same])
+                self._count(root, int(np.count_nonzero(same)))
+            self._sweeper_by_root.pay(len(blocks), self._queues.values())
+
+    def lost(self, blocks: Int32Array) -> None:
+        """These evictable blocks are evictable no more."""
+        self._stamps.end(blocks)
+        if self.has_quotas and len(blocks):
+            roots, counts = np.unique(self._roots[blocks], return_counts=True)
+            for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
+                self._count(root, -count)
+                if not self.counts[-root]:
+                    self._queues.pop(root, None)
+
+    def take_over(self, count: int) -> Int32Array:
+        """[at most count] victims of tenants above their share, their least recently used."""
+        victims = [np.empty(0, np.int32)]
+        for root in sorted(self.over, reverse=True):  # the eldest tenant first
+            victims.append(self._queues[root].pop(min(int(self.counts[-root]) - self.quota(root), count)))
+            count -= len(victims[-1])
+        taken = np.concatenate(victims)
+        self.num_quota_evictions += len(taken)
+        return taken
+
+    def enforce(self, pool: Evictor, max_blocks: int) -> bool:
+        """Evicts up to max_blocks of what is above the limits; whether more is left."""
+        excess = 0
+        if self.has_quotas and self.over:
+            excess = sum(int(self.counts[-root]) - self.quota(root) for root in self.over)
+        if self._max_cached is not None:
+            excess = max(excess, pool.num_evictable - self._max_cached)
+        if excess > 0:
+            pool.evict(min(excess, max_blocks))
+        return excess > max_blocks
+
+    def expire(self, pool: Evictor, max_blocks: int) -> bool:
+        """Forgets up to max_blocks of what has not been used for its time to live; whether more may be left."""
+        if self._ttl is None:
+            return False
+        last_ms = int((self._index.gone.now - self._ttl) * 1000)
+        outlived = self._queue.pop(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1)
+        if len(outlived):
+            self.num_expired += pool.expire(outlived)
+        return len(outlived) == max_blocks
+
+    def check(self, is_evictable: np.ndarray) -> list[str]:
+        """What is wrong, for audits; is_evictable is by block."""
+        if not self.wants_order:
+            return []
+        blocks, wrong = np.flatnonzero(is_evictable), list[str]()
+        if self._ttl is not None and not np.array_equal(np.sort(self._queue.live()), blocks):
+            wrong.append("what waits for its time to live is not what is evictable")
+        if self.has_quotas:
+            assert self._index.root_of_node is not None
+            roots = self._index.root_of_node[self._index.node_of_block[blocks]]
+            if not np.array_equal(self.counts, np.bincount(-roots, minlength=len(self.counts))):
+                wrong.append("a tenant has the wrong number of evictable blocks")
+            if self.over != {root for root in set(roots.tolist()) if self.counts[-root] > self.quota(root)}:
+                wrong.append("who is above its share is wrong")
+            for root, queue in self._queues.items():
+                if not np.array_equal(np.sort(queue.live()), blocks[roots == root]):
+                    wrong.append("a tenant's evictable blocks are not those in its queue")
+        return wrong
+
+    def _count(self, root: int, change: int) -> None:
+        self.counts[-root] += change
+        if self.counts[-root] > self.quota(root):
+            self.over.add(root)
+        else:
+            self.over.discard(root)
+
+    def _blocks(self, share: float) -> int:
+        return int(share * self._num_usable)

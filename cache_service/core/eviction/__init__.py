@@ -1,0 +1,30 @@
+"""Which cached block is forgotten first: one small interface, chosen by name."""
+
+from collections.abc import Callable
+
+from ..values.errors import InvalidField
+from .adaptive import AdaptivePolicy
+from .fifo import ClockPolicy, FifoPolicy
+from .keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
+from .lru import LruPolicy
+from .policy import EvictionPolicy, Use
+
+__all__ = ["POLICY_NAMES", "EvictionPolicy", "Use", "make_policy"]
+
+_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "adaptive": AdaptivePolicy,
+    "clock": ClockPolicy,
+    "fifo": FifoPolicy,
+    "lfu": LfuPolicy,
+    "longest_first": LongestFirstPolicy,
+    "lru": LruPolicy,
+    "priority": PriorityPolicy,
+}
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """Raises InvalidField for a name that is none of the policies'."""
+    if name not in _POLICIES:
+        raise InvalidField(f"unknown eviction policy {name!r}", field="eviction_policy", limit=", ".join(_POLICIES))
+    return _POLICIES[name](num_blocks)

@@ -1,0 +1,351 @@
+"""Which committed blocks hold which tokens: an exact tree of full blocks.
+
+Owns the nodes. A node stands for one full block of tokens behind one parent; its key is the parent's number and the tokens
+themselves, so that a hit compares tokens and never trusts a hash (R4), and the root is the tenant's, so that tenants share
+nothing. Rules: every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block
+of either tier has at most one node; forgetting a node forgets what is below it, so a number may be used again. Does not know
+reference counts or sequences, nor whether a host copy has been written yet.
+
+A dictionary keyed by bytes finds a block in a third of a microsecond and costs about 250 bytes a block; hashing tokens
+ourselves would be slower and would still need the comparison.
+"""
+
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from ..values.types import Int32Array, MatchEnd, Tier
+from .change_log import Journal
+from .eviction_log import GoneBlocks
+from .stored_logits import StoredLogits
+
+NO_NODE = 0
+MAX_TENANTS = 65_536
+_PACK_PARENT = struct.Struct("<i").pack
+_UNPACK_PARENT = struct.Struct("<i").unpack_from
+
+
+class PrefixIndex:
+    """Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        logits_memory: int = 0,
+        num_host_blocks: int = 0,
+        lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
+    ) -> None:
+        """lose_hosts(host blocks) is told of host copies whose node was forgotten."""
+        self._block_size = block_size
+        self._key_len = 4 + 4 * block_size
+        self._lose_hosts = lose_hosts
+        num_nodes = num_blocks + max(num_host_blocks - 1, 0)
+        self._nodes: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_nodes
+        self._roots: dict[str, int] = {}
+        self._unused = list(range(num_nodes - 1, 0, -1))
+        self.block_of_node: Int32Array = np.zeros(num_nodes, np.int32)
+        self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
+        self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
+        self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
+        self.gone = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
+        self.journal: Journal | None = None  # while somebody watches
+        self.logits = StoredLogits(logits_memory)
+        self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
+        # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
+        self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
+        self._next_sibling: Int32Array = np.zeros(num_nodes, np.int32)
+        self._prev_sibling: Int32Array = np.zeros(num_nodes, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_roots(self) -> int:
+        return len(self._roots)
+
+    def root(self, tenant: str) -> int:
+        """The root of a tenant's tree, made when it is first asked for."""
+        if tenant not in self._roots:
+            self._roots[tenant] = -len(self._roots) - 1
+            self.gone.add_root(self._roots[tenant])
+        return self._roots[tenant]
+
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether the tenant has a root or may get one. Roots are kept for good, so their number is bounded."""
+        return tenant in self._roots or len(self._roots) < MAX_TENANTS
+
+    def find_root(self, tenant: str) -> int:
+        """The root of a tenant's tree, or NO_NODE (below which nothing is found) for one never seen."""
+        return self._roots.get(tenant, NO_NODE)
+
+    def match(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
+        """[matched] nodes of the longest cached prefix of tokens, at most max_blocks and whole blocks only."""
+        num_blocks = min(max_blocks, len(tokens) // self._block_size)
+        raw = np.ascontiguousarray(tokens[: num_blocks * self._block_size], "<i4").tobytes()
+        width = self._key_len - 4
+        find, node, found = self._nodes.get, root, []
+        for start in range(0, len(raw), width):
+            child = find(_PACK_PARENT(node) + raw[start : start + width])
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return np.array(found, np.int32)
+
+    def insert_each(self, parents: Int32Array, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
+        """Publishes one block each for several sequences. Answers [n] nodes.
+
+        parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node answered has another block.
+        """
+        rows = np.empty((len(blocks), 1 + self._block_size), "<i4")
+        rows[:, 0] = parents
+        rows[:, 1:] = tokens
+        raw, width, find = rows.tobytes(), self._key_len, self._nodes.get
+        keys = [raw[start : start + width] for start in range(0, len(raw), width)]
+        nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
+        self.gone.add_each(nodes, parents, rows[:, 1:])
+        if self.root_of_node is not None:
+            self.root_of_node[nodes] = np.where(parents < 0, parents, self.root_of_node[np.maximum(parents, 0)])
+        self._link(nodes, parents, blocks)
+        return nodes
+
+    def insert_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
+        """Publishes consecutive blocks of one sequence. Answers [n] nodes.
+
+        tokens [n * block_size]; blocks [n]. Where the content was known, the node answered has another block.
+        """
+        raw = np.ascontiguousarray(tokens, "<i4").tobytes()
+        width, first_parent = self._key_len - 4, parent
+        nodes: list[int] = []
+        for row in range(len(blocks)):
+            key = _PACK_PARENT(parent) + raw[row * width : (row + 1) * width]
+            parent = self._nodes.get(key) or self._add(key)
+            nodes.append(parent)
+        result = np.array(nodes, np.int32)
+        if len(nodes):
+            parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
+            self.gone.add_run(result, first_parent, tokens)
+            if self.root_of_node is not None:
+                self.root_of_node[result] = first_parent if first_parent < 0 else self.root_of_node[first_parent]
+            self._link(result, parents, blocks)
+        return result
+
+    def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+        """Forgets the nodes of these blocks and all below. Answers the other blocks that lost their node with them."""
+        lost = self.forget_nodes(self.node_of_block[blocks], cause)
+        return np.setdiff1d(lost, blocks) if len(lost) else lost
+
+    def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+        """Forgets these nodes (0 is none) and all below. Answers the blocks that lost their node.
+
+        Whoever goes with its parent needs not be taken out of its children; links are cleared at the end, all in one go.
+        """
+        keys, chosen = self._keys, nodes.tolist()
+        victims, removed, below_them = set(chosen), list[int](), list[int]()
+        for node, child in zip(chosen, self._first_child[nodes].tolist(), strict=True):
+            key = keys[node]
+            if key is None:  # an earlier one took it along as a descendant
+                continue
+            (parent,) = _UNPACK_PARENT(key)
+            if parent not in victims:
+                self._unlink(node, parent)
+            self._remove(node, key, removed)
+            stack = [child] if child else []
+            while stack:
+                below = stack.pop()
+                if self._next_sibling[below]:
+                    stack.append(int(self._next_sibling[below]))
+                key = keys[below]
+                if key is None:
+                    continue
+                if self._first_child[below]:
+                    stack.append(int(self._first_child[below]))
+                below_them.append(below)
+                self._remove(below, key, removed)
+        self.gone.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
+        return self._clear_columns(np.array(removed, np.int32))
+
+    def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+        """These host copies are gone. Forgets the nodes that had nothing else, and all below; answers as forget_nodes."""
+        nodes = self.node_of_host[hosts]
+        self.node_of_host[hosts] = NO_NODE
+        self.host_of_node[nodes] = 0
+        return self.forget_nodes(nodes[self.block_of_node[nodes] == 0], cause)
+
+    def leave_device(self, blocks: Int32Array) -> None:
+        """These blocks are no longer their nodes', which have a host copy each."""
+        nodes = self.node_of_block[blocks]
+        self.block_of_node[nodes] = 0
+        self.node_of_block[blocks] = NO_NODE
+        if self.journal is not None and len(nodes):
+            self.journal.tier_changed(nodes, Tier.HOST)
+
+    def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
+        """Gives nodes that had none blocks on the device."""
+        self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+        if self.journal is not None and len(nodes):
+            self.journal.tier_changed(nodes, Tier.DEVICE)
+
+    def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
+        """Gives nodes that had none host copies."""
+        self.host_of_node[nodes] = hosts
+        self.node_of_host[hosts] = nodes
+
+    def clear(self) -> Int32Array:
+        """Forgets everything but the roots. Answers the blocks that had a node."""
+        nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
+        self.gone.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
+        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
+        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
+        if self.journal is not None:
+            self.journal.cleared(self._nodes)
+        self.logits.by_node.clear()
+        self._unused.extend(nodes.tolist())
+        for node in nodes.tolist():
+            self._keys[node] = None
+        self._nodes.clear()
+        self.node_of_block[blocks] = NO_NODE
+        self.node_of_host[hosts] = NO_NODE
+        for links in self._columns():
+            links[nodes] = 0
+        if self._roots:
+            self._first_child[-len(self._roots) :] = NO_NODE
+        if len(hosts):
+            self._lose_hosts(hosts)
+        return blocks
+
+    def check(self) -> list[str]:
+        """What is wrong with the tree, one sentence each; empty when all is well."""
+        wrong: list[str] = []
+        seen_children: dict[int, set[int]] = {}
+        for key, node in self._nodes.items():
+            (parent,) = _UNPACK_PARENT(key)
+            if self._keys[node] != key:
+                wrong.append(f"node {node} does not know its key")
+            if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
+                wrong.append(f"node {node} has no living parent")
+            block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
+            if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
+                wrong.append(f"node {node} and its block disagree")
+            if not block and not host:
+                wrong.append(f"node {node} has no block in any tier")
+            seen_children.setdefault(parent, set()).add(node)
+        for node in [*self._nodes.values(), *self._roots.values()]:
+            children, child, prev = set(), int(self._first_child[node]), 0
+            while child and child not in children:
+                if self._prev_sibling[child] != prev:
+                    wrong.append(f"siblings of node {child} are not linked both ways")
+                children.add(child)
+                prev, child = child, int(self._next_sibling[child])
+            if children != seen_children.get(node, set()):
+                wrong.append(f"children of node {node} are not those that name it")
+        if any(self._keys[node] is None for node in self.logits.by_node):
+            wrong.append("logits are stored of a node that is not there")
+        for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
+            if np.count_nonzero(of_node) != np.count_nonzero(of_block):
+                wrong.append("blocks with a node and nodes with a block differ in number")
+        if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
+            wrong.append("used and unused node numbers do not add up")
+        return wrong
+
+    def children(self, parent: int, most: int) -> list[int]:
+        """The nodes below a node or root, the youngest first, at most so many."""
+        found: list[int] = []
+        child = int(self._first_child[parent])
+        while child and len(found) < most:
+            found.append(child)
+            child = int(self._next_sibling[child])
+        return found
+
+    def key(self, node: int) -> bytes | None:
+        """The parent's number and the tokens, all LE32; None for a number that is not in use."""
+        return self._keys[node]
+
+    def key_tokens(self, node: int) -> tuple[int, Int32Array]:
+        """(parent, [block_size] tokens) of a node, for audits and explanations."""
+        key = self._keys[node]
+        assert key is not None
+        words = np.frombuffer(key, "<i4")
+        return int(words[0]), words[1:]
+
+    def _add(self, key: bytes) -> int:
+        """A new node, not linked yet."""
+        node = self._unused.pop()
+        self._nodes[key] = node
+        self._keys[node] = key
+        return node
+
+    def _link(self, nodes: Int32Array, parents: Int32Array, blocks: Int32Array) -> None:
+        """Gives the nodes just added their blocks and their place among their parents' children."""
+        fresh = (self.block_of_node[nodes] == 0).nonzero()[0]
+        if len(fresh) < len(nodes):
+            nodes, parents, blocks = nodes[fresh], parents[fresh], blocks[fresh]
+        if len(set(nodes.tolist())) < len(nodes):  # the same content twice in one go: the first is kept
+            first = np.unique(nodes, return_index=True)[1]
+            nodes, parents, blocks = nodes[first], parents[first], blocks[first]
+        self.block_of_node[nodes] = blocks
+        self.node_of_block[blocks] = nodes
+        is_new = self.host_of_node[nodes] == 0  # one that was in the host tier only has its place already
+        if np.count_nonzero(is_new) < len(is_new):
+            if self.journal is not None:
+                self.journal.tier_changed(nodes[~is_new], Tier.DEVICE)
+            nodes, parents = nodes[is_new], parents[is_new]
+        self._link_below(nodes, parents)
+        if self.journal is not None:
+            self.journal.stored(nodes)
+
+    def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
+        """Puts these distinct nodes first among their parents' children."""
+        youngest = eldest = nodes
+        if len(set(parents.tolist())) < len(parents):  # brothers are linked among themselves first
+            order = np.argsort(parents, kind="stable")
+            nodes, parents = nodes[order], parents[order]
+            is_brother = parents[1:] == parents[:-1]  # of the one before
+            before, after = nodes[:-1][is_brother], nodes[1:][is_brother]
+            self._next_sibling[before], self._prev_sibling[after] = after, before
+            heads = np.concatenate([[True], ~is_brother])
+            youngest, eldest, parents = nodes[heads], nodes[np.concatenate([~is_brother, [True]])], parents[heads]
+        first = self._first_child[parents]
+        self._next_sibling[eldest] = first
+        self._prev_sibling[first] = eldest
+        self._prev_sibling[NO_NODE] = NO_NODE
+        self._first_child[parents] = youngest
+
+    def _columns(self) -> tuple[Int32Array, ...]:
+        return self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling
+
+    def _unlink(self, node: int, parent: int) -> None:
+        """Takes a node out of its parent's children."""
+        after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
+        if before:
+            self._next_sibling[before] = after
+        else:
+            self._first_child[parent] = after
+        if after:
+            self._prev_sibling[after] = before
+
+    def _remove(self, node: int, key: bytes, removed: list[int]) -> None:
+        """Nobody finds the node any more; its number and its columns are still taken."""
+        if self.journal is not None:
+            self.journal.removed(node, key)
+        if self.logits.by_node:
+            self.logits.by_node.pop(node, None)
+        del self._nodes[key]
+        self._keys[node] = None
+        removed.append(node)
+
+    def _clear_columns(self, nodes: Int32Array) -> Int32Array:
+        """These removed nodes are unused from now on. Answers the blocks they had on the device."""
+        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
+        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
+        self.node_of_block[blocks] = NO_NODE
+        self.node_of_host[hosts] = NO_NODE
+        for links in self._columns():
+            links[nodes] = 0
+        self._unused.extend(nodes.tolist())
+        if len(hosts):
+            self._lose_hosts(hosts)
+        return blocks

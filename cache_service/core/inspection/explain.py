@@ -1,0 +1,132 @@
+"""Why a prompt's match ends where it ends: a question for people, that may take about a millisecond.
+
+Looks at the index, at what went from it lately (gone.py) and at the sequences that run, all of the asking tenant only: what
+others store shows in nothing here, neither in the end nor in how much the nearest block has in common. Changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..index.prefix_index import PrefixIndex
+from ..sequences.sequence_table import SequenceTable
+from ..tables.lifecycle import BlockTables
+from ..values.types import Int32Array, MatchEnd, PoolConfig, SequenceState
+
+_MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Lengths are tokens. seconds_ago only where the next block is known to have gone."""
+
+    num_prompt: int
+    num_matched: int  # in any tier
+    num_host: int  # of them in the host tier only
+    num_hit: int  # that a start would take, all of them where the logits behind them are stored
+    num_common: int  # behind the matched ones, in the nearest cached block
+    end: MatchEnd
+    seconds_ago: float | None = None
+
+
+def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: Int32Array) -> Explanation:
+    """tokens [1 or more]."""
+    index, size = tables.index, config.block_size
+    root = index.find_root(tenant)
+    nodes = tables.match_tokens(root, tokens, len(tokens) // size)
+    num_matched = len(nodes) * size
+    last = int(nodes[-1]) if len(nodes) else root
+    num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
+    num_hit = min(num_matched, (len(tokens) - 1) // size * size)
+    if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
+        num_hit = num_matched
+    if 0 < num_hit < config.min_prefix_tokens:
+        end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
+    else:
+        end, seconds_ago = _end(tables, config, tokens, root, last, num_matched)
+    return Explanation(
+        num_prompt=len(tokens),
+        num_matched=num_matched,
+        num_host=num_host,
+        num_hit=num_hit,
+        num_common=_num_common(index, last, tokens[num_matched : num_matched + size], size),
+        end=end,
+        seconds_ago=seconds_ago,
+    )
+
+
+def in_words(found: Explanation) -> str:
+    """The same for people."""
+    first = f"{found.num_matched:,} of {found.num_prompt:,} tokens are cached"
+    if found.num_host:
+        first += f" ({found.num_host:,} of them in the host tier only)"
+    why = _WORDS[found.end]
+    if found.end is MatchEnd.EVICTED and found.seconds_ago is None:
+        why = "the next block is on its way to the host tier"
+    if found.seconds_ago is not None:
+        why += f" {found.seconds_ago:,.1f} s ago"
+    if found.num_common:
+        why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
+    return f"{first}: {why}. A start would take {found.num_hit:,}."
+
+
+_WORDS = {
+    MatchEnd.COMPLETE: "all of them",
+    MatchEnd.PARTIAL_BLOCK: "what is left is less than a whole block",
+    MatchEnd.NEVER_STORED: "what comes next was never stored behind them, or went too long ago to be remembered",
+    MatchEnd.EVICTED: "the next block was evicted",
+    MatchEnd.EXPIRED: "the next block outlived its time",
+    MatchEnd.CLEARED: "the cache was cleared",
+    MatchEnd.COMPUTING: "a running sequence is computing the next block",
+    MatchEnd.BELOW_MINIMUM: "so short a prefix does not count on this pool",
+    MatchEnd.CACHING_OFF: "this pool does not cache prefixes",
+}
+
+
+def _end(
+    tables: BlockTables, config: PoolConfig, tokens: Int32Array, root: int, last: int, num_matched: int
+) -> tuple[MatchEnd, float | None]:
+    if not config.prefix_caching:
+        return MatchEnd.CACHING_OFF, None
+    if num_matched == len(tokens):
+        return MatchEnd.COMPLETE, None
+    if len(tokens) - num_matched < config.block_size:
+        return MatchEnd.PARTIAL_BLOCK, None
+    if not root:
+        return MatchEnd.NEVER_STORED, None
+    needed = tokens[: num_matched + config.block_size]
+    seqs = tables.sequences
+    if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
+        return MatchEnd.COMPUTING, None
+    index = tables.index
+    gone = index.gone.last_end(last, needed[num_matched:])
+    if len(index.match(last, needed[num_matched:], 1)):
+        return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
+    if gone is not None:
+        return gone[0], max(index.gone.now - gone[1], 0.0)
+    if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
+        return MatchEnd.COMPUTING, None  # it is committed, and about to be published
+    return MatchEnd.NEVER_STORED, None
+
+
+def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarray) -> bool:
+    """Whether a sequence that computes, one of those in the mask `which`, has these tokens and will share them."""
+    computes = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING)
+    shares = seqs.share_limits.astype(np.int64) * seqs.block_size >= len(needed)
+    slots = np.flatnonzero(computes & shares & which & (seqs.roots == root) & (seqs.num_tokens >= len(needed)))
+    if not len(slots):  # as with tokens that are more than a sequence can have
+        return False
+    start = len(needed) - seqs.block_size
+    same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
+    return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())
+
+
+def _num_common(index: PrefixIndex, node: int, tokens: Int32Array, block_size: int) -> int:
+    """Most leading tokens that a block behind this node has in common with these."""
+    children = index.children(node, _MAX_CHILDREN) if node and len(tokens) else []
+    if not children:
+        return 0
+    rows = np.array([index.key_tokens(child)[1][: len(tokens)] for child in children])
+    differs = rows != tokens
+    all_alike = len(tokens) if len(tokens) < block_size else 0  # the very block is there, but cannot be had now
+    return int(np.where(differs.any(axis=1), differs.argmax(axis=1), all_alike).max())

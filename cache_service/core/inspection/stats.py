@@ -1,0 +1,73 @@
+"""Counts of a pool for people and dashboards, derived from the state whenever they are asked for."""
+
+from dataclasses import asdict
+
+import numpy as np
+
+from ..blocks.pressure import PressureGauge
+from ..tables.lifecycle import BlockTables
+from ..tiers.sequence_swap import Swapping
+from ..values.types import PoolStats, SequenceState
+
+
+def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
+    """Costs a look at every block; not for the path of a step."""
+    pool, seqs, counters = tables.pool, tables.sequences, tables.counters
+    running = seqs.running_slots()
+    num_reserved = seqs.num_reserved[running]
+    num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
+    num_slots = (int((-(-num_reserved // seqs.block_size)).sum()) - num_holes) * seqs.block_size
+    return PoolStats(
+        num_free_blocks=len(pool.free),
+        num_cached_blocks=pool.num_evictable,
+        num_referenced_blocks=pool.num_referenced,
+        num_fenced_blocks=pool.num_fenced,
+        num_quarantined_blocks=pool.num_quarantined,
+        num_indexed_blocks=int(np.count_nonzero(pool.indexed)),
+        peak_used_blocks=pool.peak_used,
+        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - tables.pins.counts > 1)),
+        num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
+        num_running_sequences=len(running),
+        slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
+        num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
+        revision=revision,
+        pressure=gauge.level,
+        num_owed_blocks=tables.progress.num_owed,
+        num_pressure_changes=gauge.num_changes,
+        num_sessions=num_sessions,
+        num_misses=counters.num_look_ups - counters.num_hits,
+        hit_rate=counters.num_hit_tokens / counters.num_look_up_tokens if counters.num_look_up_tokens else 0.0,
+        block_utilization=pool.num_used / (pool.num_blocks - 1),
+        num_pins=len(tables.pins),
+        num_pinned_blocks=tables.pins.num_blocks,
+        num_transfer_blocks=pool.num_in_transfer,
+        num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
+        num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
+        num_tenants=tables.index.num_roots,
+        num_expired_blocks=pool.limits.num_expired
+        + (tables.swapping.host.pool.limits.num_expired if tables.swapping is not None else 0),
+        num_quota_evictions=pool.limits.num_quota_evictions,
+        num_stored_logits=len(tables.index.logits.by_node),
+        **asdict(counters),
+        **_host_stats(tables.swapping),
+    )
+
+
+def _host_stats(swapping: Swapping | None) -> dict[str, int]:
+    """The host tier's; zeros where there is none."""
+    if swapping is None:
+        return {}
+    host, mover = swapping.host, swapping.mover
+    return {
+        "num_free_host_blocks": len(host.pool.free),
+        "num_cached_host_blocks": host.num_cached,
+        "num_held_host_blocks": host.num_held,
+        "num_busy_host_blocks": host.num_busy,
+        "num_swap_outs": swapping.num_swap_outs,
+        "num_swap_ins": swapping.num_swap_ins,
+        "num_demoted_blocks": mover.num_demoted,
+        "num_promoted_blocks": mover.num_promoted,
+        "num_evicted_host_blocks": host.pool.num_evicted,
+        "num_transfers": mover.transfers.num_issued,
+        "num_failed_transfers": mover.transfers.num_failed,
+    }

@@ -1,0 +1,95 @@
+"""The audit of the host tier and of what is in flight between the tiers; the rest of a pool is invariants.py's.
+
+Recomputes every derived number and every look-up table from the orders in flight, the tables of swapped sequences and the
+index. Raises nothing and changes nothing.
+"""
+
+import numpy as np
+
+from ..tables.lifecycle import BlockTables
+from ..tiers.sequence_swap import Swapping
+from ..tiers.transfers import Move
+from ..values.types import Int32Array, SequenceState, TransferKind
+from .invariants import check_orders
+
+
+def violations(tables: BlockTables, swapping: Swapping) -> list[str]:
+    """One sentence per violation; empty when all is well."""
+    return [*_check_blocks(tables, swapping), *_check_orders(swapping), *_check_moves(tables, swapping)]
+
+
+def _check_blocks(tables: BlockTables, swapping: Swapping) -> list[str]:
+    host, transfers = swapping.host, swapping.mover.transfers
+    out_sources, out_destinations = transfers.ends(TransferKind.SWAP_OUT)
+    in_sources, in_destinations = transfers.ends(TransferKind.SWAP_IN)
+    held = [table[table > 0] for table in host.tables.values()]
+    wrong: list[str] = []
+    for name, counts, entries in (
+        ("transfers", tables.pool.transfer_counts, [out_sources, in_destinations]),
+        ("host references", host.pool.ref_counts, held),
+        ("host transfers", host.pool.transfer_counts, [in_sources, out_destinations]),
+        ("host quarantines", host.pool.quarantine_counts, host.quarantined_blocks()),
+        ("orders that fill it", host.is_filling.astype(np.int32), [out_destinations]),
+    ):
+        differ = np.flatnonzero(counts != _count(entries, len(counts)))
+        wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
+    if (host.pool.indexed != (tables.index.node_of_host > 0)).any():
+        wrong.append("host tier and index disagree on what is indexed")
+    if host.pool.num_referenced != np.count_nonzero(host.pool.ref_counts) or host.pool.fence_counts.any():
+        wrong.append("the number of held host blocks is wrong")
+    wrong.extend(f"in the host tier {text}" for text in check_orders(host.pool))
+    return wrong
+
+
+def _check_orders(swapping: Swapping) -> list[str]:
+    mover = swapping.mover
+    in_flight = mover.transfers.in_flight
+    wrong = [f"order {number} does not know its id" for number, order in in_flight.items() if order.id != number]
+    fills = {order.destination: order for order in in_flight.values() if order.kind is TransferKind.SWAP_OUT}
+    if not mover.transfers.are_by_owner():
+        wrong.append("the orders of the sessions are not those in flight")
+    if fills != mover.fills:
+        wrong.append("the orders that fill host blocks are not those in flight")
+    for known, kind in ((mover.loads, TransferKind.SWAP_IN), (mover.outs, TransferKind.SWAP_OUT)):
+        for block, order in known.items():
+            if order.source != block or order.kind is not kind or in_flight.get(order.id) is not order:
+                wrong.append(f"order {order.id} is looked up by a block that it does not read")
+    return wrong
+
+
+def _check_moves(tables: BlockTables, swapping: Swapping) -> list[str]:
+    seqs, mover = tables.sequences, swapping.mover
+    wrong: list[str] = []
+    pending: dict[int, int] = {}
+    for order in mover.transfers.in_flight.values():
+        for waiter, _ in order.waiters:
+            pending[id(waiter)] = pending.get(id(waiter), 0) + 1
+    arrived = {id(waiter) for moves in swapping.arrived.values() for waiter in moves}
+    for slot in seqs.live_slots().tolist():
+        state, name = int(seqs.states[slot]), f"sequence {int(seqs.ids[slot])}"
+        move = swapping.moves.get(slot)
+        is_loading = state == SequenceState.LOADING
+        if bool(seqs.keeps_table[slot]) != (move is not None and move.towards == SequenceState.SWAPPED):
+            wrong.append(f"{name} keeps its device blocks for no swap-out")
+        if is_loading != (move is not None and move.towards == SequenceState.LOADING):
+            wrong.append(f"{name} and its move disagree on its state")
+        if (slot in swapping.host.tables) != (state == SequenceState.SWAPPED or (is_loading and _is_swap_in(move))):
+            wrong.append(f"{name} has host blocks that it should not have, or none")
+        if move is not None:
+            if move.num_pending != pending.get(id(move), 0) or move.is_over:
+                wrong.append(f"{name} waits for the wrong number of orders")
+            if not move.num_pending and id(move) not in arrived:
+                wrong.append(f"{name} waits for nothing")
+        if slot in swapping.host.tables and len(swapping.host.tables[slot]) != seqs.num_blocks(int(seqs.num_reserved[slot])):
+            wrong.append(f"{name} has the wrong number of host blocks")
+    if any(seqs.states[slot] == SequenceState.FREE_SLOT for slot in (*swapping.moves, *swapping.host.tables)):
+        wrong.append("a sequence that is gone is still being moved")
+    return wrong
+
+
+def _is_swap_in(move: Move | None) -> bool:
+    return move is not None and move.hit_len is None
+
+
+def _count(entries: list[Int32Array], size: int) -> Int32Array:
+    return np.bincount(np.concatenate([np.empty(0, np.int32), *entries]), minlength=size).astype(np.int32)

@@ -1,0 +1,205 @@
+"""Putting committed blocks into the index, after the step that committed them was answered.
+
+Owns which sequences are behind, the adoption of duplicates, and what tables know of the index. Rules: a commit only notes its
+slots; `publish` works them off in the order of the commits, in slices where it is told so; of content that is known already the
+indexed block goes into the table, and the session hears of it in its next reply; what it gives up waits for the steps that
+were told of it. Whoever cuts or releases a sequence publishes first. Does not know steps or sessions, only their Owner.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from ..blocks.block_pool import BlockPool
+from ..index.prefix_index import PrefixIndex
+from ..values.counters import Counters
+from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
+from .sequence_table import SequenceTable
+from .session_state import Owner, TableUpdates
+
+ALL_BLOCKS = 2**31
+_MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
+
+
+class Publisher:
+    """The link between block tables and the prefix index of one pool."""
+
+    def __init__(
+        self, config: PoolConfig, sequences: SequenceTable, index: PrefixIndex, pool: BlockPool, counters: Counters
+    ) -> None:
+        self._block_size = config.block_size
+        self._offsets = np.arange(config.block_size, dtype=np.int32)
+        self._sequences = sequences
+        self._index = index
+        self._pool = pool
+        self._counters = counters
+        self._pending: deque[tuple[Owner, Int64Array]] = deque()  # slots of commits; some may have nothing to publish
+        self._waiting: list[tuple[Owner, Int64Array]] = []  # slots whose next block is filled by a copy in flight
+
+    def note(self, owner: Owner, slots: Int64Array) -> None:
+        """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
+        if len(self._pending) == _MOST_PENDING:
+            self.publish(told_now=owner)
+        self._pending.append((owner, slots))
+
+    def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: Owner | None = None) -> bool:
+        """Publishes up to max_blocks of what is pending; whether more is left. Waits for copies in flight without being asked.
+
+        told_now: whose reply, not written yet, will tell its table updates; others hear of theirs in their next one.
+        """
+        pending = self._pending
+        if self._waiting:
+            pending.extendleft(reversed(self._waiting))
+            self._waiting.clear()
+        while pending and max_blocks > 0:
+            max_blocks -= self._publish_some(*pending.popleft(), max_blocks, told_now)
+        return bool(pending)
+
+    def is_waiting(self, slot: int) -> bool:
+        """Whether committed blocks of the sequence wait for a copy in flight. Everything else was published, if it ever is."""
+        return any(np.count_nonzero(slots == slot) for _, slots in self._waiting)
+
+    def forget_slots(self, slots: list[int]) -> None:
+        """These sequences end. Everything else of them was published before."""
+        if self._waiting:
+            left = [(owner, some[~np.isin(some, slots)]) for owner, some in self._waiting]
+            self._waiting = [(owner, some) for owner, some in left if len(some)]
+
+    def clear_index(self) -> tuple[int, int]:
+        """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
+        self._pending.clear()
+        self._waiting.clear()
+        blocks = self._index.clear()
+        running = self._sequences.running_slots()
+        self._sequences.num_published[running] = 0
+        self._sequences.last_nodes[running] = self._sequences.roots[running]
+        return self._pool.unindex(blocks), len(blocks)
+
+    def forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+        """Un-indexes blocks and what is below. Answers the others that lost their entry."""
+        lost = self._index.forget_blocks(blocks, cause)
+        if len(lost):
+            self.disown()
+        return lost
+
+    def disown(self) -> None:
+        """Nodes were forgotten: tables that lose one publish again from their first block."""
+        seqs = self._sequences
+        running = seqs.running_slots()
+        gone = self._index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
+        orphans = running[gone & (seqs.last_nodes[running] > 0)]
+        seqs.num_published[orphans] = 0
+        seqs.last_nodes[orphans] = seqs.roots[orphans]
+
+    def set_published(self, slot: int, num_published: int, *, like: int) -> None:
+        """The first num_published blocks of a table are indexed, as they are in the row `like`."""
+        seqs = self._sequences
+        if num_published == seqs.num_published[like]:
+            node = int(seqs.last_nodes[like])
+        elif num_published:
+            node = int(self._index.node_of_block[seqs.tables[like, num_published - 1]])
+        else:
+            node = int(seqs.roots[like])
+        seqs.num_published[slot] = num_published
+        seqs.last_nodes[slot] = node
+
+    def publish_at_most(self, slot: int, num_blocks: int) -> None:
+        """From now on nothing of the sequence from this table index on is published."""
+        seqs = self._sequences
+        seqs.share_limits[slot] = min(int(seqs.share_limits[slot]), num_blocks)
+        if seqs.num_published[slot] > num_blocks:
+            self.set_published(slot, num_blocks, like=slot)
+
+    def check(self) -> list[str]:
+        """What is wrong, for audits: whatever is pending belongs to a living sequence of its owner."""
+        seqs, wrong = self._sequences, list[str]()
+        for owner, slots in (*self._pending, *self._waiting):
+            strange = (seqs.owners[slots] != owner.number) | (seqs.states[slots] == SequenceState.FREE_SLOT)
+            wrong.extend(f"slot {slot} is to be published and has no such sequence" for slot in slots[strange].tolist())
+        return wrong
+
+    def _publish_some(self, owner: Owner, slots: Int64Array, max_blocks: int, told_now: Owner | None) -> int:
+        """Of one commit; what is too much goes back to the front. Answers the number of blocks."""
+        seqs = self._sequences
+        behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
+        if not len(behind):
+            return 0
+        slots = slots[behind]
+        slots = slots[seqs.states[slots] == SequenceState.RUNNING]
+        first = seqs.num_published[slots]
+        last = self._num_to_publish(slots)
+        waiting = self._stop_at_copies(slots, first, last) if owner.copies and len(slots) else NO_INT64
+        ends = np.cumsum(last - first)
+        if len(ends) and ends[-1] > max_blocks:
+            cut = int(np.searchsorted(ends, max_blocks, side="right"))  # the first that does not fit whole
+            self._pending.appendleft((owner, slots[cut:]))
+            last[cut] -= ends[cut] - max_blocks
+            slots, first, last, waiting = slots[: cut + 1], first[: cut + 1], last[: cut + 1], waiting[waiting < cut]
+        if len(waiting):
+            self._waiting.append((owner, slots[waiting]))
+        until = owner.step_id - (owner is told_now)
+        self._publish(owner, until, slots, first, last)
+        return int((last - first).sum())
+
+    def _stop_at_copies(self, slots: Int64Array, first: Int32Array, last: Int32Array) -> Int64Array:
+        """Lowers last [n] to the first block that a copy in flight fills: others must not read it yet. Answers which it did."""
+        counts = last - first
+        of = np.repeat(np.arange(len(slots)), counts)
+        places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))
+        filling = self._pool.is_filling[self._sequences.tables[slots[of], places]].nonzero()[0]
+        np.minimum.at(last, of[filling], places[filling].astype(np.int32))
+        return np.unique(of[filling])
+
+    def _num_to_publish(self, slots: Int64Array) -> Int32Array:
+        """[n] leading blocks that are full, committed, and not kept private by retention."""
+        seqs = self._sequences
+        num_full = seqs.num_committed[slots] // self._block_size
+        return np.minimum(num_full, seqs.share_limits[slots]) if seqs.num_retaining else num_full
+
+    def _publish(self, owner: Owner, until: int, slots: Int64Array, first: Int32Array, last: Int32Array) -> None:
+        """Puts blocks [first, last) of each table into the index, in list order. Ranges may be empty."""
+        counts = last - first
+        if not counts.all():  # what waits for a copy, or is too much, has none
+            some = counts > 0
+            slots, first, last, counts = slots[some], first[some], last[some], counts[some]
+        self._sequences.num_published[slots] = last
+        done = 0
+        for at in (counts > 1).nonzero()[0].tolist():
+            self._publish_each(owner, until, slots[done:at], first[done:at])
+            self._publish_run(owner, until, int(slots[at]), int(first[at]), int(last[at]))
+            done = at + 1
+        self._publish_each(owner, until, slots[done:], first[done:])
+
+    def _publish_each(self, owner: Owner, until: int, slots: Int64Array, places: Int32Array) -> None:
+        """One block of each sequence, the one at its table index places[i]."""
+        if len(slots):
+            seqs = self._sequences
+            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
+            self._settle(owner, until, slots, places, nodes)
+            seqs.last_nodes[slots] = nodes
+
+    def _publish_run(self, owner: Owner, until: int, slot: int, start: int, end: int) -> None:
+        """Consecutive blocks of one sequence."""
+        seqs, size = self._sequences, self._block_size
+        tokens = seqs.tokens[slot, start * size : end * size]
+        nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+        self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
+        seqs.last_nodes[slot] = nodes[-1]
+
+    def _settle(self, owner: Owner, until: int, slots: Int64Array, places: Int32Array, nodes: Int32Array) -> None:
+        """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
+        seqs, pool = self._sequences, self._pool
+        own = seqs.tables[slots, places]
+        known = self._index.block_of_node[nodes]
+        twice = known != own
+        pool.indexed[known] = True
+        if not np.count_nonzero(twice):
+            return
+        slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
+        pool.acquire(known)
+        seqs.tables[slots, places] = known
+        owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))
+        # Steps that were told of the duplicate may still read it, so it is fenced like everything that is dropped.
+        owner.drop(pool, own[::-1].copy(), until=until)
+        self._counters.num_adopted_blocks += len(own)

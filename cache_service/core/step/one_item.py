@@ -1,0 +1,176 @@
+"""The one-item calls: each a step of one item whose device work is complete at once."""
+
+import numpy as np
+
+from ..sequences.retention import span
+from ..sequences.session_state import Owner
+from ..tables.table_base import StepLog
+from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
+from ..values.types import Copies, Int32Array, ItemResult, SequenceState, SessionId, StepBatch, StepReply
+from .apply import StepCore
+from .reply import copies_from, copies_of
+from .validate import too_long, wrong_state
+
+_FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
+           "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
+
+
+class OneItemCalls(StepCore):
+    """See the module."""
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
+        """Reserves up to num_tokens, starting a waiting sequence first; all or nothing.
+
+        Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
+        """
+        owner, slot = self._find(session, sequence_id)
+        seqs = self.tables.sequences
+        if num_tokens < 1:
+            raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
+        if num_tokens > seqs.max_tokens[slot]:
+            raise too_long("num_tokens", int(seqs.max_tokens[slot]))
+        span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
+        if seqs.states[slot] == SequenceState.RUNNING:
+            reply = self._step_once(
+                owner,
+                reserve_ids=np.array([sequence_id]),
+                reserve_min=np.array([num_tokens], np.int32),
+                reserve_max=np.array([num_tokens], np.int32),
+            )
+            if reply.reserve_reserved[0] >= num_tokens:
+                return copies_of(reply)
+            self.tables.progress.forget(slot)  # what is refused with an error leaves no trace
+        elif seqs.states[slot] != SequenceState.WAITING:
+            raise wrong_state(sequence_id, int(seqs.states[slot]))
+        else:
+            log, owner.is_one_item = StepLog(), True
+            self.tables.progress.pass_time(self.now)
+            max_hit = num_tokens if look_up else 0
+            if self._start_exactly(owner, log, slot, max_hit, num_tokens):
+                self.revision += 1
+                self.tables.counters.num_steps += 1
+                self._note_change()
+                return copies_from(log.copy_sources, log.copy_destinations, log.orders)
+        requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
+        raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None:
+        """Appends token ids, which stand at first_token_idx, and commits. What is stored already is not stored twice."""
+        owner, slot = self._find(session, sequence_id)
+        seqs = self.tables.sequences
+        known = int(seqs.num_tokens[slot])
+        repeated = token_ids[: max(known - first_token_idx, 0)]
+        stored = seqs.tokens[slot, first_token_idx : first_token_idx + len(repeated)]
+        if not 0 <= first_token_idx <= known or not np.array_equal(repeated, stored):
+            raise InvalidField(f"{known} tokens are stored, and other ones", field="first_token_idx", limit=known)
+        new = token_ids[len(repeated) :]
+        if len(new) == 0 and num_tokens <= seqs.num_committed[slot]:
+            return
+        self._step_once(
+            owner,
+            commit_ids=np.array([sequence_id]),
+            commit_lens=np.array([num_tokens], np.int32),
+            commit_num_new=np.array([len(new)], np.int32),
+            commit_tokens=new,
+        )
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int | None) -> None:
+        """Shares the parent's first tokens, by default all committed ones. The same fork again changes nothing."""
+        owner, parent = self._find(session, parent_id)
+        seqs = self.tables.sequences
+        num_tokens = num_tokens or int(seqs.num_committed[parent])
+        child = owner.ids.get(child_id)
+        if child is not None:
+            shared = seqs.tokens[parent, :num_tokens]
+            is_same = seqs.parent_ids[child] == parent_id and seqs.num_prompt[child] == num_tokens
+            if is_same and np.array_equal(seqs.tokens[child, :num_tokens], shared):
+                return
+            raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
+        reply = self._step_once(
+            owner,
+            fork_parents=np.array([parent_id]),
+            fork_children=np.array([child_id]),
+            fork_lens=np.array([num_tokens], np.int32),
+        )
+        if reply.fork_results[0] == ItemResult.NO_ROOM:
+            limit = self.config.max_sequences
+            raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
+        """Cuts to num_tokens, 1 or more, and gives back the blocks behind."""
+        owner, _ = self._find(session, sequence_id)
+        lens = np.array([num_tokens], np.int32)
+        self._step_once(owner, truncate_ids=np.array([sequence_id]), truncate_lens=lens)
+
+    def release(self, session: SessionId, sequence_id: int) -> int:
+        """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
+        owner, slot = self._find(session, sequence_id)
+        table = self.tables.shown_table(slot)
+        alone = int(np.count_nonzero(self.tables.pool.ref_counts[table[table > 0]] == 1))
+        self._step_once(owner, release_ids=np.array([sequence_id]))
+        return alone
+
+    def swap_out(self, session: SessionId, sequence_id: int) -> Copies:
+        """Moves a sequence to the host tier; one that is there stays there. Raises OutOfHostBlocks, which changes nothing."""
+        owner, slot = self._find(session, sequence_id)
+        reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
+        if reply.swap_out_results[0] == ItemResult.NO_ROOM:
+            swapping = self.tables.swapping
+            num_blocks = np.count_nonzero(self.tables.sequences.table(slot))
+            requested, available = swapping.shortage(owner, slot) if swapping is not None else (int(num_blocks), 0)
+            raise OutOfHostBlocks(f"{requested} host blocks, {available} to be had", requested=requested, available=available)
+        return copies_of(reply)
+
+    def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
+        """Moves a sequence back to the device; one that is there stays. Raises OutOfBlocks, which changes nothing."""
+        owner, slot = self._find(session, sequence_id)
+        reply = self._step_once(owner, swap_in_ids=np.array([sequence_id]))
+        if reply.swap_in_results[0] == ItemResult.NO_ROOM:
+            swapping = self.tables.swapping
+            assert swapping is not None, "a swapped sequence without a host tier"
+            progress = self.tables.progress
+            progress.forget(slot)  # what is refused with an error leaves no trace
+            requested, room = swapping.shortage_in(owner, slot, self._num_spare() + progress.num_kept_from(slot))
+            available = max(room, 0)
+            raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
+        return copies_of(reply)
+
+    def _shortage(self, owner: Owner, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
+        """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
+        seqs, pool = self.tables.sequences, self.tables.pool
+        num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
+        if seqs.states[slot] == SequenceState.RUNNING:
+            num_room = max(0, pool.num_available - self.tables.progress.num_kept_from(slot))
+            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), num_room
+        hits = self.tables.index.block_of_node[self.tables.match(slot, num_tokens if look_up else 0)]
+        hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
+        if self.tables.progress.is_younger(slot):
+            return num_needed - len(hits), 0
+        return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+
+    def _start_exactly(self, owner: Owner, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
+        """Starts a waiting sequence; what it hits in the host tier is loaded by whoever runs the copies of this call."""
+        swapping = self.tables.swapping
+        if swapping is not None:
+            swapping.begin(owner, log.orders)
+        started = self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens)
+        if swapping is not None:
+            swapping.finish(owner)
+            swapping.wake(owner)
+        return started
+
+    def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
+        owner.is_one_item = True
+        step_id = owner.step_id + 1
+        try:
+            reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+        except InvalidField as error:  # names a column of the step, where the call has a field
+            error.metadata["field"] = _FIELDS.get(error.metadata["field"], error.metadata["field"])
+            raise
+        self._publish()
+        owner.updates.clear()  # whoever asks is shown the table itself
+        owner.complete(self.tables.pool, step_id)
+        self._note_change()
+        return reply

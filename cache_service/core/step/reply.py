@@ -1,0 +1,112 @@
+"""The reply of a step, as columns, from what the step did."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..sequences.sequence_table import SequenceTable
+from ..sequences.session_state import Owner
+from ..tables.lifecycle import BlockTables
+from ..tables.table_base import Grants, StepLog
+from ..tiers.transfers import Order
+from ..values.types import (
+    NO_INT32,
+    NO_INT64,
+    Copies,
+    Int32Array,
+    ItemResult,
+    PressureLevel,
+    SequenceState,
+    StartResult,
+    StepReply,
+)
+from .validate import StepPlan
+
+
+def step_reply(
+    tables_of: BlockTables,
+    log: StepLog,
+    plan: StepPlan,
+    forks: list[ItemResult],
+    starts: list[StartResult],
+    grants: Grants,
+    *,
+    num_give_back: int,
+    pressure: PressureLevel,
+    revision: int,
+) -> StepReply:
+    """The reply of most steps."""
+    seqs, pool = tables_of.sequences, tables_of.pool
+    # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
+    tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
+    reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
+    if StartResult.LOADING in starts:
+        is_loading = [result is StartResult.LOADING for result in starts]
+        tables = [NO_INT32 if loads else table for table, loads in zip(tables, is_loading, strict=True)]
+        reserved[is_loading] = 0
+    hits = seqs.num_hit[plan.start_slots] if tables else NO_INT32
+    if log.computing_lens:
+        lens = log.computing_lens
+        hits = int32_of([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
+    return StepReply(
+        fork_results=int32_of(forks),
+        start_results=int32_of(starts),
+        start_hits=hits,
+        start_reserved=reserved,
+        start_num_blocks=int32_of([len(table) for table in tables]),
+        start_block_ids=np.concatenate(tables) if tables else NO_INT32,
+        reserve_reserved=grants.reserved,
+        new_block_item_idx=grants.item_idx,
+        new_block_ids=grants.blocks,
+        update_ids=np.array(log.update_ids, np.int64) if log.update_ids else NO_INT64,
+        update_table_idx=int32_of(log.update_table_idx),
+        update_block_ids=int32_of(log.update_blocks),
+        copy_sources=int32_of(log.copy_sources),
+        copy_destinations=int32_of(log.copy_destinations),
+        num_free=len(pool.free),
+        num_evictable=pool.num_evictable,
+        num_fenced=pool.num_fenced,
+        pressure=pressure,
+        revision=revision,
+        num_give_back=num_give_back,
+    )
+
+
+def with_moves(
+    reply: StepReply, seqs: SequenceTable, owner: Owner, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
+) -> StepReply:
+    """The reply with what only few have: results of swaps, orders, sequences that run now."""
+    # What was released or swapped out again in this very step is not told.
+    ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
+    ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
+    tables = [seqs.table(slot) for slot in ready]
+    return reply._replace(
+        swap_out_results=swap_outs,
+        swap_in_results=swap_ins,
+        transfer_ids=np.array([order.id for order in log.orders], np.int64),
+        transfer_kinds=int32_of([order.kind for order in log.orders]),
+        transfer_sources=int32_of([order.source for order in log.orders]),
+        transfer_destinations=int32_of([order.destination for order in log.orders]),
+        ready_ids=seqs.ids[ready],
+        ready_hits=seqs.num_hit[ready],
+        ready_reserved=seqs.num_reserved[ready],
+        ready_num_blocks=int32_of([len(table) for table in tables]),
+        ready_block_ids=np.concatenate([NO_INT32, *tables]),
+    )
+
+
+def int32_of(values: Sequence[int]) -> Int32Array:
+    """An array; the empty one is shared, because most lists of most steps are empty."""
+    return np.array(values, np.int32) if values else NO_INT32
+
+
+def copies_of(reply: StepReply) -> Copies:
+    """What a step wants to have run."""
+    transfers = (reply.transfer_kinds, reply.transfer_sources, reply.transfer_destinations)
+    return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
+
+
+def copies_from(sources: list[int], destinations: list[int], orders: list[Order]) -> Copies:
+    """What a call without a reply of columns wants to have run."""
+    columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
+    return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))

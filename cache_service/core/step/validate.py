@@ -1,0 +1,311 @@
+"""Deciding a step: whether every item of it is lawful, before anything changes.
+
+Owns the checks of a StepBatch and nothing else: check_step raises, or answers the slots that the items name. Commits and
+reservations, which name every running sequence, are checked as columns; the other lists are short and are walked, on an
+overlay that shows each item the sequences as the items before it leave them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..sequences.retention import Span, span
+from ..sequences.sequence_table import SequenceTable
+from ..sequences.session_state import Owner
+from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
+from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
+
+# These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
+# with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is
+# left when all are or-ed together. Which row is wrong is found out afterwards, by plain comparisons.
+_RUNNING = np.int8(SequenceState.RUNNING)
+_RUNNING_BYTE = _RUNNING.tobytes()
+_ONE = np.int32(1)
+_ONE_BYTES = np.array([1], "<i4").tobytes()
+_ZERO = np.int32(0)
+
+
+class StepPlan(NamedTuple):
+    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes.
+
+    needs_published: it does more than commit and reserve, so what was committed before has to be in the index first.
+    """
+
+    commit_slots: Int64Array
+    start_slots: Int64Array
+    reserve_slots: Int64Array | None
+    needs_published: bool
+
+
+class _Commits(NamedTuple):
+    """Slots of lawful commits. all_run: none of them is swapped, which commits may be and reservations may not."""
+
+    slots: Int64Array
+    all_run: bool
+
+
+_NO_COMMITS = _Commits(NO_INT64, all_run=False)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One sequence as the items so far leave it."""
+
+    state: int
+    num_tokens: int
+    num_committed: int
+    max_tokens: int
+    gone: Span
+
+
+def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> StepPlan:
+    """Raises the CacheError of the first item that is not lawful; changes nothing."""
+    commits = _check_commits(sequences, owner, batch)
+    commit_slots, start_slots = commits.slots, _check_starts(sequences, owner, batch)
+    if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
+        reserve_slots = _check_in_order(sequences, owner, batch, commits)
+        return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
+    reserve_slots = _check_reservations(sequences, owner, batch, commits)
+    return StepPlan(commit_slots, start_slots, reserve_slots, len(start_slots) > 0)
+
+
+def has_swaps(batch: StepBatch) -> bool:
+    return len(batch.swap_out_ids) > 0 or len(batch.swap_in_ids) > 0
+
+
+def wrong_state(sequence_id: int, state: int) -> WrongState:
+    name = SequenceState(state).name
+    return WrongState(f"sequence {sequence_id} is {name}", sequence_id=sequence_id, state=name)
+
+
+def too_long(field: str, limit: int) -> InvalidField:
+    return InvalidField(f"{field}: more than the sequence's {limit} tokens", field=field, limit=limit)
+
+
+def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> _Commits:
+    if not len(batch.commit_ids):
+        if len(batch.commit_tokens):
+            raise InvalidField("token ids without a commit", field="commit_token_ids")
+        return _NO_COMMITS
+    slots = owner.ids.find(batch.commit_ids, "commit_sequence_ids")
+    lens, tokens = batch.commit_lens, batch.commit_tokens
+    granted = sequences.num_reserved[slots]
+    if batch.completed_step_id < owner.step_id:  # a step still runs: what it was granted may not be committed yet
+        runs = sequences.last_reserve_step[slots] > batch.completed_step_id
+        granted = np.where(runs, sequences.num_reserved_before[slots], granted)
+    if has_one_each(batch) and _are_running(sequences, slots):
+        num_tokens = sequences.num_tokens[slots] + _ONE
+        signs = lens - sequences.num_committed[slots]
+        signs |= lens  # negative lengths, for which differences say nothing
+        signs |= tokens
+        signs |= np.minimum(granted, num_tokens) - lens
+        signs |= sequences.max_tokens[slots] - num_tokens
+        if not np.count_nonzero(signs < _ZERO):
+            return _Commits(slots, all_run=True)
+    _refuse_commits(sequences, batch, slots, granted)
+    return _Commits(slots, all_run=False)  # as far as is known
+
+
+def has_one_each(batch: StepBatch) -> bool:
+    """Whether each commit brings one token: all commits of a step that decodes do."""
+    count = len(batch.commit_ids)
+    return len(batch.commit_tokens) == count and batch.commit_num_new.tobytes() == _ONE_BYTES * count
+
+
+def _are_running(sequences: SequenceTable, slots: Int64Array) -> bool:
+    return sequences.states[slots].tobytes() == _RUNNING_BYTE * len(slots)
+
+
+def _refuse_commits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, granted: Int32Array) -> None:
+    """Raises what is wrong with the first bad commit, if anything is."""
+    num_new, lens = batch.commit_num_new, batch.commit_lens
+    if int(num_new.min()) < 0 or int(num_new.sum(dtype=np.int64)) != len(batch.commit_tokens):
+        raise InvalidField("counts of new tokens do not add up to the tokens", field="commit_num_new_tokens")
+    if len(batch.commit_tokens) and int(batch.commit_tokens.min()) < 0:
+        raise InvalidField("token ids are 0 to 2^31 - 1", field="commit_token_ids", limit=2**31 - 1)
+    num_tokens = sequences.num_tokens[slots].astype(np.int64) + num_new
+    limits = np.minimum(num_tokens, granted)
+    bad = (lens < sequences.num_committed[slots]) | (lens > limits) | (num_tokens > sequences.max_tokens[slots])
+    for at in (bad | (sequences.states[slots] != _RUNNING)).nonzero()[0].tolist():
+        sequence_id, slot = int(batch.commit_ids[at]), slots[at]
+        if sequences.states[slot] == SequenceState.SWAPPED and not bad[at]:
+            continue  # steps before its swap-out
+        if sequences.states[slot] not in (SequenceState.RUNNING, SequenceState.SWAPPED):
+            raise wrong_state(sequence_id, int(sequences.states[slot]))
+        if num_tokens[at] > sequences.max_tokens[slot]:
+            raise too_long("commit_token_ids", int(sequences.max_tokens[slot]))
+        raise InvalidField(
+            f"sequence {sequence_id} may be committed from {int(sequences.num_committed[slot])} up to {int(limits[at])} "
+            f"tokens, as completed step {batch.completed_step_id} left it",
+            field="commit_num_tokens",
+            limit=int(limits[at]),
+            sequence_id=sequence_id,
+        )
+
+
+def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array:
+    if not len(batch.reserve_ids):
+        return NO_INT64
+    slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+    least, most = batch.reserve_min, batch.reserve_max
+    if sequences.num_retaining:
+        _check_fits(sequences, batch, slots, commits.slots)
+    if (commits.all_run and slots is commits.slots) or _are_running(sequences, slots):
+        signs = least - _ONE
+        signs |= least
+        signs |= most
+        signs |= most - least
+        signs |= sequences.max_tokens[slots] - most
+        if not np.count_nonzero(signs < _ZERO):
+            return slots
+    _check_lengths(batch)
+    bad = (sequences.states[slots] != _RUNNING) | (most > sequences.max_tokens[slots])
+    slot, sequence_id = slots[int(np.argmax(bad))], int(batch.reserve_ids[int(np.argmax(bad))])
+    if sequences.states[slot] != SequenceState.RUNNING:
+        raise wrong_state(sequence_id, int(sequences.states[slot]))
+    raise too_long("reserve_max_tokens", int(sequences.max_tokens[slot]))
+
+
+def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
+    if not len(batch.start_ids):
+        return NO_INT64
+    slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
+    for sequence_id, slot in zip(batch.start_ids.tolist(), slots.tolist(), strict=True):
+        if sequences.states[slot] != SequenceState.WAITING:
+            raise wrong_state(sequence_id, int(sequences.states[slot]))
+    if int(batch.start_max_new.min()) < 1:
+        raise InvalidField("a start computes 1 token or more", field="start_max_new_tokens", limit=1)
+    if len(batch.start_may_wait) and not np.isin(batch.start_may_wait, (0, 1)).all():
+        raise InvalidField("1 where the answer COMPUTING is welcome, else 0", field="start_may_wait", limit=1)
+    if int(batch.start_max_hit.min()) < 0:
+        raise InvalidField("a hit has 0 tokens or more", field="start_max_hit_tokens", limit=0)
+    return slots
+
+
+def _check_in_order(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array | None:
+    """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
+    seen: dict[int, _Seen] = {}
+    committed = dict(zip(batch.commit_ids.tolist(), range(len(commits.slots)), strict=True))
+
+    def look(sequence_id: int) -> _Seen:
+        if sequence_id not in seen:
+            slot = owner.ids.get(sequence_id)
+            if slot is None:
+                raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+            view = _Seen(
+                int(sequences.states[slot]),
+                int(sequences.num_tokens[slot]),
+                int(sequences.num_committed[slot]),
+                int(sequences.max_tokens[slot]),
+                span(sequences, slot),
+            )
+            if sequence_id in committed:
+                at = committed[sequence_id]
+                view.num_tokens += int(batch.commit_num_new[at])
+                view.num_committed = int(batch.commit_lens[at])
+                view.gone = view.gone.after_commit(view.num_committed, sequences.block_size)
+            seen[sequence_id] = view
+        view = seen[sequence_id]
+        if view.state == SequenceState.FREE_SLOT:
+            raise UnknownSequence(f"sequence {sequence_id} is released in this step", sequence_id=sequence_id)
+        return view
+
+    for parent_id, child_id, num_tokens in zip(
+        batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
+    ):
+        parent = look(parent_id)
+        if parent.state != SequenceState.RUNNING:
+            raise wrong_state(parent_id, parent.state)
+        check_id(child_id, "fork_child_ids")
+        if child_id in seen or owner.ids.get(child_id) is not None:
+            raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
+        if not 1 <= num_tokens <= parent.num_committed:
+            raise InvalidField(
+                f"{num_tokens} tokens shared, 1 to {parent.num_committed} committed ones can be",
+                field="fork_num_tokens",
+                limit=parent.num_committed,
+            )
+        parent.gone.check_cut("fork_num_tokens", num_tokens)
+        gone = parent.gone.cut(num_tokens)
+        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, gone)
+    _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
+    for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+        target = look(sequence_id)
+        if target.state != SequenceState.RUNNING:
+            raise wrong_state(sequence_id, target.state)
+        if num_tokens < 1:
+            raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
+        target.gone.check_cut("truncate_num_tokens", num_tokens)
+        target.gone = target.gone.cut(num_tokens)
+    _check_distinct_ids(batch.release_ids, "release_sequence_ids")
+    for sequence_id in batch.release_ids.tolist():
+        look(sequence_id).state = SequenceState.FREE_SLOT
+    if has_swaps(batch):
+        _check_swaps(batch, look)
+    for sequence_id in batch.start_ids.tolist():
+        look(sequence_id)
+    if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.num_retaining:
+        # The usual step in which requests end and begin: nothing above changed what a reservation is held against.
+        leaving = {*batch.release_ids.tolist(), *batch.swap_out_ids.tolist()}
+        for sequence_id in leaving.intersection(batch.reserve_ids.tolist()):
+            state = look(sequence_id).state  # refuses what is released
+            if state != SequenceState.RUNNING:
+                raise wrong_state(sequence_id, state)
+        return _check_reservations(sequences, owner, batch, commits)
+    _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
+    _check_lengths(batch)
+    for sequence_id, least, most in zip(
+        batch.reserve_ids.tolist(), batch.reserve_min.tolist(), batch.reserve_max.tolist(), strict=True
+    ):
+        target = look(sequence_id)
+        if target.state != SequenceState.RUNNING:
+            raise wrong_state(sequence_id, target.state)
+        if most > target.max_tokens:
+            raise too_long("reserve_max_tokens", target.max_tokens)
+        target.gone.check_fits("reserve_min_tokens", least, sequences)
+    return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+
+
+def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
+    """What is swapped in a step is not written in it: so a reservation of it is refused, whatever the answer to the swap."""
+    _check_distinct_ids(batch.swap_out_ids, "swap_out_sequence_ids")
+    for sequence_id in batch.swap_out_ids.tolist():
+        target = look(sequence_id)
+        if target.state not in (SequenceState.RUNNING, SequenceState.SWAPPED):
+            raise wrong_state(sequence_id, target.state)
+        target.state = SequenceState.SWAPPED
+    _check_distinct_ids(batch.swap_in_ids, "swap_in_sequence_ids")
+    for sequence_id in batch.swap_in_ids.tolist():
+        target = look(sequence_id)
+        if target.state == SequenceState.WAITING:
+            raise wrong_state(sequence_id, target.state)
+        if target.state == SequenceState.SWAPPED:
+            target.state = SequenceState.LOADING
+
+
+def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:
+    """Only a sequence with retention may be longer than the pool; what it holds at once may not."""
+    for at in np.flatnonzero(batch.reserve_min > sequences.most_held_blocks * sequences.block_size).tolist():
+        gone = span(sequences, int(slots[at]))
+        for row in np.flatnonzero(commit_slots == slots[at]).tolist():
+            gone = gone.after_commit(int(batch.commit_lens[row]), sequences.block_size)
+        gone.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
+
+
+def check_id(sequence_id: int, field: str) -> SequenceId:
+    if not 1 <= sequence_id <= MAX_ID:
+        raise InvalidField("a sequence id is 1 to 2^53 - 1", field=field, limit=MAX_ID)
+    return SequenceId(sequence_id)
+
+
+def _check_lengths(batch: StepBatch) -> None:
+    least, most = batch.reserve_min, batch.reserve_max
+    if len(least) and (int(least.min()) < 1 or (least > most).any()):
+        raise InvalidField("a reservation wants 1 token or more, and no less than its least", field="reserve_min_tokens")
+
+
+def _check_distinct_ids(ids: Int64Array | Int32Array, field: str) -> None:
+    if len(np.unique(ids)) < len(ids):
+        raise InvalidField(f"{field} names a sequence twice", field=field)

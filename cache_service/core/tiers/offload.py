@@ -1,0 +1,180 @@
+"""What orders between the device and the host tier do to blocks and to the index.
+
+Owns issuing and ending them: copies to the host for sequences that are swapped out and for cached blocks that are evicted
+(demotion), loads for sequences that come back and for hits (promotion). Rules: both ends of an order in flight are kept from
+reuse in both tiers until it ends; a host copy counts from its completion on, and a device block is its node's from then on;
+an order that fails leaves no copy, and what only that copy held is forgotten. Orders of one session run in the order of their
+issue, before the copies and writes of the step that they were told with: so a victim may be granted in that very step. Does
+not know sequences but by the moves that wait.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..blocks.block_pool import BlockPool
+from ..index.prefix_index import PrefixIndex
+from ..sequences.session_state import Owner
+from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
+from .host_tier import HostTier
+from .transfers import Order, Transfers
+
+
+class Mover:
+    """One pool's. `on_lost()` is told when nodes were forgotten, so that tables that knew them publish again."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        index: PrefixIndex,
+        pool: BlockPool,
+        last_roots: Int32Array,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self.host = HostTier(config, index, self._forget_hosts)
+        self.transfers = Transfers()
+        self.num_demoted = 0
+        self.num_promoted = 0
+        self.outs: dict[int, Order] = {}  # device block: the swap-out in flight that reads it, while nothing may write it
+        self.loads: dict[int, Order] = {}  # host block: a load in flight that reads it
+        self.fills: dict[int, Order] = {}  # host block: the order in flight that fills it
+        self._index = index
+        self._pool = pool
+        self._last_roots = last_roots
+        self._on_lost = on_lost
+        self._for: Owner | None = None  # whose call this is: whoever gets its answer runs its orders
+        self._told: list[Order] = []
+
+    # The call at hand
+
+    def begin(self, owner: Owner, told: list[Order]) -> None:
+        """From here on orders are this session's, and appended to `told`. Without a call nothing is demoted."""
+        self._for, self._told = owner, told
+
+    def finish(self) -> None:
+        self._for, self._told = None, []
+
+    # Orders
+
+    def fill(self, blocks: Int32Array, hosts: Int32Array) -> list[Order]:
+        """Orders copies of device blocks to host blocks that were taken for it."""
+        self._pool.begin_transfers(blocks)
+        orders = self._issue(TransferKind.SWAP_OUT, blocks, hosts, 0)
+        self.fills.update(zip(hosts.tolist(), orders, strict=True))
+        return orders
+
+    def load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[Order]]:
+        """Allocates a device block for each host block, with a reference, and orders the loads."""
+        self.host.pool.begin_transfers(hosts)  # before the allocation evicts anything to the host tier
+        blocks = self._pool.allocate(len(hosts))
+        self._pool.begin_transfers(blocks)
+        self._last_roots[blocks] = UNKNOWN_ROOT
+        orders = self._issue(TransferKind.SWAP_IN, hosts, blocks, root)
+        for order in orders:
+            self.loads.setdefault(order.source, order)
+        return blocks, orders
+
+    def end(self, orders: list[Order], *, ok: bool) -> None:
+        """These orders have been run, or never will be. Array work: a report may name all blocks of a long sequence."""
+        if not ok:
+            self.transfers.num_failed += len(orders)
+        outs = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
+        loads = [order for order in orders if order.kind is TransferKind.SWAP_IN]
+        if outs:
+            self._end_fills(outs, ok=ok)
+        if loads:
+            self._end_loads(loads, ok=ok)
+
+    def _end_fills(self, orders: list[Order], *, ok: bool) -> None:
+        sources, destinations = _sources(orders), _destinations(orders)
+        self.host.is_filling[destinations] = False
+        for order in orders:
+            del self.fills[order.destination]
+            if self.outs.get(order.source) is order:
+                del self.outs[order.source]
+        if not ok:
+            gone = destinations[self.host.pool.indexed[destinations]]
+            self.host.pool.unindex(gone)
+            self._forget_hosts(gone, MatchEnd.EVICTED)
+        self._pool.end_transfers(sources)
+        self.host.pool.end_transfers(destinations)
+
+    def _end_loads(self, orders: list[Order], *, ok: bool) -> None:
+        sources, destinations = _sources(orders), _destinations(orders)
+        for order in orders:
+            if self.loads.get(order.source) is order:
+                del self.loads[order.source]
+        if ok:
+            self._last_roots[destinations] = [order.root for order in orders]
+            nodes, index = self._index.node_of_host[sources], self._index
+            _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
+            first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
+            index.add_blocks(nodes[first], destinations[first])
+            self._pool.indexed[destinations[first]] = True
+            self.num_promoted += len(first)
+        self.host.pool.end_transfers(sources)
+        self._pool.end_transfers(destinations)
+
+    def demote(self, victims: Int32Array) -> Int32Array:
+        """Moves evicted blocks to the host tier, as far as it has room; answers those that are to be forgotten.
+
+        Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along.
+        """
+        index, host = self._index, self.host
+        hosts = index.host_of_node[index.node_of_block[victims]]
+        index.leave_device(victims[hosts > 0])
+        self.num_demoted += int(np.count_nonzero(hosts))
+        needy = victims[hosts == 0]
+        num_room = min(len(needy), host.pool.num_available) if self._for is not None else 0
+        if not num_room:
+            return needy
+        needy, lucky = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
+        copies = host.take(num_room, held=False)
+        nodes = index.node_of_block[lucky]  # now: making room in the host tier may have forgotten some
+        index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
+        host.pool.indexed[copies[nodes > 0]] = True
+        host.give_back(copies[nodes == 0])
+        lucky, copies = lucky[nodes > 0], copies[nodes > 0]
+        self.fill(lucky, copies)
+        index.leave_device(lucky)
+        self.num_demoted += len(lucky)
+        return needy
+
+    def end_session(self, owner: Owner, *, may_still_write: bool) -> tuple[Int32Array, list[Order]]:
+        """The session's orders will never be run, or are still being run: none counts.
+
+        Answers their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
+        """
+        orders = self.transfers.take(order.id for order in self.transfers.of(owner))
+        loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])
+        if may_still_write:
+            fills = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
+            self._pool.quarantine(loads, fences=NO_INT32)
+            self.host.quarantine(owner.session, _destinations(fills))
+        self.end(orders, ok=False)
+        return loads if may_still_write else NO_INT32, orders
+
+    def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[Order]:
+        owner = self._for
+        assert owner is not None, "an order without a call to tell it"
+        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
+        orders = [self.transfers.issue(kind, source, destination, owner, root) for source, destination in pairs]
+        self._told.extend(orders)
+        return orders
+
+    def _forget_hosts(self, hosts: Int32Array, why: MatchEnd) -> None:
+        """Host copies are gone, and with them what nothing else holds."""
+        lost = self._index.forget_hosts(hosts, why)
+        if len(lost):
+            num_freed = self._pool.unindex(lost)
+            if why is not MatchEnd.EXPIRED:
+                self._pool.num_evicted += num_freed
+            self._on_lost()
+
+
+def _sources(orders: list[Order]) -> Int32Array:
+    return np.array([order.source for order in orders], np.int32)
+
+
+def _destinations(orders: list[Order]) -> Int32Array:
+    return np.array([order.destination for order in orders], np.int32)

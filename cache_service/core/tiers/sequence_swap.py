@@ -1,0 +1,319 @@
+"""Sequences between the tiers: swapped out, swapped in, and started on blocks that only the host tier holds.
+
+Owns the moves under way. Rules: a swap takes all blocks of a sequence or changes nothing. The bytes are dropped last on
+either side: a sequence that is swapped out keeps its device blocks until its orders have completed, one that is swapped in
+keeps its host blocks until its loads have. Of a swap-out that failed the sequence is back on the device, untouched; of a
+swap-in, still in the host tier; of a start, its hit ends before the block that could not be loaded. A sequence changes its
+state only in a call of its own session, which is told of it there, so that no session acts on what it does not know.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..sequences.retention import drop_outside
+from ..sequences.session_state import Owner
+from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
+from .offload import Mover
+from .transfers import Move, Order
+
+if TYPE_CHECKING:
+    from ..tables.lifecycle import BlockTables
+
+
+AT_ONCE = 512  # orders, about a millisecond
+
+
+class Swapping:
+    """One pool's; there is none without a host tier."""
+
+    def __init__(self, tables: "BlockTables", mover: Mover) -> None:
+        self.mover = mover
+        self.host = mover.host
+        self.moves: dict[int, Move] = {}  # slot: a swap-out whose device blocks are still held, or a load
+        self.arrived: dict[int, list[Move]] = {}  # number of a session: moves to conclude in its next call
+        self.at_once = AT_ONCE  # reported orders that are ended with the call that reports them
+        self.num_swap_outs = 0
+        self.num_swap_ins = 0
+        self._tables = tables
+        self._caller: Owner | None = None
+        self._told: list[Order] = []
+        self._num_run = 0  # of them, by this service
+
+    # Calls
+
+    def begin(self, owner: Owner, told: list[Order]) -> None:
+        """A call of the session begins, which orders are to be told with. Without one nothing is demoted."""
+        self._caller, self._told, self._num_run = owner, told, 0
+        self.mover.begin(owner, told)
+
+    def finish(self, owner: Owner) -> None:
+        """The call is over."""
+        self.run_now(owner)
+        self._caller, self._told = None, []
+        self.mover.finish()
+
+    def run_now(self, owner: Owner) -> None:
+        """Where the cache service runs the session's orders, they are complete for whoever comes next."""
+        if owner.executor is Executor.CACHE and self._num_run < len(self._told):
+            ids = [order.id for order in self._told[self._num_run :]]
+            self._num_run = len(self._told)
+            self._end(self.mover.transfers.take(ids), ok=True)
+
+    def report(self, completed: Int64Array, failed: Int64Array) -> None:
+        """Orders have ended, as `Transfers.check_report` has allowed. Of many, some are left for `end_some`."""
+        self.mover.transfers.report(completed, failed)
+        self.end_some(self.at_once)
+
+    def end_some(self, max_orders: int) -> bool:
+        """What up to so many of the reported orders mean for blocks and sequences. Whether any are left."""
+        transfers = self.mover.transfers
+        while max_orders > 0 and (reported := transfers.take_reported(max_orders)) is not None:
+            orders, ok = reported
+            self._end(orders, ok=ok)
+            max_orders -= len(orders)
+        return transfers.has_reported
+
+    def wake(self, owner: Owner) -> list[int]:
+        """Concludes what has arrived for this session. Answers the slots that run from now on."""
+        arrived = self.arrived.pop(owner.number, [])
+        return [move.slot for move in arrived if not move.is_over and self._conclude(move)]
+
+    # Swapping out
+
+    def copies_of(self, owner: Owner, slot: int) -> tuple[Int64Array, Int32Array]:
+        """Table indices that have a block, and the host copy of each that may be shared, or 0.
+
+        A copy on its way is waited for only where this session makes it: of another's failure it would not be told.
+        """
+        table = self._tables.sequences.table(slot)
+        places = np.flatnonzero(table)
+        index = self._tables.index
+        hosts = index.host_of_node[index.node_of_block[table[places]]]
+        for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
+            if self.mover.fills[int(hosts[at])].owner is not owner:
+                hosts[at] = 0
+        for at in np.flatnonzero(hosts == 0).tolist() if self.mover.outs else ():
+            order = self.mover.outs.get(int(table[places[at]]))
+            if order is not None and order.owner is owner:
+                hosts[at] = order.destination
+        return places, hosts
+
+    def shortage(self, owner: Owner, slot: int) -> tuple[int, int]:
+        """(host blocks that a swap-out would take, those that there are)."""
+        _, hosts = self.copies_of(owner, slot)
+        return int(np.count_nonzero(hosts == 0)), self.host.pool.num_available - self.host.pool.num_revived(hosts)
+
+    def swap_out(self, owner: Owner, slot: int) -> bool:
+        """Moves a running sequence to the host tier; or answers False and changes nothing."""
+        seqs, index, host = self._tables.sequences, self._tables.index, self.host
+        num_missing, num_room = self.shortage(owner, slot)
+        if num_missing > num_room:
+            self._tables.counters.num_refusals += 1
+            return False
+        table = seqs.table(slot)
+        places, hosts = self.copies_of(owner, slot)
+        has_copy = hosts > 0
+        host.pool.acquire(hosts[has_copy])
+        hosts[~has_copy] = host.take(num_missing, held=True)
+        move = self.moves[slot] = Move(slot, owner, SequenceState.SWAPPED)
+        for block in hosts[has_copy & host.is_filling[hosts]].tolist():
+            self.mover.fills[block].add_waiter(move, 0)
+        blocks, copies = table[places][~has_copy], hosts[~has_copy]
+        nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten some
+        named = (nodes > 0) & (index.host_of_node[nodes] == 0)
+        index.add_hosts(nodes[named], copies[named])
+        host.pool.indexed[copies[named]] = True
+        for order in self.mover.fill(blocks, copies):
+            order.add_waiter(move, 0)
+            self.mover.outs.setdefault(order.source, order)
+        host_table = np.zeros(len(table), np.int32)
+        host_table[places] = hosts
+        host.tables[slot] = host_table
+        self._tables.unpublish(slot)
+        seqs.states[slot], seqs.keeps_table[slot] = SequenceState.SWAPPED, True
+        self._tables.progress.forget(slot)
+        self.num_swap_outs += 1
+        if not move.num_pending:
+            self._leave_device(move)
+        return True
+
+    def _leave_device(self, move: Move) -> None:
+        """All host copies are written: the device blocks are given up."""
+        self._end_move(move)
+        self._drop(move.owner, self._tables.sequences.table(move.slot))
+        self._tables.sequences.keeps_table[move.slot] = False
+
+    # Swapping in
+
+    def shortage_in(self, owner: Owner, slot: int, num_spare: int) -> tuple[int, int]:
+        """(device blocks that a swap-in would take, those that there are)."""
+        blocks, _ = self._present(owner, slot)
+        num_missing = int(np.count_nonzero((blocks == 0) & (self.host.tables[slot] > 0)))
+        pool = self._tables.pool
+        return num_missing, pool.num_available - pool.num_revived(blocks) - num_spare
+
+    def swap_in(self, owner: Owner, slot: int, num_spare: int) -> bool:
+        """Brings a swapped sequence back: it runs if nothing is to be loaded, else it loads. Or False, and nothing changed."""
+        seqs = self._tables.sequences
+        if seqs.keeps_table[slot]:
+            self._return_to_device(self.moves[slot])
+            self.num_swap_ins += 1
+            return True
+        num_missing, num_room = self.shortage_in(owner, slot, num_spare)
+        if num_missing > num_room and self._tables.pins_give_way(slot, num_missing - num_room, self._present(owner, slot)[0]):
+            num_missing, num_room = self.shortage_in(owner, slot, num_spare)
+        if num_missing > num_room:
+            self._tables.counters.num_refusals += 1
+            return False
+        blocks, joined = self._present(owner, slot)
+        hosts = self.host.tables[slot]
+        move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING)
+        seqs.states[slot] = SequenceState.LOADING
+        self._load(move, hosts, blocks, joined, np.flatnonzero((blocks == 0) & (hosts > 0)))
+        seqs.table(slot)[:] = blocks
+        if not move.num_pending:
+            self._conclude(move)
+        return True
+
+    def _present(self, owner: Owner, slot: int) -> tuple[Int32Array, list[tuple[Order, int]]]:
+        """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
+        hosts, index = self.host.tables[slot], self._tables.index
+        blocks = index.block_of_node[index.node_of_host[hosts]]
+        return blocks, self._join(owner, hosts, blocks, any_session=False)
+
+    # Starting
+
+    def join(self, owner: Owner, nodes: Int32Array, blocks: Int32Array) -> list[tuple[Order, int]]:
+        """Fills in the blocks [n] of nodes that are being loaded; answers the orders, each with its index."""
+        return self._join(owner, self._tables.index.host_of_node[nodes], blocks, any_session=True)
+
+    def start(self, owner: Owner, slot: int, nodes: Int32Array, blocks: Int32Array, joined: list[tuple[Order, int]]) -> None:
+        """Holds the hit of a start and fills in the blocks [n] that are to be loaded; the sequence is LOADING."""
+        hit_len = len(nodes) * self._tables.sequences.block_size
+        move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING, hit_len)
+        missing = np.flatnonzero(blocks == 0)
+        self._load(move, self._tables.index.host_of_node[nodes], blocks, joined, missing)
+
+    def _join(self, owner: Owner, hosts: Int32Array, blocks: Int32Array, *, any_session: bool) -> list[tuple[Order, int]]:
+        """Of a load that another session runs only a start may wait: a shorter hit is all that its failure means."""
+        joined: list[tuple[Order, int]] = []
+        if self.mover.loads:
+            any_session &= owner.executor is Executor.ENGINE  # who is answered at once waits for nobody
+            for at in np.flatnonzero((blocks == 0) & (hosts > 0)).tolist():
+                order = self.mover.loads.get(int(hosts[at]))
+                if order is not None and (any_session or order.owner is owner):
+                    blocks[at] = order.destination
+                    joined.append((order, at))
+        return joined
+
+    def _load(
+        self, move: Move, hosts: Int32Array, blocks: Int32Array, joined: list[tuple[Order, int]], missing: Int64Array
+    ) -> None:
+        """Holds blocks [n] of a table to come, and fills in and orders the missing ones from hosts [n]."""
+        self._tables.pool.acquire(blocks[blocks > 0])
+        for order, at in joined:
+            order.add_waiter(move, at)
+        if len(missing):
+            root = int(self._tables.sequences.roots[move.slot])
+            blocks[missing], orders = self.mover.load(hosts[missing], root)
+            for order, at in zip(orders, missing.tolist(), strict=True):
+                order.add_waiter(move, at)
+
+    # Ends
+
+    def release(self, owner: Owner, slot: int) -> None:
+        """A sequence that is swapped or loading ends. What is in flight for it goes on, for nobody."""
+        seqs = self._tables.sequences
+        if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
+            self._drop(owner, seqs.table(slot))
+            seqs.keeps_table[slot] = False
+        if slot in self.moves:
+            self._end_move(self.moves[slot])
+        if slot in self.host.tables:
+            self.host.let_go(slot)
+
+    def end_session(self, owner: Owner, *, may_still_write: bool) -> Int32Array:
+        """After its sequences were released: its orders have failed, for whoever waits. Answers blocks in quarantine."""
+        self.end_some(self.mover.transfers.num_issued)  # what was run before it ended was run
+        self.arrived.pop(owner.number, None)
+        blocks, orders = self.mover.end_session(owner, may_still_write=may_still_write)
+        self._tell_waiters(orders, ok=False)
+        return blocks
+
+    def end_quarantine(self, session: SessionId) -> None:
+        self.host.end_quarantine(session)
+
+    def _end(self, orders: list[Order], *, ok: bool) -> None:
+        self.mover.end(orders, ok=ok)
+        self._tell_waiters(orders, ok=ok)
+
+    def _tell_waiters(self, orders: list[Order], *, ok: bool) -> None:
+        for order in orders:
+            for move, table_idx in order.waiters:
+                move.num_pending -= 1
+                if move.is_over:
+                    continue
+                had_failed = move.failed_idx is not None
+                if not ok:
+                    move.failed_idx = table_idx if move.failed_idx is None else min(table_idx, move.failed_idx)
+                is_out = move.towards == SequenceState.SWAPPED
+                if (is_out and not ok and not had_failed) or (not move.num_pending and not is_out):
+                    self.arrived.setdefault(move.owner.number, []).append(move)
+                elif not move.num_pending and move.failed_idx is None:
+                    self._leave_device(move)
+
+    def _conclude(self, move: Move) -> bool:
+        """All that the move waited for has ended; or part of it has failed. Whether the sequence runs now."""
+        seqs, slot = self._tables.sequences, move.slot
+        if move.towards == SequenceState.SWAPPED:
+            self._return_to_device(move)
+            return True
+        self._end_move(move)
+        if move.hit_len is None:
+            if move.failed_idx is not None:
+                self._drop(move.owner, seqs.table(slot))
+                seqs.states[slot] = SequenceState.SWAPPED
+                return False
+            self.host.let_go(slot)
+            self.num_swap_ins += 1
+            self._run(move)
+            return True
+        hit_len = move.hit_len
+        if move.failed_idx is not None:
+            hit_len = move.failed_idx * seqs.block_size
+            self._drop(move.owner, seqs.table(slot)[move.failed_idx :])
+            seqs.num_reserved[slot] = hit_len
+        for column in (seqs.num_committed, seqs.num_reserved_before, seqs.num_hit):
+            column[slot] = hit_len
+        seqs.last_reserve_step[slot] = move.owner.step_id
+        self._tables.counters.num_hits += hit_len > 0
+        self._tables.counters.num_hit_tokens += hit_len
+        self._run(move)
+        return True
+
+    def _return_to_device(self, move: Move) -> None:
+        """A sequence that still has its device blocks runs on them again."""
+        self._end_move(move)
+        self._tables.sequences.keeps_table[move.slot] = False
+        self.host.let_go(move.slot)
+        self._run(move)
+
+    def _run(self, move: Move) -> None:
+        seqs = self._tables.sequences
+        seqs.states[move.slot] = SequenceState.RUNNING
+        self._tables.publish_again(move.owner, move.slot)
+        if seqs.num_retaining:  # what was committed meanwhile may have moved its window
+            drop_outside(self._tables, move.owner, np.array([move.slot]), told_now=True)
+
+    def _end_move(self, move: Move) -> None:
+        """From now on somebody may write the device blocks of a swap-out, so that its copies are shared no more."""
+        move.is_over = True
+        del self.moves[move.slot]
+        if self.mover.outs and move.towards == SequenceState.SWAPPED:
+            for block in self._tables.sequences.table(move.slot).tolist():
+                self.mover.outs.pop(block, None)
+
+    def _drop(self, owner: Owner, table: Int32Array) -> None:
+        """Gives up device blocks, deepest first; in a step of the session, that step does not touch them any more."""
+        owner.drop(self._tables.pool, table[table > 0][::-1], until=owner.step_id - (owner is self._caller))

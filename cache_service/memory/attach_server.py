@@ -1,0 +1,176 @@
+"""The attach socket: hands an arena to the process at the other end, and notices when that process or its mapping ends.
+
+Owns the listening socket and one connection per attached process. The kernel says who connects (SO_PEERCRED) and when it
+dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token and a newline, and gets one JSON line, with
+the arena's descriptor beside it and, where there is a host tier, that of its arena after it; an arena in CUDA memory has a
+handle in the line instead of a descriptor. The client keeps the connection
+open for as long as it maps them. So the end of the connection is the end of the mapping (forked children inherit both), and
+the pidfd is the end of the process that drives the session; a killed process shows both. Knows tokens and descriptors, not
+what a session is.
+"""
+
+import array
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvkeeper.service.listen import SocketLock
+
+from ..runtime.clock import Clock, within
+
+_HANDSHAKE_TIMEOUT = 5.0  # seconds
+_MAX_TOKEN_BYTES = 128
+_MAX_HANDSHAKES = 64  # connections that have not shown a token yet
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+class AttachRefused(Exception):
+    """The text is the refusal's reason, a name of capital letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a token is good for: descriptors to hand over, and whom to tell. Each callback comes at most once."""
+
+    fields: dict[str, object]  # the line that describes the arenas
+    descriptors: list[int]
+    on_process_end: Callable[[], None]
+    on_unmapped: Callable[[], None]
+    session_over: asyncio.Event  # set by the desk: the process is of no more interest
+
+
+class AttachDesk(Protocol):
+    """Decides about tokens."""
+
+    def redeem(self, token: str) -> Grant:
+        """Spends the token: from now on its session counts as attached. Raises AttachRefused."""
+
+
+class AttachServer:
+    """Serves the attach socket at path on the running loop. Raises AddressInUse."""
+
+    def __init__(self, path: Path, desk: AttachDesk, clock: Clock) -> None:
+        """clock: handshakes are timed by it, so that none is too slow because this service is."""
+        self.path = path
+        self._clock = clock
+        self._lock = SocketLock(path)
+        self._desk = desk
+        self._connections: set[asyncio.Task[None]] = set()
+        self._num_handshakes = 0
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        old_mask = os.umask(0o177)
+        try:
+            self._listener.bind(os.fspath(self.path))
+        finally:
+            os.umask(old_mask)
+        self._listener.listen(_MAX_HANDSHAKES)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        """Ends every connection and removes the socket. Nobody is told of the ends."""
+        tasks = [self._accepting, *self._connections]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+        self._lock.release()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # out of descriptors: those who hold them come first
+                await asyncio.sleep(0.1)
+                continue
+            if self._num_handshakes >= _MAX_HANDSHAKES:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._num_handshakes += 1
+            task = asyncio.create_task(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with contextlib.closing(connection), contextlib.suppress(ConnectionError):
+            try:
+                try:
+                    async with within(self._clock, _HANDSHAKE_TIMEOUT):
+                        token = await _read_token(connection)
+                finally:
+                    self._num_handshakes -= 1
+                process = _open_process(connection)
+            except (AttachRefused, TimeoutError) as error:
+                await _refuse(connection, str(error) or "TOO_SLOW")
+                return
+            try:
+                try:
+                    grant = self._desk.redeem(token)
+                except AttachRefused as error:
+                    await _refuse(connection, str(error))
+                    return
+                await _watch(connection, process, grant)
+            finally:
+                os.close(process)
+
+
+async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
+    """Hands the arena over, and stays until the mapping is gone and the process or the session too."""
+    loop = asyncio.get_running_loop()
+    over = grant.session_over
+
+    def end_process() -> None:
+        loop.remove_reader(process)
+        grant.on_process_end()
+        over.set()
+
+    loop.add_reader(process, end_process)
+    try:
+        answer = json.dumps(grant.fields).encode() + b"\n"
+        # One sendmsg on a fresh socket never blocks: its buffer is empty and larger than the line.
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", grant.descriptors))] if grant.descriptors else []
+        with contextlib.suppress(ConnectionError):
+            connection.sendmsg([answer], ancillary)
+            while await loop.sock_recv(connection, 4096):
+                pass  # nothing more is expected; what comes anyway means nothing
+        grant.on_unmapped()
+        connection.close()
+        await over.wait()
+    finally:
+        loop.remove_reader(process)
+
+
+async def _read_token(connection: socket.socket) -> str:
+    loop = asyncio.get_running_loop()
+    line = b""
+    while b"\n" not in line:
+        piece = await loop.sock_recv(connection, _MAX_TOKEN_BYTES)
+        line += piece
+        if not piece or len(line) > _MAX_TOKEN_BYTES:
+            raise AttachRefused("UNKNOWN_TOKEN")
+    return line.removesuffix(b"\n").decode("ascii", "replace")
+
+
+def _open_process(connection: socket.socket) -> int:
+    """A pidfd of the process at the other end, which must run as the same user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process_id, user_id, _ = _CREDENTIALS.unpack(raw)
+    if user_id != os.geteuid():
+        raise AttachRefused("FOREIGN_USER")
+    try:
+        return os.pidfd_open(process_id)
+    except OSError:  # it is gone already, or lives where this process cannot see it
+        raise AttachRefused("UNKNOWN_PROCESS") from None
+
+
+async def _refuse(connection: socket.socket, reason: str) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, json.dumps({"error": reason}).encode() + b"\n")

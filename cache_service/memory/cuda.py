@@ -1,0 +1,130 @@
+"""CudaArena: the memory of one pool on a CUDA device, an allocation of its own that other processes open by its handle.
+
+Owns the allocation. The cache service runs no kernels and holds no torch: its context on the device is all that it costs there
+beside the arena. Engines move blocks themselves; what is copied here is for clients without kernels, one call a block.
+
+Not yet run on a device.
+"""
+
+import itertools
+
+import numpy as np
+
+from kvkeeper.cuda.handle import ArenaHandle
+from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.sizes import size
+
+from ..core.values.types import Copies, TransferKind
+from .arena import Arena, ByteArray
+from .shared_memory import SharedMemoryArena, transfers_of
+
+_GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle shows all that is packed
+_HEADROOM = 64 << 20
+
+_generations = itertools.count(1)
+
+
+class CudaArena:
+    """[num_bytes] bytes on a device, all zero at first. Raises OutOfMemory, CudaError."""
+
+    def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._runtime, self._device = runtime, device
+        try:
+            self._pointer = runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY)
+        except CudaError as error:
+            if error.is_out_of_memory:
+                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device") from None
+            raise
+        try:
+            runtime.clear(device, self._pointer, num_bytes)
+            handle, offset = runtime.export(device, self._pointer)
+            uuid = runtime.device_uuids()[device]
+        except BaseException:
+            runtime.free(device, self._pointer)
+            raise
+        self._handle = ArenaHandle(uuid, handle, offset, num_bytes, next(_generations))
+
+    def fields(self) -> dict[str, object]:
+        """See Arena."""
+        return self._handle.as_fields()
+
+    def descriptors(self) -> list[int]:
+        """None: the handle says it all."""
+        return []
+
+    def read(self, first: int, num_bytes: int) -> bytes:
+        """See Arena."""
+        data = np.empty(num_bytes, np.uint8)
+        self._runtime.copy(self._device, data.ctypes.data, self._pointer + first, num_bytes)
+        return data.tobytes()
+
+    def write(self, first: int, data: bytes) -> None:
+        """See Arena."""
+        array = np.frombuffer(data, np.uint8)
+        self._runtime.copy(self._device, self._pointer + first, array.ctypes.data, len(data))
+
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
+        """See Arena."""
+        for kind, source, destination in transfers_of(copies):
+            assert hosts is not None, "a transfer without a host tier"
+            if kind == TransferKind.SWAP_OUT:
+                to, what = hosts[destination].ctypes.data, self._at(source, block_bytes)
+            else:
+                to, what = self._at(destination, block_bytes), hosts[source].ctypes.data
+            self._runtime.copy(self._device, to, what, block_bytes)
+        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
+            self._runtime.copy(self._device, self._at(destination, block_bytes), self._at(source, block_bytes), block_bytes)
+
+    def _at(self, block_id: int, block_bytes: int) -> int:
+        return self._pointer + block_id * block_bytes
+
+    def close(self, *, is_mapped: bool = False) -> None:
+        """See Arena. What others map must not be freed (CUDA says so): the end of this process gives it up then."""
+        if not is_mapped:
+            self._runtime.free(self._device, self._pointer)
+
+
+class PinnedArena(SharedMemoryArena):
+    """A host tier's arena whose pages copies to and from the device take as they are."""
+
+    def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
+        """Raises OutOfMemory, CudaError."""
+        super().__init__(num_bytes)
+        self._runtime, self._device, self._pinned = runtime, device, self.array.ctypes.data
+        try:
+            runtime.register_host(device, self._pinned, num_bytes)
+        except BaseException:
+            super().close()
+            raise
+
+    def close(self, *, is_mapped: bool = False) -> None:
+        """See Arena."""
+        self._runtime.unregister_host(self._device, self._pinned)
+        super().close(is_mapped=is_mapped)
+
+
+class CudaMemory:
+    """A device's memory, as pools take it. Raises CudaError where there is no such device."""
+
+    def __init__(self, runtime: CudaRuntime, device: int) -> None:
+        if device >= (count := len(runtime.device_uuids())):
+            raise CudaError("device_uuids", f"{count} CUDA devices are visible")
+        self._runtime, self._device = runtime, device
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
+        available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
+        if num_bytes > available:
+            raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")
+        memory_limit.require(num_host_bytes)
+
+    def allocate(self, num_bytes: int) -> Arena:
+        """Raises OutOfMemory."""
+        return CudaArena(self._runtime, self._device, num_bytes)
+
+    def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
+        """Raises OutOfMemory."""
+        return PinnedArena(self._runtime, self._device, num_bytes)

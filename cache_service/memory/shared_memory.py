@@ -1,0 +1,96 @@
+"""SharedMemoryArena: the memory of one pool on a CPU, a memfd that other processes map too.
+
+Owns the descriptor and this process's mapping. A memfd has no name, so nothing is left behind by a crash and no sweep or
+resource tracker can remove it; its pages are taken for real at once, so that a shortage is a refusal here and not a SIGBUS
+later. Knows blocks only as rows of bytes.
+"""
+
+import mmap
+import os
+import weakref
+
+import numpy as np
+
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.sizes import size
+
+from ..core.values.types import Copies, TransferKind
+from .arena import Arena, ByteArray
+
+
+class SharedMemoryArena:
+    """[num_bytes] bytes, all zero at first. Raises OutOfMemory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory_limit.require(num_bytes)
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+            self._mapping = mmap.mmap(self.descriptor, num_bytes)
+        except (OSError, OverflowError) as error:
+            os.close(self.descriptor)
+            raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
+        self.array: ByteArray = np.frombuffer(self._mapping, np.uint8)  # [num_bytes]
+        # Also for an arena that was made in a thread while whoever waited for it was cancelled.
+        self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
+
+    def blocks(self, num_blocks: int, block_bytes: int) -> ByteArray:
+        """[num_blocks, block_bytes], a view of the front of the arena."""
+        return self.array[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
+
+    def fields(self) -> dict[str, object]:
+        """See Arena."""
+        return {"kind": "memfd", "num_bytes": self.num_bytes}
+
+    def descriptors(self) -> list[int]:
+        """The memfd."""
+        return [self.descriptor]
+
+    def read(self, first: int, num_bytes: int) -> bytes:
+        """See Arena."""
+        return self.array[first : first + num_bytes].tobytes()
+
+    def write(self, first: int, data: bytes) -> None:
+        """See Arena."""
+        self.array[first : first + len(data)] = np.frombuffer(data, np.uint8)
+
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
+        """See Arena."""
+        blocks = self.blocks(self.num_bytes // block_bytes, block_bytes)
+        for kind, source, destination in transfers_of(copies):
+            assert hosts is not None, "a transfer without a host tier"
+            if kind == TransferKind.SWAP_OUT:
+                hosts[destination] = blocks[source]
+            else:
+                blocks[destination] = hosts[source]
+        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
+            blocks[destination] = blocks[source]
+
+    def close(self, *, is_mapped: bool = False) -> None:
+        """Gives up the memory here: unmapped when the last view is gone, kept by the system while others map it."""
+        del self.array, self._mapping
+        self._close_descriptor()
+
+
+def transfers_of(copies: Copies) -> list[tuple[int, int, int]]:
+    """(kind, source, destination) of each, as plain numbers."""
+    columns = (copies.transfer_kinds, copies.transfer_sources, copies.transfer_destinations)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+class SharedMemory:
+    """The machine's memory, as pools take it."""
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
+        memory_limit.require(num_bytes + num_host_bytes)
+
+    def allocate(self, num_bytes: int) -> Arena:
+        """Raises OutOfMemory."""
+        return SharedMemoryArena(num_bytes)
+
+    def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
+        """Raises OutOfMemory."""
+        return SharedMemoryArena(num_bytes)

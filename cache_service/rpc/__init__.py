@@ -1,0 +1,1 @@
+"""gRPC and protobuf of the cache service: methods, the step stream, statuses and conversions."""

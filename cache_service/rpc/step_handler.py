@@ -1,0 +1,156 @@
+"""The hot path: one Step in, one reply out, on raw bytes.
+
+Raw, because exactly once is a matter of bytes: a repeat of a request gets the recorded reply, and both are what travelled. The
+order within `apply` is the rule: state and reply are recorded before anything is awaited, so that whatever happens to the call
+afterwards, its repeat finds the step done; what it committed is published once the reply is on its way. Nothing here loops over
+items.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from google.protobuf.message import DecodeError
+
+from kvkeeper import tracing
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service.door import MAX_MESSAGE_BYTES
+
+from ..core.step.reply import copies_of
+from ..core.values.errors import CacheError, InvalidField, StreamReplaced
+from ..core.values.types import Executor
+from ..runtime.lease import SessionMode
+from ..runtime.session_manager import Keeper, LiveSession
+from .convert import sequences as convert
+from .methods import EOF
+
+_parse = pb.StepRequest.FromString
+_STEP = "kvkeeper.cache.v1.CacheService/Step"
+
+
+class StepStream:
+    """One StreamSteps call. It carries the steps of one session, that of its first message."""
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.live: LiveSession | None = None
+        self.error: CacheError | None = None  # why it was ended from outside
+        self._task = task
+
+    def end(self, error: CacheError) -> None:
+        """See keeper.Stream."""
+        self.error = error
+        self._task.cancel()
+
+
+class StepHandler:
+    """Step and StreamSteps."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._tracer = tracing.tracer()
+
+    async def step(self, raw: bytes) -> bytes:
+        """The unary call. Raises CacheError."""
+        live, reply = self.apply(raw)
+        live.pool.publish_soon()
+        return reply if isinstance(reply, bytes) else await reply
+
+    async def stream_steps(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Runs one stream until its client ends it. Raises CacheError: a failed step, or an end from outside."""
+        task = asyncio.current_task()
+        assert task is not None
+        stream = StepStream(task)
+        is_lost = True
+        try:
+            while (raw := await read()) is not EOF:
+                try:
+                    live, reply = self.apply(raw, stream.live)
+                    if stream.live is None:
+                        stream.live = live
+                        self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
+                    answer = reply if isinstance(reply, bytes) else await reply
+                except Exception:
+                    is_lost = False  # this service ends the stream; its client is there
+                    raise
+                await write(answer)
+                live.pool.publish_some()  # not before: what runs while the answer is written keeps it from being sent
+        except asyncio.CancelledError:
+            if stream.error is None:
+                raise  # the client is gone
+            is_lost = False
+            task.uncancel()
+            raise stream.error from None
+        finally:
+            if stream.live is not None:
+                self._keeper.lose_stream(stream.live, stream, with_grace=is_lost)
+
+    def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
+        """Applies one request, of the bound session if there is one; the reply is awaitable where copies take their time.
+
+        Raises CacheError, and then nothing has changed but the session's lease.
+        """
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise InvalidField("the message is too large", field="request", limit=MAX_MESSAGE_BYTES)
+        try:
+            request = _parse(raw)
+        except DecodeError:
+            raise InvalidField("the bytes are not a StepRequest", field="request") from None
+        if request.traceparent:
+            with self._span_of(request):
+                return self._apply(request, raw, bound)
+        return self._apply(request, raw, bound)
+
+    def _apply(
+        self, request: pb.StepRequest, raw: bytes, bound: LiveSession | None
+    ) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
+        live = self._keeper.require(request.session_id, request.epoch, published=False)
+        if live is not bound and bound is not None:
+            raise InvalidField("a stream carries the steps of one session", field="session_id")
+        if live.pool.copying is not None:
+            return live, self._apply_later(live.pool.copying, raw, live)
+        session = live.core
+        step_id, completed_step_id = request.step_id, request.completed_step_id
+        recorded = session.repeat_of(step_id, raw)
+        if recorded is not None:
+            return live, recorded
+        session.check_completed(step_id, completed_step_id)
+        batch = convert.step_batch(request)
+        mode = session.mode
+        session.use_mode(SessionMode.STEPS)
+        try:
+            reply = live.pool.manager.step(session.id, batch)
+        except Exception:
+            session.mode = mode
+            raise
+        answer = convert.step_response(reply, step_id, session.epoch, session.executor)
+        session.record(step_id, completed_step_id, raw, answer)
+        if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
+            copying = live.pool.copy(copies_of(reply))
+            if copying is not None:
+                return live, _after(copying, answer)
+        return live, answer
+
+    def _span_of(self, request: pb.StepRequest) -> AbstractContextManager[object]:
+        """Of a step that its engine traces, where this service is traced too. Raises InvalidField."""
+        if len(request.traceparent) > tracing.MAX_TRACEPARENT_CHARS:
+            text = f"traceparent: at most {tracing.MAX_TRACEPARENT_CHARS} characters"
+            raise InvalidField(text, field="traceparent", limit=tracing.MAX_TRACEPARENT_CHARS)
+        if self._tracer is None:
+            return nullcontext()
+        counts = {
+            "kvkeeper.step_id": request.step_id,
+            "kvkeeper.num_commits": len(request.commit_sequence_ids) // 8,
+            "kvkeeper.num_starts": len(request.start_sequence_ids) // 8,
+            "kvkeeper.num_reservations": len(request.reserve_sequence_ids) // 8,
+        }
+        return tracing.serving_step(self._tracer, _STEP, request.traceparent, counts)
+
+    async def _apply_later(self, copying: Awaitable[None], raw: bytes, live: LiveSession) -> bytes:
+        await asyncio.shield(copying)
+        _, reply = self.apply(raw, live)
+        return reply if isinstance(reply, bytes) else await reply
+
+
+async def _after(copying: Awaitable[None], answer: bytes) -> bytes:
+    await copying
+    return answer

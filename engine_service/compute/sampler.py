@@ -1,0 +1,239 @@
+"""Sampler: from a step's logits to one token per row.
+
+Vectorised over rows; a row's token is a function of its own logits, parameters, history and (seed, sample index,
+position), never of the rows beside it, so that a resumed or re-batched request continues as it would have. A row
+whose logits are not finite is reported, and the others are sampled: one request's failure is its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from kvkeeper.kernels.philox import uniforms
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
+
+from ..model.checkpoint.errors import SamplingParamsError
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row's next token is drawn; by default from the model's own distribution.
+
+    Attributes:
+        temperature: 0 to 100; 0: the likeliest token (greedy), and the filters below do not apply.
+        top_p: (0, 1], 1: off. top_k: >= 0, 0: off. min_p: [0, 1], 0: off. typical_p: (0, 1], 1: off.
+        repetition_penalty: > 0, 1: off; divides positive and multiplies negative logits of every token of prompt and
+            output (arXiv 1909.05858).
+        frequency_penalty, presence_penalty: -2 to 2, 0: off; subtracted per occurrence, and once, in the output.
+
+    Raises:
+        SamplingParamsError: out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 100, "0, or 0.001 to 100")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", 0 <= self.top_k < 2**31 and self.top_k == int(self.top_k), "an integer of at least 0")
+        self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
+        self._check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1")
+        self._check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
+        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
+
+    def _check(self, field: str, allowed: bool, text: str) -> None:  # comparisons with NaN are false, so it is refused
+        if not allowed:
+            raise SamplingParamsError(field, getattr(self, field), text)
+
+
+NEUTRAL = SamplingParams()
+GREEDY = SamplingParams(temperature=0)
+
+
+class Allowing(Protocol):
+    """Says which tokens may come next."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size]; none where nothing can."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRow:
+    """One row to sample.
+
+    Attributes:
+        seed: of the request, 0 <= seed < 2^64.
+        sample_idx: which of the request's n samples.
+        token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
+        num_prompt_tokens: how many of them are the prompt's.
+        num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
+        constraint: what may be drawn; None: any token.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_idx: int
+    token_ids: npt.NDArray[np.integer]
+    num_prompt_tokens: int
+    num_logprobs: int | None = None
+    constraint: Allowing | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """token_ids: int64 [S], meaningless in bad_rows (their logits were not finite) and stuck_rows (nothing may be drawn)."""
+
+    token_ids: npt.NDArray[np.int64]
+    bad_rows: tuple[int, ...]
+    stuck_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Tokens of S rows, still on the device of the logits: the host has not waited for them.
+
+    Attributes:
+        token_ids: int64 [S], meaningless where a row is not sound.
+        is_finite, can_go_on: bool [S]; sound is both. What can not go on may draw nothing.
+    """
+
+    token_ids: torch.Tensor
+    is_finite: torch.Tensor
+    can_go_on: torch.Tensor
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    """Draw one token per row, and wait for it; see draw."""
+    return taken(draw(logits, rows))[0]
+
+
+def taken(drawn: Drawn, *others: torch.Tensor) -> tuple[SampledTokens, list[npt.NDArray[np.int64]]]:
+    """The tokens on the host, and what else is wanted there, with one copy that waits for the device."""
+    columns = (drawn.token_ids, drawn.is_finite, drawn.can_go_on, *others)
+    flat = torch.cat([column.long() for column in columns]).cpu().numpy()
+    token_ids, is_finite, can_go_on, *rest = np.split(flat, np.cumsum([len(column) for column in columns])[:-1])
+    bad, stuck = np.flatnonzero(is_finite == 0), np.flatnonzero((is_finite == 1) & (can_go_on == 0))
+    return SampledTokens(token_ids, tuple(bad.tolist()), tuple(stuck.tolist())), rest
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
+    """Draw one token per row.
+
+    Args:
+        logits: float32 [S, V], not changed. -inf is a token that must not be drawn.
+        rows: S of them, in the order of the logits.
+    """
+    assert logits.shape[0] == len(rows), "one row per row of logits"
+    is_finite = torch.isfinite(logits.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
+    logits = apply_penalties(logits, rows)
+    constrained = _apply_constraints(logits, rows)
+    can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf
+    logits = _with_sound_rows(constrained, is_finite & can_go_on)
+    greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
+    if greedy.all():
+        return Drawn(logits.argmax(dim=1), is_finite, can_go_on)
+    picked = np.flatnonzero(~greedy)
+    chosen = [rows[index] for index in picked.tolist()]
+    where = None if len(picked) == len(rows) else _at(logits, picked)
+    own = logits if where is None else logits[where]
+    drawn = sample_rows(own, _tensors(chosen, logits), _at(logits, _uniforms(chosen)))
+    if where is not None:
+        drawn = logits.argmax(dim=1).index_copy_(0, where, drawn)
+    return Drawn(drawn, is_finite, can_go_on)
+
+
+def _with_sound_rows(logits: torch.Tensor, is_sound: torch.Tensor) -> torch.Tensor:
+    """Rows from which anything can be drawn, where what is drawn from the others means nothing."""
+    if logits.is_cpu and bool(is_sound.all()):
+        return logits
+    return torch.where(is_sound[:, None], logits, 0.0)
+
+
+def _at(logits: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
+    """The array on the logits' device."""
+    return torch.from_numpy(array).to(logits.device, non_blocking=True)
+
+
+def _tensors(rows: Sequence[SamplingRow], logits: torch.Tensor) -> SamplingTensors:
+    def column(field: str) -> torch.Tensor:
+        return _at(logits, np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
+
+    return SamplingTensors(column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p"))
+
+
+def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
+    return uniforms(
+        np.array([row.seed for row in rows], dtype=np.uint64),
+        np.array([row.sample_idx for row in rows], dtype=np.uint64),
+        np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
+    )
+
+
+def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Penalised logits: a copy if any row has a penalty. Tokens outside the vocabulary are not in the history."""
+    repeated = [index for index, row in enumerate(rows) if row.params.repetition_penalty != 1]
+    counted = [index for index, row in enumerate(rows) if row.params.frequency_penalty or row.params.presence_penalty]
+    if not repeated and not counted:
+        return logits
+    logits = logits.clone()
+    flat, vocab_size = logits.view(-1), logits.shape[1]
+    if repeated:
+        cells, owners = _history_cells(rows, repeated, vocab_size, with_prompt=True)
+        penalties = np.array([rows[index].params.repetition_penalty for index in repeated], np.float32)
+        penalty, where = _at(logits, penalties[owners]), _at(logits, cells)
+        seen = flat[where]
+        flat[where] = torch.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
+    if counted:
+        cells, owners = _history_cells(rows, counted, vocab_size, with_prompt=False)
+        named, counts = np.unique(cells, return_counts=True)
+        params = [rows[index].params for index in (named // vocab_size).tolist()]
+        frequency = np.array([own.frequency_penalty for own in params], np.float32)
+        presence = np.array([own.presence_penalty for own in params], np.float32)
+        flat[_at(logits, named)] -= _at(logits, (frequency * counts + presence).astype(np.float32))
+    return logits
+
+
+def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits with -inf for what must not be drawn: a copy if any row is constrained."""
+    constrained = [index for index, row in enumerate(rows) if row.constraint is not None]
+    if not constrained:
+        return logits
+    logits = logits.clone()
+    for index in constrained:
+        constraint = rows[index].constraint
+        assert constraint is not None
+        try:
+            allowed = constraint.allowed()
+        except Exception:  # its request's fault alone: it may draw nothing
+            log.exception("constraint_failed")
+            allowed = np.zeros(logits.shape[1], np.bool_)
+        logits[index].masked_fill_(_at(logits, ~allowed), -torch.inf)
+    return logits
+
+
+def _history_cells(
+    rows: Sequence[SamplingRow], picked: Sequence[int], vocab_size: int, *, with_prompt: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Cells of the flat logits that the histories of some rows name, and for each the index into `picked`."""
+    histories = [rows[i].token_ids[0 if with_prompt else rows[i].num_prompt_tokens :] for i in picked]
+    starts = np.asarray(picked, dtype=np.int64) * vocab_size
+    cells = np.concatenate([history + start for history, start in zip(histories, starts, strict=True)])
+    owners = np.repeat(np.arange(len(picked)), [len(history) for history in histories])
+    return cells.astype(np.int64), owners

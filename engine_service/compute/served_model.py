@@ -1,0 +1,184 @@
+"""ServedModel: all that the service needs to know of a model, whatever kind it is.
+
+Loads a Hugging Face folder, or takes the hash toy, and says what identifies its KV: name, revision (SHA-256 over config
+and weights), shape, rope parameters, window. The tokenizer is not part of that: it does not change what KV means.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.kernels.layout import KvLayout
+
+from ..config import HASH_TOY, EngineConfig
+from ..model.checkpoint.digest import weights_digest
+from ..model.checkpoint.errors import ModelError, NoDeviceError, UnsupportedModelError
+from ..model.checkpoint.json_fields import CONFIG_FILE
+from ..model.checkpoint.json_file import read_json_object
+from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.config import ModelConfig, is_native, parse_model_config
+from ..model.decoder import Decoder
+from ..model.dtype_name import DtypeChoice
+from ..model.hash_toy import HashToyConfig, HashToyRunner
+from ..model.loader import load_model
+from ..model.transformers_model import load_transformers_model
+from ..outputs.model_text import ModelText
+from ..outputs.tokenizer import Tokenizer
+from .model_runner import Model, ModelRunner, Runner, kv_layout_of
+from .sampler import NEUTRAL, SamplingParams
+from .sampling_defaults import read_sampling_defaults
+
+_KV_DTYPES = {
+    torch.float16: pb.KV_DTYPE_FLOAT16,
+    torch.bfloat16: pb.KV_DTYPE_BFLOAT16,
+    torch.float32: pb.KV_DTYPE_FLOAT32,
+}
+
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model. layout takes the block size, make_runner puts the model on a view of an arena."""
+
+    model_id: str
+    revision: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    max_len: int
+    compute_dtype: str
+    text: ModelText
+    layout: Callable[[int], KvLayout]
+    make_runner: Callable[[torch.Tensor, KvLayout], Runner]
+    sliding_window: int = 0
+    rope_parameters: str = ""
+    sampling_defaults: SamplingParams = NEUTRAL  # where a request names no field
+    refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
+    device: torch.device = _CPU
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence."""
+        return self.text.tokenizer.eos_ids if self.text.tokenizer else frozenset()
+
+    def kv_spec(self, block_size: int) -> pb.KvSpec:
+        """What must be equal for another engine to share this one's KV."""
+        layout = self.layout(block_size)
+        return pb.KvSpec(
+            model_id=self.model_id,
+            revision=self.revision,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            kv_dtype=_KV_DTYPES[layout.dtype],
+            block_size=block_size,
+            layout=pb.KV_LAYOUT_BLOCK_MAJOR,
+            sliding_window=self.sliding_window,
+            rope_parameters=self.rope_parameters,
+            compute_dtype=self.compute_dtype,
+            tensor_parallel_size=1,
+        )
+
+
+def load_served_model(config: EngineConfig) -> ServedModel:
+    """Load what --model names. Raises ModelError."""
+    if config.model == HASH_TOY:
+        return _hash_toy()
+    folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    device = _device_of(config)
+    progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
+    raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    if _needs_library(raw):
+        model = load_transformers_model(folder, raw["model_type"], dtype, device=device, progress=progress)
+        return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
+    decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
+    ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
+    return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
+
+
+def _needs_library(raw: dict[str, Any]) -> bool:
+    """Whether transformers computes the model: its family is not native, or its config asks for what the decoder has not."""
+    if raw.get("model_type") is None:
+        return False
+    if not is_native(raw["model_type"]):
+        return True
+    try:
+        parse_model_config(raw)
+    except UnsupportedModelError as error:
+        return error.feature != "quantization_config" and find_spec("transformers") is not None
+    except ModelError:
+        return False  # which loading says better
+    return False
+
+
+def _device_of(config: EngineConfig) -> torch.device:
+    """Raises NoDeviceError where torch does not see it."""
+    device = torch.device(config.device)
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        raise NoDeviceError(config.device, count)
+    return device
+
+
+def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters: int, rope_parameters: str) -> ServedModel:
+    config, dtype = model.config, model.dtype
+    architectures = raw.get("architectures") or [raw.get("model_type")]
+    return ServedModel(
+        model_id=folder.name,
+        revision=weights_digest(folder),
+        architecture=str(architectures[0]),
+        num_parameters=num_parameters,
+        vocab_size=config.vocab_size,
+        max_len=config.max_position,
+        compute_dtype=str(dtype).removeprefix("torch."),
+        text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
+        layout=lambda block_size: kv_layout_of(config, dtype, block_size),
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
+        sliding_window=max((window or 0 for window in config.windows), default=0),
+        rope_parameters=rope_parameters,
+        sampling_defaults=read_sampling_defaults(folder),
+        refuses_retention=_refuses_retention(model),
+        device=model.device,
+    )
+
+
+def _refuses_retention(model: Model) -> str:
+    """It takes a query that is rotated a second time, and a model that lets a query see all that there is."""
+    if not isinstance(model, Decoder):
+        return "a model that the transformers library runs"
+    return "a model with windows of its own" if any(model.config.windows) else ""
+
+
+def _hash_toy() -> ServedModel:
+    config = HashToyConfig()
+    return ServedModel(
+        model_id=HASH_TOY,
+        revision="1",
+        architecture="HashToy",
+        num_parameters=0,
+        vocab_size=config.vocab_size,
+        max_len=config.max_position,
+        compute_dtype="uint64",
+        text=ModelText(None),
+        layout=config.kv_layout,
+        make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout),
+    )
+
+
+def _num_parameters(folder: Path, config: ModelConfig) -> int:
+    """Elements of the weight files; what is tied counts once, also where old files hold it twice."""
+    return sum(
+        num_elements
+        for name, num_elements, _ in tensor_sizes(list_weight_files(folder))
+        if not (name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings))
+    )

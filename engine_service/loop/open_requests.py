@@ -1,0 +1,190 @@
+"""OpenRequests: the requests under way, from submit to the last piece that their clients get.
+
+Owns who is open and what their streams have not been told yet. Hands the scheduler their sequences, and turns what a step has
+computed into tokens, ends and failures, each of one request alone. Called from the loop's task and, between its turns, by the
+tasks that submit and cancel; knows neither the session nor the device.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from ..compute.step_compute import Computed, StepRows
+from ..outputs.beam_search import Candidates
+from ..outputs.generation import Generation
+from ..scheduler.plan import Limits, Work
+from ..scheduler.scheduler import Scheduler
+from ..values.errors import DuplicateRequest, NeverFits, QueueFull, Refusal, RequestFailed, UnknownRequest
+from ..values.request import Int32Array, Request, Sequence, SequenceState
+from .stats import EngineStats
+from .tracing import EngineTracing
+
+log = structlog.get_logger()
+
+
+class OpenRequests:
+    """See the module."""
+
+    def __init__(
+        self, scheduler: Scheduler, stats: EngineStats, tracing: EngineTracing, max_waiting: int, wake_up: Callable[[], None]
+    ) -> None:
+        """wake_up: tells the loop that there is something new."""
+        self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
+        self._scheduler, self._stats, self._tracing = scheduler, stats, tracing
+        self._max_waiting, self._wake_up = max_waiting, wake_up
+        self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
+        self._closed: list[Generation] = []
+        self._news: dict[Generation, None] = {}  # those whose pieces are not delivered yet
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request, or refuse it; no other task comes between check and queueing."""
+        request = generation.request
+        max_len = self._scheduler.limits.max_len_of(request.retention)
+        if request.request_id in self.generations:
+            raise DuplicateRequest("a live request has this id")
+        if request.max_len > max_len:
+            text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
+            raise NeverFits(bounded(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
+        if request.num_rows > (limit := self._scheduler.limits.num_rows):
+            text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
+            raise NeverFits(text, requested=request.num_rows, limit=limit)
+        if self._scheduler.num_waiting >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
+        generation.on_close = self._note_close
+        self.generations[request.request_id] = self._by_request[request] = generation
+        self._scheduler.add(request, time.monotonic())
+        self._tracing.begin(generation)
+        self._wake_up()
+
+    def cancel(self, request_id: str) -> None:
+        """End an open request: its stream is told at once, its blocks go back with the next step."""
+        if request_id not in self.generations:
+            raise UnknownRequest("no live request has this id")
+        self.generations[request_id].cancel()
+
+    def fail_all(self, refusal: Refusal) -> None:
+        """End all open requests. While there is a session, their blocks go back with the next step."""
+        for generation in list(self.generations.values()):
+            generation.fail(refusal)
+
+    def rows(self, work: Work) -> StepRows:
+        """How each of the step's tokens is drawn, and what each search has of its lists."""
+        drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
+        sampled = [
+            self._by_request[sequence.request].sampling_row(sequence.index, tokens)
+            for sequence, tokens in zip(drawing, self._scheduler.histories(work), strict=True)
+        ]
+        tokens_of = self._scheduler.tokens_of
+        searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
+        return StepRows(sampled, searched)
+
+    def progress(self) -> dict[Generation, tuple[int, int]]:
+        """Of each request that runs, what grows while it does: tokens taken, and tokens computed of what runs of it."""
+        num_computed, found = self._scheduler.running.num_computed, {}
+        for generation in self.generations.values():
+            sequences = generation.request.sequences
+            rows = [each.row for each in sequences if each.state is SequenceState.RUNNING and each.row is not None]
+            if rows:
+                found[generation] = (generation.num_taken, int(num_computed[rows].sum()))
+        return found
+
+    def may_guess(self, sequence: Sequence) -> bool:
+        """Whether guessed tokens may be checked for it."""
+        generation = self._by_request.get(sequence.request)
+        return generation is not None and generation.is_open and not generation.constraints and generation.search is None
+
+    def emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
+        """Take the tokens over, as text for the streams. Answers those that each of work.sampled got."""
+        if computed is None:
+            for sequence in self._scheduler.running.at(work.rows):
+                self.fail(sequence.request, RequestFailed("the forward pass failed"))
+            self._scheduler.fail(work)
+            return []
+        taken = self._scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
+        for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
+            if (generation := self._by_request.get(score.sequence.request)) is not None:
+                generation.take_prompt_logprobs(score.first_position, found)
+        self._stats.count_step(work, taken)
+        row = 0
+        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
+            self._take_tokens(sequence, token_ids.tolist(), row, computed)
+            row += len(guesses) + 1
+        for sequence, candidates in zip(work.searched, computed.candidates, strict=True):
+            self._take_candidates(sequence, candidates)
+        for index in computed.broken:
+            self.fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
+        self._stats.note_times()
+        return taken
+
+    def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
+        """One sequence's next tokens, drawn from first_row on."""
+        generation = self._by_request.get(sequence.request)
+        if generation is None:
+            return  # it ended while this was computed
+        for row, token_id in enumerate(token_ids, first_row):
+            if row in computed.sampled.bad_rows:
+                generation.fail(RequestFailed("the logits are not finite"))
+            elif row in computed.sampled.stuck_rows:
+                generation.fail_stuck(sequence.index)
+            if not generation.is_open:
+                continue
+            self._news[generation] = None
+            self._stats.time_token(generation, sequence.index)
+            if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
+                self._scheduler.end(sequence)
+                break
+
+    def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
+        """What may follow a list of a search. Once that is known of all its lists, the likeliest go on."""
+        generation = self._by_request.get(sequence.request)
+        if generation is None or not generation.is_open:
+            return None
+        if candidates is None:
+            return generation.fail(RequestFailed("the logits are not finite"))
+        branches = generation.take_candidates(sequence.index, candidates)
+        if branches is not None:
+            self._news[generation] = None
+            self._stats.time_token(generation, 0)
+        if branches:
+            self._stats.num_new_tokens += len(branches)
+            self._scheduler.branch(generation.request, branches)
+        return None
+
+    def deliver(self) -> None:
+        """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
+        for generation in self._news:
+            generation.deliver()
+        self._news.clear()
+
+    def end_closed(self) -> None:
+        """Sequences of requests that ended give their blocks back; a failed one's last work is not to be shared."""
+        for generation in self._closed:
+            for sequence in generation.request.sequences:
+                if sequence.state is not SequenceState.ENDED:
+                    self._scheduler.end(sequence, discard=generation.has_failed)
+            del self._by_request[generation.request]
+        self._closed.clear()
+
+    def fail(self, request: Request, refusal: Refusal) -> None:
+        """End one request with an error, if it is open still."""
+        if (generation := self._by_request.get(request)) is not None:
+            generation.fail(refusal)
+
+    def _note_close(self, generation: Generation) -> None:
+        """A request ended, in a step or outside of one."""
+        del self.generations[generation.request.request_id]
+        if generation.timer is not None:
+            generation.timer.cancel()
+        self._stats.count_end(generation)
+        self._tracing.end(generation)
+        log.info("request_ended", **generation.summary())
+        self._closed.append(generation)
+        self._wake_up()
+
+
+def bounded(text: str, limits: Limits, request: Request) -> str:
+    """A refusal of too many tokens, with what bounds them."""
+    bound = limits.bound_of(request.retention)
+    return f"{text}: {bound}" if bound else text

@@ -1,0 +1,93 @@
+"""EngineStats: sums over the engine's life, for GetStats and the metrics. What is true now is asked of the scheduler."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..outputs.generation import Generation
+from ..scheduler.plan import Work
+from ..values.request import FinishReason, Int32Array, RequestState
+from .timings import TOKEN_BOUNDS, Histogram, Timings
+
+_NUM_STEPS = 256
+
+
+class EngineStats:
+    """Counts; names are the protocol's."""
+
+    def __init__(self) -> None:
+        self.started_at = time.monotonic()
+        self.num_completed_requests = 0
+        self.num_failed_requests = 0
+        self.num_cancelled_requests = 0
+        self.num_ended: Counter[FinishReason] = Counter()
+        self.num_cached_tokens = 0
+        self.num_prefill_tokens = 0
+        self.num_new_tokens = 0
+        self.num_steps = 0
+        self.num_copied_blocks = 0
+        self.first_token = Timings()
+        self.between_tokens = Timings()
+        self.requests = Timings()
+        self.prompt_lens = Histogram(TOKEN_BOUNDS)  # of requests that ended
+        self.output_lens = Histogram(TOKEN_BOUNDS)  # of all their continuations together
+        self.steps = Timings()
+        self.cache_waits = Timings()
+        self._first: list[float] = []
+        self._between: list[float] = []
+        self._recent: deque[tuple[int, int, float, float]] = deque(maxlen=_NUM_STEPS)  # sequences, tokens, seconds, waited
+
+    def count_step(self, work: Work, taken: Sequence[Int32Array]) -> None:
+        """A step that was computed, and the tokens that each of work.sampled got."""
+        self.num_steps += 1
+        self.num_new_tokens += sum(len(token_ids) for token_ids in taken)
+        self.num_copied_blocks += len(work.copies)
+        self.num_prefill_tokens += work.num_prompt_tokens
+
+    def time_token(self, generation: Generation, index: int) -> None:
+        """A continuation got a token now."""
+        now, times = time.monotonic(), generation.last_token_at
+        if index in times:
+            self._between.append(now - times[index])
+        elif not times:
+            self._first.append(now - generation.started_at)
+            generation.first_token_at = now
+        times[index] = now
+
+    def note_times(self) -> None:
+        """At the end of a step: all its tokens at once, see Timings."""
+        self.first_token.take(self._first)
+        self.between_tokens.take(self._between)
+        self._first.clear()
+        self._between.clear()
+
+    def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:
+        """How long a turn that computed something took, and how much of that it waited for the cache service."""
+        self.steps.take(seconds)
+        self.cache_waits.take(cache_wait_seconds)
+        self._recent.append((len(work.rows), int(work.num_new.sum()), seconds, cache_wait_seconds))
+
+    def count_end(self, generation: Generation) -> None:
+        """A request that ended."""
+        state = generation.state
+        self.num_completed_requests += state is RequestState.COMPLETED
+        self.num_failed_requests += state is RequestState.FAILED
+        self.num_cancelled_requests += state is RequestState.CANCELLED
+        self.num_cached_tokens += generation.request.num_hit_tokens or 0
+        self.num_ended[generation.finish_reason] += 1
+        self.prompt_lens.take(np.array([len(generation.request.prompt)], np.float64))
+        self.output_lens.take(np.array([generation.usage.new_tokens], np.float64))
+        self.requests.take(time.monotonic() - generation.started_at)
+
+    def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:
+        """Of the latest steps; names are the protocol's. All 0 before the first."""
+        count = max(len(self._recent), 1)
+        columns = list(zip(*self._recent, strict=True)) or [(0,)] * 4
+        sequences, tokens, seconds, waited = (sum(column) for column in columns)
+        return {
+            "batch_utilization": sequences / count / max_sequences,
+            "token_budget_utilization": tokens / count / token_budget,
+            "cache_wait_share": waited / seconds if seconds else 0.0,
+        }

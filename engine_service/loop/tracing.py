@@ -1,0 +1,157 @@
+"""EngineTracing: the spans of requests, and of some of the steps that compute for them.
+
+A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
+every step would say little and cost much: a step has one when a traced request starts with it, and every 64th has. It is part
+of the trace of the first such request in it, links to the others, and goes to the cache service with the step. Without a tracer
+no request is traced, and each call ends at its first look.
+"""
+
+import time
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvkeeper import tracing
+
+from ..outputs.generation import Generation
+from ..scheduler.plan import Plan
+from ..scheduler.state.running import RunningSequences
+from ..values.request import Request, Sequence
+from .step_worker import InFlight
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_EVERY = 64  # steps
+_MOST_LINKS = 32
+
+
+@dataclass(slots=True)
+class _Traced:
+    """One open request."""
+
+    span: "Span"
+    clock: tracing.Clock
+    started_at: float | None = None  # of time.monotonic, when it left the queue
+
+
+class EngineTracing:
+    """See the module. All calls come from the engine's loop."""
+
+    def __init__(self, tracer: "Tracer | None", model_id: str = "") -> None:
+        self._tracer = tracer
+        self._model_id = model_id
+        self._requests: dict[Request, _Traced] = {}
+        self._steps: dict[int, tuple[Span, tracing.Clock]] = {}  # by step id, while they compute
+        self._num_steps = 0
+        self._num_waiting = 0  # traced requests that have computed nothing yet
+
+    def begin(self, generation: Generation) -> None:
+        """A request was queued; its caller's span is the current one."""
+        if self._tracer is None:
+            return
+        request, params = generation.request, generation.params
+        attributes: dict[str, str | int | float] = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "kvkeeper",
+            "gen_ai.request.model": self._model_id,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.max_tokens": request.max_new_tokens,
+            "gen_ai.request.choice.count": generation.num_told,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k,
+        }
+        if generation.session_id:
+            attributes["gen_ai.conversation.id"] = generation.session_id
+        clock = tracing.Clock()
+        name = f"text_completion {self._model_id}"
+        span = self._tracer.start_span(name, attributes=attributes, start_time=clock.began_ns)
+        if span.is_recording():
+            self._requests[request] = _Traced(span, clock)
+            self._num_waiting += 1
+
+    def end(self, generation: Generation) -> None:
+        """A request ended, however it did."""
+        traced = self._requests.pop(generation.request, None)
+        if traced is None:
+            return
+        self._num_waiting -= traced.started_at is None
+        span, usage = traced.span, generation.usage
+        for name, at in (("kvkeeper.started", traced.started_at), ("kvkeeper.first_token", generation.first_token_at)):
+            if at is not None:
+                span.add_event(name, timestamp=traced.clock.ns(at))
+        if traced.started_at is not None:
+            span.set_attribute("kvkeeper.queue_seconds", traced.started_at - generation.started_at)
+        if generation.first_token_at is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", generation.first_token_at - generation.started_at)
+        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", usage.new_tokens)
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+        span.set_attribute("kvkeeper.num_preemptions", usage.num_preemptions)
+        span.set_attribute("gen_ai.response.finish_reasons", [reason.name.lower() for reason in generation.finish_reasons])
+        if generation.refusal is not None:
+            tracing.fail(span, generation.refusal.reason)
+        span.end(traced.clock.ns())
+
+    def within(self, request: Request) -> AbstractContextManager[object]:
+        """Calls made meanwhile are made for the request."""
+        traced = self._requests.get(request)
+        return nullcontext() if traced is None else tracing.within(traced.span)
+
+    def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
+        """A plan is about to be sent. Its trace context; empty where the step is not traced."""
+        if not self._requests:
+            return ""
+        self._num_steps += 1
+        starting = [sequence for sequence in plan.started if self._is_new(sequence)]
+        if not starting and self._num_steps % _EVERY:
+            return ""
+        traced = [self._requests[request].span for request in self._requests_of((*starting, *running.at(plan.reserve_rows)))]
+        if not traced or self._tracer is None:
+            return ""
+        links = [tracing.link_to(span) for span in traced[1 : 1 + _MOST_LINKS]]
+        clock = tracing.Clock()
+        span = self._tracer.start_span("step", tracing.context_with(traced[0]), links=links, start_time=clock.began_ns)
+        span.set_attribute("kvkeeper.step_id", step_id)
+        self._steps[step_id] = span, clock
+        return tracing.traceparent_of(span)
+
+    def note_computing(self, sequences: SequenceOf[Sequence]) -> None:
+        """Who computes now; some for the first time."""
+        if not self._num_waiting:
+            return
+        for sequence in sequences:
+            traced = self._requests.get(sequence.request)
+            if traced is not None and traced.started_at is None:
+                traced.started_at = time.monotonic()
+                self._num_waiting -= 1
+
+    def end_step(self, flight: InFlight) -> None:
+        """A step's work was computed."""
+        if flight.step_id not in self._steps:
+            return
+        (span, clock), work = self._steps.pop(flight.step_id), flight.work
+        span.set_attribute("kvkeeper.num_sequences", len(work.rows))
+        span.set_attribute("kvkeeper.num_tokens", int(work.num_new.sum()))
+        span.set_attribute("kvkeeper.num_prompt_tokens", work.num_prompt_tokens)
+        span.set_attribute("kvkeeper.num_preempted", len(work.news.preempted))
+        span.set_attribute("kvkeeper.compute_seconds", flight.seconds)
+        span.set_attribute("kvkeeper.cache_wait_seconds", flight.cache_wait_seconds)
+        span.end(clock.ns())
+
+    def drop_steps(self) -> None:
+        """The session is gone, and with it what it computed."""
+        for span, clock in self._steps.values():
+            tracing.fail(span, "SESSION_LOST")
+            span.end(clock.ns())
+        self._steps.clear()
+
+    def _is_new(self, sequence: Sequence) -> bool:
+        traced = self._requests.get(sequence.request)
+        return traced is not None and traced.started_at is None
+
+    def _requests_of(self, sequences: SequenceOf[Sequence]) -> list[Request]:
+        """Traced ones, each once."""
+        return list({sequence.request: None for sequence in sequences if sequence.request in self._requests})

@@ -1,0 +1,4 @@
+"""A Hugging Face folder on disk: JSON files, safetensors, and the digest that names the weights.
+
+Reads files, unpickles nothing.
+"""

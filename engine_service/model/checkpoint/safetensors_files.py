@@ -1,0 +1,87 @@
+"""Which weight files a model folder has, and reading tensors from them. Only safetensors: nothing is ever unpickled."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from .errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
+from .json_file import read_json_object
+
+if TYPE_CHECKING:
+    import torch  # asked for headers alone, this file does without: torch takes seconds to import
+
+_ITEM_BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def list_weight_files(folder: Path) -> tuple[Path, ...]:
+    """The folder's safetensors files, by name: those that the index names, or the single one.
+
+    Raises:
+        ModelFileMissingError: no folder, no weights, or a shard that the index names is absent.
+        UnsupportedModelError: only pickled weights (.bin, .pt).
+        ModelConfigError: the index is malformed.
+    """
+    if not folder.is_dir():
+        raise ModelFileMissingError(f"model folder {folder}")
+    if (folder / _SINGLE).is_file():
+        return (folder / _SINGLE,)
+    if not (folder / _INDEX).is_file():
+        pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
+        if pickled:
+            raise UnsupportedModelError("weight format", pickled[0], "safetensors (nothing is unpickled)")
+        raise ModelFileMissingError(str(folder / _SINGLE))
+    weight_map = read_json_object(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelConfigError(_INDEX, "weight_map must be an object that names files")
+    names = set(weight_map.values())
+    for name in names:  # a plain name: an index must not lead out of its folder
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelConfigError(_INDEX, f"weight_map names {name!r}, not a safetensors file of the folder")
+        if not (folder / name).is_file():
+            raise ModelFileMissingError(str(folder / name))
+    return tuple(folder / name for name in sorted(names))
+
+
+def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.Tensor"]]:
+    """Yield (file name, tensor name, tensor), one tensor in memory at a time.
+
+    Raises:
+        WeightsError: a file is truncated, has a damaged header, or cannot be read.
+    """
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield path.name, name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
+
+
+class TensorSize(NamedTuple):
+    """What a file's header says of one tensor."""
+
+    name: str
+    num_elements: int
+    num_bytes: int  # as it is stored
+
+
+def tensor_sizes(files: tuple[Path, ...]) -> Iterator[TensorSize]:
+    """Of all tensors, from the files' headers.
+
+    Raises:
+        WeightsError: as iterate_tensors.
+    """
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    part = file.get_slice(name)
+                    num_elements = math.prod(part.get_shape())
+                    yield TensorSize(name, num_elements, num_elements * _ITEM_BYTES.get(part.get_dtype(), 4))
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error

@@ -1,0 +1,46 @@
+"""Best of several: which continuations of a prompt are told, and in what order.
+
+Continuations are ranked by their mean log probability a token, of the model's own distribution, so that a long one is not
+beaten for its length alone. The token that ended one counts although it is not told: it was drawn like the others. Pure.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..values.output_chunk import Piece, joined
+
+
+def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:
+    """Indices of the best continuations, the best first; of equals the first. logprobs: of each one's tokens, by index."""
+
+    def mean(index: int) -> float:
+        own = logprobs[index]
+        return sum(own) / len(own) if own else float("-inf")
+
+    return sorted(logprobs, key=lambda index: (-mean(index), index))[:num_told]
+
+
+@dataclass(slots=True)
+class BestOf:
+    """Keeps what continuations give until all have ended."""
+
+    num_told: int
+    _pieces: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    _logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def count(self, index: int, logprob: float) -> None:
+        """A continuation's next token has this log probability."""
+        self._logprobs[index].append(logprob)
+
+    def hold(self, piece: Piece) -> None:
+        """A piece that waits for the end."""
+        self._pieces[piece.index].append(piece)
+
+    def told(self) -> list[Piece]:
+        """One piece for each of the best, numbered by rank."""
+        best = rank({index: self._logprobs[index] for index in sorted(self._pieces)}, self.num_told)
+        return [
+            replace(joined(self._pieces[index]), index=place, cumulative_logprob=sum(self._logprobs[index]))
+            for place, index in enumerate(best)
+        ]

@@ -1,0 +1,297 @@
+"""Generation: one request under way, from the loop's tokens to the pieces that its client gets.
+
+Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), what it counts, and that the stream is
+told of its end exactly once. Knows no wire: pieces and a refusal are handed to `send`.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from ..compute.beam_candidates import SearchRow
+from ..compute.logprobs import TokenLogprobs
+from ..compute.sampler import SamplingParams, SamplingRow
+from ..values.errors import Refusal, RequestFailed
+from ..values.output_chunk import Piece, Usage
+from ..values.request import FinishReason, Int32Array, Request, RequestState
+from .beam_search import BeamSearch, Branch, Candidates, Finished
+from .best_of import BestOf
+from .stopping import StopRules, TextOutput
+
+log = structlog.get_logger()
+
+
+class Timer(Protocol):
+    """What ends a request that takes too long."""
+
+    def cancel(self) -> None: ...
+
+
+class Constraint(Protocol):
+    """What a continuation has to be."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size] the tokens that may come next."""
+
+    def take(self, token_id: int) -> None:
+        """The next token."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more can follow."""
+
+    def refusal(self) -> Refusal:
+        """Of its request, when it allows nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request under way. Raises nothing: what goes wrong with it ends it."""
+
+    request: Request
+    params: SamplingParams
+    seed: int  # 64 bits
+    stop: StopRules
+    outputs: list[TextOutput]  # one per continuation
+    send: Callable[[Piece | Refusal], None]
+    on_close: Callable[["Generation"], None] = lambda generation: None
+    num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
+    constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
+    search: BeamSearch | None = None  # finds the continuations instead of drawing them; one list of `outputs` for each told
+    best_of: BestOf | None = None  # chooses who of the continuations is told; None: all are, as they come
+    session_id: str = ""  # conversation that it belongs to, as its client calls it
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
+    started_at: float = field(default_factory=time.monotonic)
+    timer: Timer | None = None  # of its time-out
+    first_token_at: float | None = None
+    last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
+    refusal: Refusal | None = None
+    _ended: dict[int, FinishReason] = field(default_factory=dict)
+    _num_taken: Counter[int] = field(default_factory=Counter)  # tokens by continuation
+    _num_sent: int = 0
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _told_prompt: bool = False
+    _outbox: list[Piece | Refusal] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return self.refusal is None and len(self._ended) < self.request.n
+
+    @property
+    def num_taken(self) -> int:
+        """Tokens of all continuations, or of all lists of a search."""
+        return self._num_taken.total() if self.search is None else self.search.num_tokens
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the continuations that have ended, by index."""
+        return [reason for _, reason in sorted(self._ended.items())]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the request as a whole ended: as the last of its continuations did."""
+        if self.refusal is not None:
+            return FinishReason.__members__.get(self.refusal.reason, FinishReason.ERROR)
+        return next(reversed(self._ended.values()))
+
+    @property
+    def num_told(self) -> int:
+        """Continuations that its client gets."""
+        return self.request.n if self.best_of is None else self.best_of.num_told
+
+    @property
+    def has_failed(self) -> bool:
+        """What it computed last may be wrong, and is not to be shared."""
+        return isinstance(self.refusal, RequestFailed)
+
+    @property
+    def state(self) -> RequestState:
+        if self.is_open:
+            return self.request.state
+        if self.refusal is not None:
+            return RequestState.FAILED
+        cancelled = FinishReason.CANCELLED in self._ended.values()
+        return RequestState.CANCELLED if cancelled else RequestState.COMPLETED
+
+    def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
+        """How the next token of a continuation that holds token_ids is drawn."""
+        constraint = self.constraints[index] if self.constraints else None
+        num_prompt = len(self.request.prompt)
+        num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
+        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint)
+
+    def fail_stuck(self, index: int) -> None:
+        """Nothing may be drawn for a continuation."""
+        self.fail(self.constraints[index].refusal() if self.constraints else RequestFailed("no token is allowed"))
+
+    def search_row(self, token_ids: Int32Array) -> SearchRow:
+        """How the next tokens of a list that holds token_ids are found."""
+        assert self.search is not None
+        row = SamplingRow(self.params, self.seed, 0, token_ids, len(self.request.prompt))
+        return SearchRow(row, self.search.num_candidates)
+
+    def take_candidates(self, slot: int, candidates: Candidates) -> list[Branch] | None:
+        """What may follow one of the search's lists; see BeamSearch. When the search is over, all is told at once."""
+        assert self.search is not None
+        try:
+            branches = self.search.take(slot, candidates)
+            self._num_sent = self.search.num_tokens
+            if branches is not None and not branches:
+                found = self.search.told()
+                assert len(found) == self.request.n, "it ends when as many have finished"
+                for index, finished in enumerate(found):
+                    self._finish(self._found(index, finished))
+            return branches
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            self.fail(RequestFailed("the tokens could not be turned into text"))
+            return None
+
+    def _found(self, index: int, finished: Finished) -> Piece:
+        """A list that has ended, as its client is told of it."""
+        output, token_ids = self.outputs[index], finished.tokens.token_ids()
+        if self.stop.reason(token_ids[-1]) is not None:
+            del token_ids[-1]
+        texts, is_stopped = [], False
+        for token_id in token_ids:
+            text, is_stopped = output.push(token_id)
+            texts.append(text)
+        texts += [] if is_stopped else [output.flush()]
+        return Piece(index, "".join(texts), tuple(token_ids), finished.reason, cumulative_logprob=finished.tokens.logprob)
+
+    def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
+        """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
+        self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
+
+    def take(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
+        try:
+            return self._take(index, token_id, () if logprobs is None else (logprobs,))
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            self.fail(RequestFailed("the tokens could not be turned into text"))
+            return False  # its sequences end with the request
+
+    def _take(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
+        output = self.outputs[index]
+        self._num_taken[index] += 1
+        if self.best_of is not None:
+            self.best_of.count(index, logprobs[0].logprob)
+            logprobs = logprobs if self.num_logprobs is not None else ()
+        if (reason := self.stop.reason(token_id)) is not None:
+            return self._finish(Piece(index, output.flush(), (), reason))
+        self._num_sent += 1
+        text, is_stopped = output.push(token_id)
+        if is_stopped:
+            return self._finish(Piece(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
+        if self.constraints:
+            self.constraints[index].take(token_id)
+            if self.constraints[index].is_complete:
+                return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
+        if self._num_taken[index] == self.request.max_new_tokens:
+            return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
+        piece = Piece(index, text, (token_id,), logprobs=logprobs)
+        if self.best_of is not None:
+            self.best_of.hold(piece)
+        else:
+            self._put(piece)
+        return False
+
+    def _put(self, piece: Piece) -> None:
+        """The first piece of continuation 0 brings the prompt's log probabilities along."""
+        if piece.index == 0 and self._prompt_logprobs and not self._told_prompt:
+            self._told_prompt = True
+            piece = replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
+        self._outbox.append(piece)
+
+    def deliver(self) -> None:
+        """Hand over what has come since the last time."""
+        for piece in self._outbox:
+            self.send(piece)
+        self._outbox.clear()
+
+    def cancel(self) -> None:
+        """End what is still under way. Nothing happens to a request that has ended."""
+        self._end_rest(FinishReason.CANCELLED)
+
+    def cut_short(self, reason: FinishReason, refusal: Refusal) -> None:
+        """End it with what it has given; with the refusal where that is nothing. Nothing happens to one that has ended."""
+        if not self.num_taken:
+            return self.fail(refusal)
+        if self.search is not None and self.is_open:
+            try:
+                found = [self._found(index, best) for index, best in enumerate(self.search.so_far(reason))]
+            except Exception:
+                log.exception("text_failed", request_id=self.request.request_id)
+                return self.fail(RequestFailed("the tokens could not be turned into text"))
+            for piece in found:
+                self._finish(piece)
+        self._end_rest(reason)
+        return None
+
+    def _end_rest(self, reason: FinishReason) -> None:
+        for index in range(self.request.n):
+            if self.is_open and index not in self._ended:
+                self._finish(Piece(index, self._rest(index), (), reason))
+        self.deliver()
+
+    def _rest(self, index: int) -> str:
+        """Text that was held back; none where that fails, because what is cancelled is to end in any case."""
+        try:
+            return self.outputs[index].flush()
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            return ""
+
+    def fail(self, refusal: Refusal) -> None:
+        """End it with an error. Nothing happens to a request that has ended."""
+        if self.is_open:
+            self.refusal = refusal
+            self._outbox.append(refusal)
+            self.deliver()
+            self.on_close(self)
+
+    def _finish(self, piece: Piece) -> bool:
+        assert piece.finish_reason is not None
+        self._ended[piece.index] = piece.finish_reason
+        last = [piece]
+        if self.best_of is not None:
+            self.best_of.hold(piece)
+            last = [] if self.is_open else self.best_of.told()
+        if not self.is_open:
+            last[-1] = replace(last[-1], usage=self.usage)
+        for each in last:
+            self._put(each)
+        if not self.is_open:
+            self.on_close(self)
+        return True
+
+    def summary(self) -> dict[str, object]:
+        """What its end is told with in the log."""
+        told: dict[str, object] = {"request_id": self.request.request_id, "state": self.state.name.lower()}
+        if self.session_id:
+            told["session_id"] = self.session_id
+        if self.refusal is not None:
+            told["reason"] = self.refusal.reason
+        told["finish_reasons"] = [reason.name.lower() for reason in self.finish_reasons]
+        if self.first_token_at is not None:
+            told["first_token_seconds"] = round(self.first_token_at - self.started_at, 6)
+        return {**told, **asdict(self.usage), "seconds": round(time.monotonic() - self.started_at, 6)}
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        request = self.request
+        return Usage(
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.num_hit_tokens or 0,
+            new_tokens=self._num_sent,
+            copied_blocks=request.num_copied_blocks,
+            num_preemptions=request.num_preemptions,
+        )

@@ -1,0 +1,96 @@
+"""Text of one model: prompts to token ids, outputs to pieces of text; or neither, for a model without a tokenizer.
+
+A model without tokenizer.json (and the hash toy) serves token ids alone: text in a request is refused, text in a
+response stays empty.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..model.checkpoint.errors import TokenizerError
+from ..values.errors import InvalidField
+from ..values.request import Int32Array
+from .stopping import TextOutput
+from .tokenizer import Detokenizer, StopStrings, Tokenizer
+
+_NUM_CONTEXT_TOKENS = 16  # only the end of a prompt matters to its detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """See the module. Raises InvalidField, which names the field of the request."""
+
+    tokenizer: Tokenizer | None
+
+    def encode(self, text: str, field: str) -> list[int]:
+        tokenizer = self._require(field)
+        try:
+            return tokenizer.encode(text)
+        except TokenizerError as error:
+            raise InvalidField(f"{field}: {error}", field=field) from None
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """By the model's chat template."""
+        tokenizer = self._require("chat")
+        try:
+            return tokenizer.encode_chat(messages)
+        except TokenizerError as error:
+            raise InvalidField(f"chat: {error}", field="chat") from None
+
+    def without_added(self, token_ids: Int32Array) -> Int32Array:
+        """Without the tokens that `encode` puts around a text, where they are there."""
+        return np.array(self._require("token_ids").without_added(token_ids.tolist()), np.int32)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._require("token_ids").decode(token_ids, skip_special_tokens=False)
+
+    def output(self, prompt: Sequence[int], stops: Sequence[str]) -> TextOutput:
+        """For one continuation of the prompt."""
+        if self.tokenizer is None:
+            if stops:
+                self._require("sampling.stop")
+            return _NoText()
+        return _Text(Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:]), StopStrings(stops) if stops else None)
+
+    def _require(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidField("the model has no tokenizer: it takes and gives token ids", field=field)
+        return self.tokenizer
+
+
+@dataclass(slots=True)
+class _Text:
+    detokenizer: Detokenizer
+    stops: StopStrings | None
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        text = self.detokenizer.step(token_id)
+        if self.stops is None or not text:
+            return text, False
+        match = self.stops.step(text)
+        return match.text, match.stop is not None
+
+    def copy(self) -> "_Text":
+        return _Text(self.detokenizer.copy(), copy(self.stops))
+
+    def flush(self) -> str:
+        text = self.detokenizer.flush()
+        if self.stops is None:
+            return text
+        match = self.stops.step(text)  # what was held back may complete a stop string
+        return match.text if match.stop is not None else match.text + self.stops.flush()
+
+
+class _NoText:
+    def copy(self) -> "_NoText":
+        return self
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def flush(self) -> str:
+        return ""

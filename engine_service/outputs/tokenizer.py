@@ -1,0 +1,305 @@
+"""Tokenizer: text to token ids and back, for one model folder; stop strings; the chat template.
+
+A thin shell on the tokenizers library. Detokenizer turns a stream of tokens into a stream of text, every piece of it
+valid UTF-8, at a cost per token that does not grow with the output. StopStrings finds stop strings across the edges
+of the pieces. Both are per request; Tokenizer is shared and never changes.
+"""
+
+import copy
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
+from ..model.checkpoint.json_file import read_json_object
+
+_REPLACEMENT: Final = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
+_MOST_PENDING: Final = 8  # tokens without a whole character: a UTF-8 character ends within 4 bytes, the rest is junk
+_LONGEST_PARTIAL: Final = 3  # bytes, so tokens at most, of a character that is not complete
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. Its attributes do not change.
+
+    Attributes:
+        eos_ids: ids that end a sequence, from generation_config.json, or else config.json, or else
+            tokenizer_config.json, as transformers does.
+        vocab_size: ids are below it.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._template: jinja2.Template | None = None
+        self.eos_ids = eos_ids
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json and, where there are any, the configs beside it.
+
+        Raises:
+            ModelFileMissingError: no tokenizer.json.
+            TokenizerError: tokenizer.json is malformed.
+            ModelConfigError: a config is malformed.
+        """
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelFileMissingError(str(path))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise TokenizerError(f"tokenizer.json is malformed: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        configs = {name: _read_optional(Path(folder) / name) for name in _CONFIGS}
+        settings = dict(configs["tokenizer_config.json"])
+        template_file = Path(folder) / "chat_template.jinja"
+        if template_file.is_file():
+            settings["chat_template"] = template_file.read_bytes().decode(errors="replace")
+        return cls(backend, settings, _find_eos_ids(configs, backend))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        """The same tokenizer in another process."""
+        return cls(tokenizers.Tokenizer.from_str(state["backend"]), state["settings"], frozenset(state["eos_ids"]))
+
+    def state(self) -> dict[str, Any]:
+        """What from_state takes; can be written as JSON."""
+        return {"backend": self.to_json(), "settings": dict(self._settings), "eos_ids": sorted(self.eos_ids)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            add_special_tokens: add what the model wants around a text, such as a begin token. Not for the output of
+                apply_chat_template, which has them.
+
+        Raises:
+            TokenizerError: the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise TokenizerError("the text is not valid Unicode") from error
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, by the model's own template. Raises TokenizerError."""
+        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
+
+    def without_added(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """`token_ids` without what `encode` adds around a text, where it is there."""
+        before, after = self._added
+        ids = list(token_ids)
+        start = len(before) if ids[: len(before)] == before else 0
+        end = len(ids) - len(after) if after and ids[max(start, len(ids) - len(after)) :] == after else len(ids)
+        return ids[start:end]
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What `encode` puts before a text, and what behind it."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        start = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary have none."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def to_json(self) -> str:
+        """The whole tokenizer as tokenizer.json would have it."""
+        return str(self._backend.to_str())
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether the token can stand for text at all."""
+        if skip_special_tokens and token_id in self._skipped:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Render messages ({"role": ..., "content": ...}) with the model's own template, in a sandbox.
+
+        Raises:
+            TokenizerError: the model has no template, or the template refuses the messages or fails.
+        """
+        try:
+            if self._template is None:
+                self._template = _compile_template(self._settings.get("chat_template"))
+            special = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+            known = {**special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(**{**known, **variables})
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise TokenizerError(f"chat template: {error}") from error
+
+
+class Detokenizer:
+    """Text of one output as its tokens arrive.
+
+    A piece is held back while it ends in bytes that may become a character with the next token. Tokens are decoded
+    behind the few before them, because a decoder treats the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        """
+        Args:
+            prompt_ids: what comes before the output; only its end matters.
+        """
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        end = [i for i in prompt_ids[-2 * _MOST_PENDING :] if self._has_text(i)]
+        # Both ends of the context lie between characters. Bytes that begin the output's first one are pending.
+        self._context, self._pending = self._split(end[-_MOST_PENDING - _LONGEST_PARTIAL :])
+        self._context_len = len(self._decode(self._context))
+
+    def step(self, token_id: int) -> str:
+        """Take one token; return the text that is complete now, perhaps none."""
+        if not self._has_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if not text.endswith(_REPLACEMENT) and len(text) > self._context_len:
+            return self._emit(text, self._pending, [])
+        if len(self._pending) > _MOST_PENDING:  # junk: give it out, but for what may still become a character
+            junk, rest = self._pending[:-_LONGEST_PARTIAL], self._pending[-_LONGEST_PARTIAL:]
+            return self._emit(self._decode(self._context + junk), [], rest)
+        return ""
+
+    def flush(self) -> str:
+        """Return what is held back, at the end of the output; an incomplete character becomes U+FFFD."""
+        if not self._pending:
+            return ""
+        return self._emit(self._decode(self._context + self._pending), self._pending, [])
+
+    def copy(self) -> "Detokenizer":
+        """The same, to go on with other tokens."""
+        other = copy.copy(self)
+        other._pending = self._pending.copy()  # the one that step changes in place
+        return other
+
+    def _emit(self, text: str, context: list[int], pending: list[int]) -> str:
+        piece = text[self._context_len :]
+        self._context, self._pending = context, pending
+        self._context_len = len(self._decode(context))
+        return piece
+
+    def _split(self, end: list[int]) -> tuple[list[int], list[int]]:
+        """The end of a prompt without parts of characters at its start and its end, and the part at its end."""
+        for num_after, num_before in itertools.product(range(_LONGEST_PARTIAL + 1), repeat=2):
+            context, partial = end[num_before : len(end) - num_after], end[len(end) - num_after :]
+            text = self._decode(context)
+            whole = not text.startswith(_REPLACEMENT) and not text.endswith(_REPLACEMENT)
+            if whole and (context or not num_before):
+                return context, partial
+        return [], []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.has_text(token_id, skip_special_tokens=self._skip)
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """`text` may be given out; `stop` is the stop string that was found behind it, or None."""
+
+    text: str
+    stop: str | None
+
+
+class StopStrings:
+    """Looks for stop strings in the text of one output, piece by piece.
+
+    The string that is complete first wins, of several the longest; so the answer does not depend on where the pieces
+    are cut. Text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string would stop everything; it is refused at submit"
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def step(self, piece: str) -> StopMatch:
+        """Take a piece of text. After a match there is nothing more to ask."""
+        text = self._held + piece
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, start, stop = min(found)
+            self._held = ""
+            return StopMatch(text[:start], stop)
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return StopMatch(text[: len(text) - held], None)
+
+    def flush(self) -> str:
+        """Return what is held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+_CONFIGS: Final = ("generation_config.json", "config.json", "tokenizer_config.json")
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _find_eos_ids(configs: Mapping[str, Mapping[str, Any]], backend: tokenizers.Tokenizer) -> frozenset[int]:
+    for name in _CONFIGS[:2]:
+        found = configs[name].get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise ModelConfigError(name, f"eos_token_id must be a token id or a list of them, is {found!r}")
+            return frozenset(ids)
+    token_id = backend.token_to_id(_token_text(configs["tokenizer_config.json"].get("eos_token")))
+    return frozenset() if token_id is None else frozenset((token_id,))
+
+
+def _token_text(token: object) -> str:
+    """A special token in tokenizer_config.json is a string, or an object with its content."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _compile_template(source: object) -> jinja2.Template:
+    """One template, or a list of named ones, of which the default is taken."""
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise TokenizerError("the model has no chat template")
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(source)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """jinja2's own filter escapes HTML, which templates were not written for."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

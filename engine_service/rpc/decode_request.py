@@ -1,0 +1,208 @@
+"""From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
+
+Raises Refusal for what the protocol forbids.
+"""
+
+import hashlib
+import re
+import secrets
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from ..compute.sampler import SamplingParams
+from ..compute.sampling_defaults import with_fields
+from ..model.checkpoint.errors import SamplingParamsError
+from ..outputs.beam_search import BeamOptions
+from ..values.errors import InvalidField, WrongTokenId
+from ..values.request import Int32Array
+from ..values.retention import Retention
+
+DEFAULT_MAX_TOKENS = 256
+MAX_WAIT_MS = 60_000
+MAX_CHAT_MESSAGES = 4096
+_MAX_NAME_CHARS = 64
+_MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
+_MAX_LOGPROBS = 20
+_MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
+_MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """A GenerateRequest without its prompt. max_tokens None: the default, or what fits."""
+
+    request_id: str
+    n: int
+    best_of: int | None
+    beams: BeamOptions | None
+    priority: int
+    timeout_ms: int | None
+    tenant: str
+    look_up: bool
+    max_tokens: int | None
+    params: SamplingParams
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    session_id: str
+    metadata: Mapping[str, str]
+    retention: Retention | None
+
+
+def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> RequestOptions:
+    """defaults: of the model, where a sampling field is absent. Raises InvalidField."""
+    sampling = request.sampling
+    n = request.n if request.HasField("n") else 1
+    best_of = request.best_of if request.HasField("best_of") else None
+    timeout_ms = request.timeout_ms if request.HasField("timeout_ms") else None
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+    _check_name("request_id", request.request_id)
+    _check_name("tenant", request.tenant)
+    _check_name("session_id", request.session_id)
+    _check_metadata(request.metadata)
+    _check_range("n", n, 1, 64)
+    if best_of is not None:
+        _check_range("best_of", best_of, n, 64)
+    _check_range("priority", request.priority, -1000, 1000)
+    if timeout_ms is not None:
+        _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
+    if max_tokens is not None:
+        _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
+    if len(sampling.stop) > _MAX_STOPS:
+        raise InvalidField(f"at most {_MAX_STOPS} stop strings", field="sampling.stop", limit=_MAX_STOPS)
+    for stop in sampling.stop:
+        _check_range("sampling.stop", len(stop.encode()), 1, _MAX_STOP_BYTES, unit=" bytes")
+    if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
+        raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
+    return RequestOptions(
+        request_id=request.request_id or str(uuid.uuid4()),
+        n=n,
+        best_of=best_of,
+        beams=_beams_of(request, n) if request.HasField("beam_search") else None,
+        priority=request.priority,
+        timeout_ms=timeout_ms,
+        tenant=request.tenant,
+        look_up=not request.skip_look_up,
+        max_tokens=max_tokens,
+        params=_params_of(sampling, defaults),
+        seed=sampling.seed % 2**64 if sampling.HasField("seed") else secrets.randbits(64),
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        num_logprobs=_num_logprobs(sampling, "num_logprobs"),
+        num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
+        session_id=request.session_id,
+        metadata=dict(request.metadata),
+        retention=_retention_of(request),
+    )
+
+
+def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
+    beams, sampling = request.beam_search, request.sampling
+    length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    _check_range("beam_search.num_beams", beams.num_beams, n, _MAX_BEAMS)
+    if not -_MAX_LENGTH_PENALTY <= length_penalty <= _MAX_LENGTH_PENALTY:
+        limit = _MAX_LENGTH_PENALTY
+        raise InvalidField(f"length_penalty: -{limit} to {limit}", field="beam_search.length_penalty", limit=limit)
+    others = {"best_of": request.HasField("best_of"), "a constraint": sampling.WhichOneof("constraint") is not None}
+    others["log probabilities"] = sampling.HasField("num_logprobs") or sampling.HasField("num_prompt_logprobs")
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidField(f"beam_search: not together with {other}", field="beam_search")
+    return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
+
+
+def _retention_of(request: pb.GenerateRequest) -> Retention | None:
+    if not request.HasField("retention"):
+        return None
+    sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
+    _check_range("retention.num_sink_tokens", sink, 0, 2**31 - 1)
+    _check_range("retention.num_window_tokens", window, 1, 2**31 - 1)
+    return Retention(sink, window)
+
+
+def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
+    if not sampling.HasField(field):
+        return None
+    count = int(getattr(sampling, field))
+    _check_range(f"sampling.{field}", count, 0, _MAX_LOGPROBS)
+    return count
+
+
+def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {
+        field.name: getattr(sampling, field.name) for field in fields(SamplingParams) if sampling.HasField(field.name)
+    }
+    try:
+        return with_fields(defaults, given)
+    except SamplingParamsError as error:
+        raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
+
+
+def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
+    """What applies where a request names no field."""
+    return pb.SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asdict(defaults))
+
+
+def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
+    """Token ids of a repeated field, each in the vocabulary. Raises WrongTokenId."""
+    token_ids = np.array(ids, np.int64)
+    if len(token_ids) and (largest := int(token_ids.max())) >= vocab_size:
+        raise WrongTokenId(
+            f"{field}: token id {largest} of a vocabulary of {vocab_size}", token_id=largest, vocab_size=vocab_size
+        )
+    return token_ids.astype(np.int32)
+
+
+def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
+    """The request's id, which is needed, and a digest of its contents. Raises InvalidField."""
+    _check_name("request.request_id", message.request.request_id)
+    if not message.request.request_id:
+        raise InvalidField("request.request_id: needed, to ask for the results by", field="request.request_id")
+    return message.request.request_id, hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
+
+
+def wait_of(message: pb.GetRequestRequest) -> float:
+    """Seconds. Raises InvalidField."""
+    _check_range("wait_ms", message.wait_ms, 0, MAX_WAIT_MS)
+    return message.wait_ms / 1000
+
+
+def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
+    """Rows wanted, and the rank of arrival that they come after. Raises InvalidField."""
+    _check_name("session_id", request.session_id)
+    _check_range("page_size", request.page_size, 0, 1000)
+    if not re.fullmatch(r"\d{0,18}", request.page_token):
+        raise InvalidField("page_token: not one of ours", field="page_token")
+    return request.page_size or 100, int(request.page_token or -1)
+
+
+def _check_name(field: str, name: str) -> None:
+    if len(name) > _MAX_NAME_CHARS:
+        raise InvalidField(f"{field}: at most {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    field = "metadata"
+    if len(metadata) > _MAX_METADATA:
+        raise InvalidField(f"metadata: at most {_MAX_METADATA} entries", field=field, limit=_MAX_METADATA)
+    for key, value in metadata.items():
+        if not 1 <= len(key) <= _MAX_NAME_CHARS:
+            raise InvalidField(f"metadata: keys of 1 to {_MAX_NAME_CHARS} characters", field=field, limit=_MAX_NAME_CHARS)
+        if len(value) > _MAX_VALUE_CHARS:
+            text = f"metadata: values of at most {_MAX_VALUE_CHARS} characters"
+            raise InvalidField(text, field=field, limit=_MAX_VALUE_CHARS)
+
+
+def _check_range(field: str, value: int, low: int, high: int, unit: str = "") -> None:
+    if not low <= value <= high:
+        raise InvalidField(f"{field}: {low} to {high}{unit}, not {value}", field=field, limit=low if value < low else high)

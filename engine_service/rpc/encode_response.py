@@ -1,0 +1,107 @@
+"""From values to messages: pieces, requests, results and iterations as the wire has them."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from ..compute.logprobs import TokenLogprobs
+from ..loop.iteration import Iteration
+from ..outputs.generation import Generation
+from ..scheduler.plan import Task
+from ..values.output_chunk import Piece
+from .submissions import Submission
+
+
+def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+    """The message of a piece."""
+    reason = f"FINISH_REASON_{piece.finish_reason.name}" if piece.finish_reason is not None else None
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        finish_reason=reason,
+        usage=pb.Usage(**dataclasses.asdict(piece.usage)) if piece.usage is not None else None,
+        logprobs=_logprobs_of(piece.logprobs),
+        prompt_logprobs=_logprobs_of(piece.prompt_logprobs),
+        cumulative_logprob=piece.cumulative_logprob,
+    )
+
+
+def request_info(generation: Generation, now: float) -> pb.RequestInfo:
+    """A request as people see it."""
+    return pb.RequestInfo(
+        request_id=generation.request.request_id,
+        state=f"REQUEST_STATE_{generation.state.name}",
+        prompt_tokens=len(generation.request.prompt),
+        new_tokens=generation.request.num_new_tokens,
+        n=generation.num_told,
+        priority=generation.request.priority,
+        age_ms=int((now - generation.started_at) * 1000),
+        session_id=generation.session_id,
+        metadata=generation.metadata,
+    )
+
+
+def results_of(generation: Generation, submission: Submission, now: float) -> pb.GetRequestResponse:
+    """What a submitted request has given so far."""
+    response = pb.GetRequestResponse(request=request_info(generation, now))
+    for index, output in sorted(submission.outputs.items()):
+        reason = f"FINISH_REASON_{output.finish_reason.name}" if output.finish_reason is not None else None
+        response.outputs.add(
+            index=index,
+            text="".join(output.texts),
+            token_ids=output.token_ids,
+            finish_reason=reason,
+            logprobs=_logprobs_of(output.logprobs),
+            prompt_logprobs=_logprobs_of(output.prompt_logprobs),
+            cumulative_logprob=output.cumulative_logprob,
+        )
+    if submission.usage is not None:
+        response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(submission.usage)))
+    if submission.refusal is not None:
+        response.error.CopyFrom(pb.RequestError(reason=submission.refusal.reason, message=str(submission.refusal)))
+    return response
+
+
+def iteration_plan(last: Iteration) -> pb.GetIterationPlanResponse:
+    """What the last iteration did."""
+    return pb.GetIterationPlanResponse(
+        step_id=last.step_id,
+        plan=str(last),
+        prefills=_plan_items(last.prefills()),
+        decodes=_plan_items(last.decodes()),
+        started=_plan_items(last.started()),
+        preempted=_plan_items(last.preempted()),
+        swapped_out=_plan_items(last.swapped_out()),
+        swapped_in=_plan_items(last.swapped_in()),
+        num_waiting_requests=last.num_waiting,
+        duration_ms=last.seconds * 1000,
+        cache_wait_ms=last.cache_wait_seconds * 1000,
+    )
+
+
+def _plan_items(tasks: Iterable[Task]) -> list[pb.PlanItem]:
+    return [
+        pb.PlanItem(
+            request_id=task.sequence.request.request_id,
+            index=task.sequence.index,
+            num_context_tokens=task.num_context,
+            num_query_tokens=task.num_query,
+        )
+        for task in tasks
+    ]
+
+
+def _logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=one.token_id,
+            logprob=one.logprob,
+            rank=one.rank,
+            top_token_ids=one.top_token_ids,
+            top_logprobs=one.top_logprobs,
+        )
+        for one in found
+    ]

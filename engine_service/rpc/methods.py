@@ -1,0 +1,14 @@
+"""What comes in through the door of the engine service: the methods of EngineService, and which carry prompts."""
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.door import Contract
+
+from ..unimplemented import UNIMPLEMENTED_METHODS
+from .status import REFUSALS
+
+CONTRACT = Contract(
+    service=pb.DESCRIPTOR.services_by_name["EngineService"],
+    with_prompt=frozenset({"Generate", "SubmitRequest", "Tokenize", "Detokenize"}),
+    unimplemented=UNIMPLEMENTED_METHODS,
+    refusals=REFUSALS,
+)

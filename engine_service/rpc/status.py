@@ -1,0 +1,43 @@
+"""The code of each reason that the engine service refuses with; the proto's ErrorReason says the same in its comments."""
+
+import grpc
+from google.protobuf import duration_pb2
+
+from kvkeeper.service.status import Refusals
+
+from ..values.errors import BrokenInvariant, InvalidField, NotImplementedYet, Refusal
+
+_CODES = {
+    "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,
+    "NEVER_FITS": grpc.StatusCode.INVALID_ARGUMENT,
+    "WRONG_TOKEN_ID": grpc.StatusCode.INVALID_ARGUMENT,
+    "DUPLICATE_REQUEST": grpc.StatusCode.ALREADY_EXISTS,
+    "UNKNOWN_REQUEST": grpc.StatusCode.NOT_FOUND,
+    "QUEUE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "CACHE_SERVICE_DOWN": grpc.StatusCode.UNAVAILABLE,
+    "TIMED_OUT": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "STALLED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "REQUEST_FAILED": grpc.StatusCode.INTERNAL,
+    "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
+    "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
+    "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
+    "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+_RETRY_DELAYS = {
+    "QUEUE_FULL": duration_pb2.Duration(seconds=1),
+    "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
+    "CACHE_SERVICE_DOWN": duration_pb2.Duration(seconds=1),
+    "DRAINING": duration_pb2.Duration(seconds=1),
+}
+
+REFUSALS = Refusals(
+    base=Refusal,
+    invalid_field=InvalidField,
+    not_implemented=NotImplementedYet,
+    broken_invariant=BrokenInvariant,
+    codes=_CODES,
+    retry_delays=_RETRY_DELAYS,
+)

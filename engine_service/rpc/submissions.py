@@ -1,0 +1,153 @@
+"""Submissions: requests that outlive their client's connection, and what they gave, kept for a bounded time.
+
+Rules: the same id with the same contents is the same request, however often and however close together it comes; with other
+contents it is refused while the first is remembered. What ended is forgotten after `keep_s` seconds, and the eldest of what
+ended before that when more than `max_kept` have, or what they gave takes more than `max_bytes`. Knows no wire; who admits a
+request is handed in.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from ..compute.logprobs import TokenLogprobs
+from ..outputs.generation import Generation
+from ..values.errors import DuplicateRequest, Refusal, UnknownRequest
+from ..values.output_chunk import Piece, Usage
+from ..values.request import FinishReason
+
+_EACH_BYTES = 4096  # of a submission, whatever it gave
+_CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
+
+Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[Generation]]
+
+
+@dataclass(slots=True)
+class Output:
+    """What one continuation has given so far."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cumulative_logprob: float | None = None
+
+    def close(self) -> int:
+        """Nothing more comes. Bytes that it takes from now on, about."""
+        self.texts = ["".join(self.texts)]
+        num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
+        return len(self.texts[0]) * _CHAR_BYTES + len(self.token_ids) * self.token_ids.itemsize + num_logprobs * _LOGPROB_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """One submitted request. generation is None while it is being admitted."""
+
+    digest: bytes
+    admitted: asyncio.Future[None]
+    generation: Generation | None = None
+    outputs: dict[int, Output] = field(default_factory=dict)
+    usage: Usage | None = None
+    refusal: Refusal | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
+    ended_at: float = 0.0
+    num_bytes: int = 0  # once it has ended
+
+    def take(self, news: Piece | Refusal) -> None:
+        """What the loop hands over."""
+        if isinstance(news, Refusal):
+            self.refusal = news
+            return self._end()
+        output = self.outputs.setdefault(news.index, Output())
+        output.texts.append(news.text)
+        output.token_ids.extend(news.token_ids)
+        output.logprobs.extend(news.logprobs)
+        output.prompt_logprobs.extend(news.prompt_logprobs)
+        output.finish_reason, output.cumulative_logprob = news.finish_reason, news.cumulative_logprob
+        if news.usage is not None:
+            self.usage = news.usage
+            self._end()
+        return None
+
+    def _end(self) -> None:
+        self.ended_at = time.monotonic()
+        self.num_bytes = _EACH_BYTES + sum(output.close() for output in self.outputs.values())
+        if self.generation is not None:
+            self.num_bytes += self.generation.request.prompt.nbytes
+            self.generation.constraints = ()  # what is kept of it draws no more, and grammars take memory
+        self.ended.set()
+
+
+class Submissions:
+    """See the module."""
+
+    def __init__(self, max_kept: int, keep_s: float, max_bytes: int) -> None:
+        self._max_kept, self._max_bytes = max_kept, max_bytes
+        self._keep_s = keep_s
+        self._by_id: dict[str, Submission] = {}  # in order of submission
+
+    async def submit(self, request_id: str, digest: bytes, admit: Admit) -> None:
+        """Takes the request once. Raises DuplicateRequest, or what admit raises, which leaves nothing behind."""
+        self._forget_old()
+        known = self._by_id.get(request_id)
+        if known is not None:
+            if known.digest != digest:
+                raise DuplicateRequest("a request of this id was submitted with other contents")
+            await asyncio.shield(known.admitted)
+            return
+        admitted = asyncio.get_running_loop().create_future()
+        submission = self._by_id[request_id] = Submission(digest, admitted)
+        try:
+            submission.generation = await admit(submission.take)
+        except BaseException as error:
+            del self._by_id[request_id]
+            submission.fetched.set()
+            submission.admitted.set_exception(error if isinstance(error, Refusal) else UnknownRequest("it was not admitted"))
+            submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
+            raise
+        submission.admitted.set_result(None)
+
+    async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
+        """The submission when it has ended, or after so long. Raises UnknownRequest."""
+        self._forget_old()
+        submission = self._by_id.get(request_id)
+        if submission is None:
+            raise UnknownRequest("no request of this id was submitted, or its results are no longer kept")
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(submission.admitted)
+                await submission.ended.wait()
+        except TimeoutError:
+            pass
+        if submission.generation is None:
+            raise UnknownRequest("the request is being admitted")
+        if submission.ended.is_set():
+            submission.fetched.set()
+        return submission.generation, submission
+
+    async def wait_fetched(self) -> None:
+        """Until everything that was taken so far has ended and been asked for, or is forgotten."""
+        for submission in list(self._by_id.values()):
+            await submission.fetched.wait()
+
+    @property
+    def num_kept(self) -> int:
+        """Submitted requests that are known, ended or not."""
+        return len(self._by_id)
+
+    def _forget_old(self) -> None:
+        now = time.monotonic()
+        ended = [(key, value) for key, value in self._by_id.items() if value.ended.is_set()]
+        surplus = len(ended) - self._max_kept
+        surplus_bytes = sum(submission.num_bytes for _, submission in ended) - self._max_bytes
+        by_age = sorted(ended, key=lambda item: item[1].ended_at)
+        for place, (request_id, submission) in enumerate(by_age):
+            is_over = place < surplus or (surplus_bytes > 0 and place < len(by_age) - 1)  # the last one is told in any case
+            if is_over or now - submission.ended_at >= self._keep_s:
+                del self._by_id[request_id]
+                submission.fetched.set()
+                surplus_bytes -= submission.num_bytes

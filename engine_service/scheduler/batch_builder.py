@@ -1,0 +1,119 @@
+"""From rows of running sequences to a step's Work and the model's Batch, by array work.
+
+One object per row would, for hundreds of decoding sequences, cost more than all the rest of a step's bookkeeping. Pure.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..values.batch import Batch, BatchRetention
+from ..values.request import NO_TOKENS, Int32Array
+from .plan import News, PromptScore, StepAnswer, Work
+from .state.running import IndexArray, RunningSequences, ranks
+
+
+def assemble_work(
+    running: RunningSequences,
+    rows: IndexArray,
+    num_new: Int32Array,
+    guesses: Mapping[int, Int32Array],
+    answer: StepAnswer,
+    news: News,
+) -> Work:
+    """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
+
+    guesses, by row, count among the new tokens; they stand behind the row's own, and are no part of the sequence yet.
+    """
+    copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
+    computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
+    num_guessed = np.maximum(computed + num_new - running.num_tokens[rows], 0) if guesses else np.zeros_like(num_new)
+    is_last = computed + num_new - num_guessed == running.num_tokens[rows]
+    is_search = is_last & running.searches[rows]
+    is_drawn = is_last & ~is_search
+    num_logits = 1 + num_guessed
+    scored = _scored(running, rows, computed)
+    num_logits[scored] = num_new[scored]
+    sampled = running.at(rows[is_drawn])
+    ends = np.cumsum(num_logits)
+    counts = 1 + num_guessed[is_drawn]
+    logit_idx = (np.repeat(ends[is_drawn] - counts, counts) + ranks(counts)).tolist()
+    ahead = zip(rows[is_drawn].tolist(), (counts - 1).tolist(), strict=True)
+    guessed = [guesses[row][:count] if count else NO_TOKENS for row, count in ahead]
+    for idx, sequence in zip((np.cumsum(counts) - counts).tolist(), sampled[:], strict=True):
+        if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
+            children = sequence.request.unforked
+            sampled += children
+            guessed += [NO_TOKENS] * len(children)
+            logit_idx += [logit_idx[idx]] * len(children)
+    return Work(
+        rows=rows,
+        num_new=num_new,
+        num_prompt_tokens=int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum()),
+        copies=copies,
+        batch=assemble_batch(running, rows, num_new, num_logits) if len(rows) else None,
+        sample_rows=rows[is_drawn],
+        sampled=sampled,
+        guesses=guessed,
+        logit_idx=np.array(logit_idx, np.int64),
+        searched=running.at(rows[is_search]),
+        search_idx=ends[is_search] - 1,
+        unfinished=running.at(rows[~is_last]),
+        check_idx=ends[~is_last] - 1,
+        scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),
+        sequences=running.at(rows),
+        num_context=computed,
+        news=news,
+    )
+
+
+def _scored(running: RunningSequences, rows: IndexArray, computed: Int32Array) -> list[int]:
+    """Indices of rows that compute prompt tokens to be scored: all their new tokens' logits are wanted."""
+    scored = []
+    for at in (computed + 1 < running.num_prompt[rows]).nonzero()[0].tolist():
+        sequence = running.sequences[rows[at]]
+        if sequence is not None and sequence.request.num_prompt_logprobs is not None and not sequence.index:
+            scored.append(at)
+    return scored
+
+
+def _score(running: RunningSequences, row: int, computed: int, end: int, num_logits: int) -> PromptScore:
+    """Each computed token predicts the next one; the prompt's first is predicted by none."""
+    sequence = running.sequences[row]
+    assert sequence is not None
+    num_top = sequence.request.num_prompt_logprobs
+    assert num_top is not None
+    targets = sequence.request.prompt[computed + 1 : computed + 1 + num_logits].tolist()
+    return PromptScore(sequence, computed + 1, targets, end - num_logits, num_top)
+
+
+def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, num_logits: Int32Array) -> Batch:
+    """The next num_new [S] tokens of rows [S]; the logits of the last num_logits [S] of them."""
+    computed, block_size = running.num_computed[rows], running.block_size
+    seq_lens = computed + num_new
+    query_start_loc = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(num_new, out=query_start_loc[1:])
+    logit_start_loc = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(num_logits, out=logit_start_loc[1:])
+    row_of_token = np.repeat(rows, num_new)
+    positions = (np.repeat(computed, num_new) + ranks(num_new)).astype(np.int64)
+    block_idx, offsets = np.divmod(positions, block_size)
+    max_blocks = -(-int(seq_lens.max()) // block_size)
+    return Batch(
+        token_ids=running.tokens[row_of_token, positions].astype(np.int64),
+        positions=positions,
+        slot_mapping=running.tables[row_of_token, block_idx].astype(np.int64) * block_size + offsets,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=running.tables[rows, :max_blocks],
+        logit_rows=(np.repeat(query_start_loc[1:] - num_logits, num_logits) + ranks(num_logits)).astype(np.int64),
+        logit_start_loc=logit_start_loc,
+        retention=_retention(running, rows, seq_lens) if running.num_retaining else None,
+    )
+
+
+def _retention(running: RunningSequences, rows: IndexArray, seq_lens: Int32Array) -> BatchRetention | None:
+    """Of the rows that are longer than what they keep."""
+    sinks, windows = running.num_sink[rows], running.num_window[rows]
+    is_cut = (windows > 0) & (seq_lens > sinks + windows)
+    return BatchRetention(np.where(is_cut, sinks, 0), np.where(is_cut, windows, 0)) if is_cut.any() else None

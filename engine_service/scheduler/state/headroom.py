@@ -1,0 +1,105 @@
+"""Room: what the cache service's answers said of room in the pool, and who starts and who gives way because of it.
+
+Rules. Who is refused a start or a swap-in keeps its place, and nobody overtakes it twice, but where a policy heeds priorities
+who has a higher one. When running sequences run out of blocks, the youngest of the lowest priority gives its blocks back, and
+nothing starts until another sequence has ended, so that equals do not take turns. A critical one gives way only where none that
+runs could go on otherwise. While the blocks of one that is swapped out are being moved, nobody else gives way for want of them.
+The only one that runs keeps its blocks, however long it waits: the cache service knows which sequence of all engines is the
+eldest, and tells the others to give back, which they do, one sequence a step, until it has what it is owed. So two engines
+never wait for each other. Pure.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+from ...values.request import Sequence
+from ..plan import StepAnswer
+
+CRITICAL = 1000  # priority of who is not preempted for the sake of others
+_NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told
+
+
+class Room:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._num_available: int | None = None  # blocks that could be had, as of the last answer
+        self._starts_are_held = False
+        self._refused: Sequence | None = None
+        self._waited_for_fences = False
+        self._coming: list[tuple[int, int]] = []  # answer with which blocks of a swap-out show, and how many
+        self._num_answers = 0
+
+    # -- asked when a step is planned
+
+    def allows_starts(self, num_growing: int) -> bool:
+        """Beside sequences that run and grow by so many blocks."""
+        is_short = self._num_available is not None and num_growing >= self._num_available
+        return not (self._starts_are_held or is_short)
+
+    def was_refused(self, sequence: Sequence) -> bool:
+        """It found no room when its turn had come: nobody behind it may try."""
+        return sequence is self._refused
+
+    @property
+    def most_at_once(self) -> int:
+        """Blocks that one of several may take where it could do with fewer: half of what is left."""
+        return (self._num_available or 0) // 2
+
+    @property
+    def refused_start(self) -> bool:
+        """Some of the last step's starts found no room."""
+        return self._refused is not None
+
+    # -- told when a step is answered
+
+    def note_answer(self, answer: StepAnswer) -> None:
+        self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
+        self._num_answers += 1
+        if self._coming:
+            self._coming = [item for item in self._coming if item[0] > self._num_answers]
+
+    def note_starts(self, refused: SequenceOf[Sequence]) -> None:
+        """Who of the starts of a step that had some was refused.
+
+        The cache service grants nobody else's start before that of the eldest, by its own order: so that one is waited for.
+        """
+        self._refused = min(refused, key=_claim, default=None)
+
+    def note_end(self) -> None:
+        """A sequence gave its blocks back because it had ended."""
+        self._starts_are_held = False
+
+    def note_swap_out(self, num_blocks: int) -> None:
+        """A sequence is to be swapped out with the next step; so many blocks come free when they are moved."""
+        self._coming.append((self._num_answers + _NUM_ANSWERS, num_blocks))
+
+    def note_release(self, num_blocks: int) -> None:
+        """A sequence that came to run without being asked is to be released with the next step."""
+        self._coming.append((self._num_answers + 1, num_blocks))
+
+    def note_growth(self) -> None:
+        """All running sequences got what they asked for."""
+        self._waited_for_fences = False
+
+    def choose_victim(self, running: SequenceOf[Sequence], answer: StepAnswer, *, is_stuck: bool) -> Sequence | None:
+        """Who of the running ones, in order of importance, gives its blocks back: one was refused some, or others are owed.
+
+        is_stuck: none of them computes anything with this step.
+        """
+        if self._coming and answer.num_give_back <= sum(num_blocks for _, num_blocks in self._coming):
+            return None
+        if running and running[-1].request.priority >= CRITICAL and not is_stuck:
+            return None
+        if not answer.num_give_back:  # what is asked back is missing even when all that is fenced has come free
+            if len(running) < 2:
+                return None
+            if answer.num_fenced and not self._waited_for_fences:
+                self._waited_for_fences = True  # they come free with the next step: look once more first
+                return None
+        self._waited_for_fences = False
+        self._starts_are_held = True
+        return running[-1] if running else None
+
+
+def _claim(sequence: Sequence) -> tuple[int, int, tuple[float, int, int]]:
+    return -sequence.request.priority, sequence.request.start_number, sequence.place

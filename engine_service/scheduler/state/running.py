@@ -1,0 +1,157 @@
+"""The running sequences as columns: one row each, so that a step over all of them is array work.
+
+Owns: counters, tokens and block tables of the sequences that hold blocks. Rows are reused; `order` lists the rows in
+use by priority, then arrival, which is the order of reservations and, from its end, of preemption. Pure.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeeper.service.rows import untouched
+
+from ...values.request import Int32Array, Sequence
+
+IndexArray = npt.NDArray[np.intp]
+
+
+class RunningSequences:
+    """Rows of sequences. Every array is indexed by row."""
+
+    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.by_id: dict[int, int] = {}
+        self.sequence_ids = np.zeros(num_rows, np.int64)
+        self.num_prompt = np.zeros(num_rows, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_computed = np.zeros(num_rows, np.int32)
+        self.num_committed = np.zeros(num_rows, np.int32)  # as told to the cache service
+        self.num_known = np.zeros(num_rows, np.int32)  # tokens of which it knows the ids
+        self.num_reserved = np.zeros(num_rows, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)
+        self.num_left = np.zeros(num_rows, np.int32)  # output tokens that it may still get
+        # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
+        self.num_computing = np.zeros(num_rows, np.int32)
+        self.num_drawing = np.zeros(num_rows, np.int32)
+        self.num_sink = np.zeros(num_rows, np.int32)
+        self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
+        self.num_retaining = 0  # rows with a window
+        self.ended = np.zeros(num_rows, bool)  # or preempted: it computes no more, and leaves with the next step
+        self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
+        self.searches = np.zeros(num_rows, bool)  # lists of beam searches
+        self.num_searching = 0  # of them
+        self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
+        self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
+        self.tokens = untouched(num_rows, max_len)
+        self.tables = untouched(num_rows, -(-max_len // block_size))  # null blocks behind each table
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._order: IndexArray | None = None
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def order(self) -> IndexArray:
+        """Rows in use, the most important and eldest first."""
+        if self._order is None:
+            rows = np.fromiter(self.by_id.values(), np.intp, len(self.by_id))
+            self._order = rows[np.lexsort(self._rank[:, rows])]
+        return self._order
+
+    @property
+    def live(self) -> IndexArray:
+        """Rows in order whose sequences have neither ended nor been preempted."""
+        order = self.order
+        return order[~self.ended[order]]
+
+    @property
+    def searching(self) -> IndexArray:
+        """Of live, those of beam searches."""
+        live = self.live
+        return live[self.searches[live]]
+
+    def at(self, rows: IndexArray) -> list[Sequence]:
+        """The sequences of rows in use."""
+        return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
+
+    def add(self, sequence: Sequence, num_computed: int, num_known: int, num_reserved: int, table: Int32Array) -> int:
+        """Give a sequence with a sequence id a row."""
+        assert sequence.sequence_id is not None
+        row = self._free_rows.pop()
+        sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
+        self.sequence_ids[row] = sequence.sequence_id
+        self.num_prompt[row] = len(sequence.request.prompt)
+        self.num_tokens[row] = num_tokens = len(sequence.token_ids)
+        self.tokens[row, :num_tokens] = sequence.token_ids
+        self.num_computed[row] = self.num_committed[row] = num_computed
+        self.num_known[row], self.num_reserved[row] = num_known, num_reserved
+        self.num_left[row] = sequence.request.max_new_tokens - sequence.num_output
+        self.num_computing[row] = self.num_drawing[row] = 0
+        self.num_blocks[row] = len(table)
+        self.tables[row, : len(table)] = table
+        self.ended[row] = self.swapping[row] = self.discarded[row] = False
+        self.searches[row] = is_search = sequence.request.num_beams is not None
+        self.num_searching += is_search
+        self.num_sink[row] = self.num_window[row] = 0
+        if (retention := sequence.request.retention) is not None:
+            self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
+            self.num_retaining += 1
+        self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
+        self._order = None
+        return row
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take the row back; the sequence keeps its tokens."""
+        assert sequence.row is not None
+        assert sequence.sequence_id is not None
+        row, sequence.row = sequence.row, None
+        sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
+        del self.by_id[sequence.sequence_id]
+        self.sequences[row] = None
+        self.num_searching -= int(self.searches[row])
+        self.num_retaining -= int(self.num_window[row] > 0)
+        self.tables[row, : self.num_blocks[row]] = 0
+        self._free_rows.append(row)
+        self._order = None
+
+    def num_held(self, row: int) -> int:
+        """Blocks that a row's table names, holes of retention taken off."""
+        return int(np.count_nonzero(self.tables[row, : self.num_blocks[row]]))
+
+    def append_blocks(self, rows: IndexArray, item_idx: Int32Array, block_ids: Int32Array) -> None:
+        """Append new blocks to tables: block_ids[i] belongs to rows[item_idx[i]]; item_idx ascends."""
+        counts = np.bincount(item_idx, minlength=len(rows)).astype(np.int32)
+        owners = rows[item_idx]
+        self.tables[owners, self.num_blocks[owners] + ranks(counts)] = block_ids
+        self.num_blocks[rows] += counts
+
+    def put_guesses(self, guesses: Mapping[int, Int32Array]) -> None:
+        """Write tokens behind each row's own, where a batch finds them; the sequences do not have them yet."""
+        for row, token_ids in guesses.items():
+            first = self.num_tokens[row]
+            self.tokens[row, first : first + len(token_ids)] = token_ids
+
+    def append_run(self, row: int, token_ids: Int32Array) -> None:
+        """Append several tokens to one row."""
+        first = self.num_tokens[row]
+        self.tokens[row, first : first + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+
+    def append_tokens(self, rows: IndexArray, token_ids: Int32Array) -> None:
+        """Append one token to each row."""
+        self.tokens[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def gather_tokens(self, rows: IndexArray, first: Int32Array, counts: Int32Array) -> Int32Array:
+        """Tokens [first, first + count) of each row, concatenated."""
+        return self.tokens[np.repeat(rows, counts), np.repeat(first, counts) + ranks(counts)]
+
+
+def ranks(counts: Int32Array) -> IndexArray:
+    """0 .. count - 1 for each of the counts, concatenated."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(starts, counts)

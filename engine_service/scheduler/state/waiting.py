@@ -1,0 +1,132 @@
+"""The waiting sequences, in the order of the policy in force, and how far the cache service knows of them.
+
+A sequence is stored there (CreateSequence) while it waits, so that its start is one item of a step. The slots for that
+are bounded; whoever runs or is to be forked from what runs has them first. Pure.
+"""
+
+from collections.abc import Container, Iterator
+
+from ...values.request import Request, Sequence, SequenceState
+from .fair_share import FairShare
+from .policies import Ordering
+from .tenant_lanes import Lanes
+
+
+class WaitingSequences:
+    """Owns the ids of sequences, and the count of those that the cache service knows."""
+
+    def __init__(self, ordering: Ordering | None = None, shares: FairShare | None = None) -> None:
+        """ordering: by arrival by default. shares: None where all tenants are as one."""
+        self.ordering = ordering or Ordering()
+        self.shares = shares
+        self.now = 0.0  # seconds of the clock of those who call; as of the last arrival or step
+        self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when; the eldest first
+        self.num_tokens = 0  # theirs, that are to be computed
+        self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
+        self.num_known = 0  # sequences that the cache service knows, or is being told
+        self._found_no_slot = False  # the last one that it was told of
+        self._new = Lanes(self.ordering, shares)
+        self._waiting = Lanes(self.ordering, shares)
+        self._next_id = 1
+
+    def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
+        """At its place. Who is not new had its turn, and is not overtaken by who comes later."""
+        sequence.state, sequence.sequence_id = SequenceState.NEW, None
+        sequence.had_turn = not is_new
+        self._join(sequence, len(sequence.token_ids))
+        self._new.add(sequence)
+
+    def put_swapped(self, sequence: Sequence) -> None:
+        """At its place too, and it stays known to the cache service, by its id."""
+        sequence.state, sequence.had_turn = SequenceState.SWAPPED, True
+        self._join(sequence, 0)
+        self._waiting.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It starts, or ends; its state is still that of a waiting one."""
+        del self.sequences[sequence]
+        self.num_tokens -= 0 if sequence.state is SequenceState.SWAPPED else len(sequence.token_ids)
+        if self.shares is not None:
+            self.shares.leave(sequence.request.tenant)
+        if sequence.state is SequenceState.NEW:
+            self._new.remove(sequence)
+        elif sequence.state is not SequenceState.CREATING:
+            self._waiting.remove(sequence)
+
+    def _join(self, sequence: Sequence, num_tokens: int) -> None:
+        self.sequences[sequence] = self.now
+        self.num_tokens += num_tokens
+        if self.shares is not None:
+            self.shares.join(sequence.request.tenant, self.now)
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Those that may start, each as if those before it had."""
+        return self._waiting.in_order(self.now)
+
+    def refused(self, sequence: Sequence) -> None:
+        """There was no room for its start: it keeps its place."""
+        if not sequence.had_turn:
+            self._waiting.remove(sequence)
+            sequence.had_turn = True
+            self._waiting.add(sequence)
+
+    def measure(self, step_budget: int) -> None:
+        """Let the ordering look at the load; a step computes so many of their tokens."""
+        eldest = next(iter(self.sequences.values()), self.now)
+        if self.ordering.measure(self.now, self.now - eldest, self.num_tokens / step_budget):
+            self._new.sort()
+            self._waiting.sort()
+
+    def draw_id(self) -> int:
+        """A sequence id that was never used."""
+        sequence_id, self._next_id = self._next_id, self._next_id + 1
+        return sequence_id
+
+    def next_to_create(self, max_known: int, among: Container[Request] | None = None) -> Sequence | None:
+        """The first that the cache service should be told of, now CREATING under a fresh id; None for now."""
+        if self.num_known and self.num_known >= max_known:
+            return None
+        new = self._new.in_order(self.now)
+        sequence = next((other for other in new if among is None or other.request in among), None)
+        if sequence is not None:
+            self._new.remove(sequence)
+            sequence.state, sequence.sequence_id = SequenceState.CREATING, self.draw_id()
+            self.num_known += 1
+        return sequence
+
+    def is_creating(self, max_known: int) -> bool:
+        """Whether the cache service is being told of one, or is about to be: not while it has no slot."""
+        states = {sequence.state for sequence in self.sequences}
+        has_slot = not self._found_no_slot and (not self.num_known or self.num_known < max_known)
+        return SequenceState.CREATING in states or (SequenceState.NEW in states and has_slot)
+
+    def created(self, sequence: Sequence) -> None:
+        """The cache service knows it; it may have ended meanwhile."""
+        self._found_no_slot = False
+        if sequence.state is SequenceState.CREATING:
+            sequence.state = SequenceState.WAITING
+            self._waiting.add(sequence)
+        else:
+            assert sequence.sequence_id is not None
+            self.releases.append(sequence.sequence_id)
+
+    def create_refused(self, sequence: Sequence, *, try_again: bool) -> None:
+        """The cache service does not know it: there is nothing to release. Without try_again its request is to end."""
+        self.num_known -= 1
+        self._found_no_slot = try_again
+        sequence.sequence_id = None
+        if try_again and sequence.state is SequenceState.CREATING:
+            sequence.state = SequenceState.NEW
+            self._new.add(sequence)
+
+    def forget_all(self) -> None:
+        """The cache service knows nothing any more."""
+        self._new.clear()
+        self._waiting.clear()
+        self.num_tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
+        for sequence in self.sequences:
+            sequence.state, sequence.sequence_id, sequence.num_computed = SequenceState.NEW, None, 0
+            self._new.add(sequence)
+        self.releases.clear()
+        self.num_known = 0
+        self._found_no_slot = False

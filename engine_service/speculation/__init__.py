@@ -1,0 +1,1 @@
+"""Guessed tokens: where guesses come from, and whether guessing pays."""

@@ -1,0 +1,62 @@
+"""FairQueue: jobs of many clients, taken in turn, so that no client's many keep out another's one.
+
+Rules: of a client's own jobs the eldest comes first; clients with waiting jobs take turns; a client that has as many under way
+as one may have is passed over; what would wait beyond the bounds is refused at once. Pure.
+"""
+
+from collections import Counter, OrderedDict, deque
+from typing import Generic, TypeVar
+
+from ..values.errors import QueueFull
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """See the module."""
+
+    def __init__(self, *, max_waiting: int, max_waiting_each: int, max_busy_each: int) -> None:
+        """The last two: of one client."""
+        self._max_waiting, self._max_waiting_each, self._max_busy_each = max_waiting, max_waiting_each, max_busy_each
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the client whose turn is next comes first; none is empty
+        self._busy: Counter[str] = Counter()  # jobs under way; none is zero
+        self.num_waiting = 0
+
+    def put(self, client: str, job: T) -> None:
+        """One more waits. Raises QueueFull."""
+        own = len(self._waiting.get(client, ()))
+        for count, limit in ((own, self._max_waiting_each), (self.num_waiting, self._max_waiting)):
+            if count >= limit:
+                raise QueueFull(f"{limit} texts, chats or constraints wait to be worked on", limit=limit)
+        self._waiting.setdefault(client, deque()).append(job)
+        self.num_waiting += 1
+
+    def take(self) -> tuple[str, T] | None:
+        """The next job and its client, which is under way from now on; None: nothing may start."""
+        client = next((name for name in self._waiting if self._busy.get(name, 0) < self._max_busy_each), None)
+        if client is None:
+            return None
+        job = self._waiting[client].popleft()
+        self.num_waiting -= 1
+        self._waiting.move_to_end(client)
+        self._drop_empty(client)
+        self._busy[client] += 1
+        return client, job
+
+    def end(self, client: str) -> None:
+        """One of its jobs under way has ended."""
+        self._busy[client] -= 1
+        if not self._busy[client]:
+            del self._busy[client]
+
+    def remove(self, client: str, job: T) -> None:
+        """It is not wanted any more. Nothing happens where it does not wait."""
+        jobs = self._waiting.get(client)
+        if jobs is not None and job in jobs:
+            jobs.remove(job)
+            self.num_waiting -= 1
+            self._drop_empty(client)
+
+    def _drop_empty(self, client: str) -> None:
+        if not self._waiting[client]:
+            del self._waiting[client]

@@ -1,0 +1,108 @@
+"""TextWork: what the tokenizer, the chat template and the grammars of constraints are asked for, without holding the loop.
+
+Short text is worked on at once, everything else in worker processes (workers.py). Text is bounded before: by the tokens that
+the model can take, each with more bytes than tokens usually have. What takes too much there is refused, and nothing of it comes
+into this process; a constraint that does not is compiled here again, in a thread that leaves the interpreter to others.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Final
+
+import numpy as np
+
+from ..outputs.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, Vocabulary, compile_grammar
+from ..outputs.model_text import ModelText
+from ..values.errors import InvalidField, TooComplex
+from ..values.request import Int32Array
+from .text_worker import Limits, SetUp
+from .worker_frames import TOKEN_DTYPE, Kind
+from .workers import JobRefused, JobTooMuch, Workers
+
+MAX_TEXT_BYTES: Final = 1 << 20
+BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32
+# 1 ms of the worst text that was tried; the way to a worker and back takes about as long.
+_SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
+
+
+class TextWork:
+    """See the module. `client` is who a call comes from: workers take turns among clients. To be closed."""
+
+    def __init__(self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits, max_waiting: int) -> None:
+        """Builds what constraints need, which takes a second for a large vocabulary.
+
+        max_waiting: texts, chats and constraints of one client that may wait for a worker.
+        """
+        self._text = text
+        self._vocabulary: Vocabulary | None = None
+        self._workers: Workers | None = None
+        if text.tokenizer is not None:
+            self._vocabulary = Vocabulary.of(text.tokenizer, vocab_size)
+            self._workers = Workers(num_workers, SetUp(text.tokenizer.state(), vocab_size, asdict(limits)), max_waiting)
+
+    async def close(self) -> None:
+        if self._workers is not None:
+            await self._workers.close()
+
+    async def encode(self, client: str, text: str, field: str, max_tokens: int) -> list[int] | Int32Array:
+        """Token ids of a text for at most max_tokens. Raises InvalidField, TooComplex, QueueFull."""
+        raw = text.encode()
+        _check_bytes(len(raw), field, max_tokens)
+        if self._workers is None or len(raw) <= _SHORT_BYTES:
+            return self._text.encode(text, field)
+        return _ids(await self._run(client, Kind.ENCODE, raw, field))
+
+    async def encode_chat(self, client: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int] | Int32Array:
+        """The same of a conversation, by the model's chat template."""
+        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        _check_bytes(num_bytes, "chat", max_tokens)
+        if self._workers is None or (num_bytes <= _SHORT_BYTES and len(messages) <= _SHORT_CHAT):
+            return self._text.encode_chat(messages)
+        return _ids(await self._run(client, Kind.ENCODE_CHAT, json.dumps(messages).encode(), "chat"))
+
+    async def decode(self, client: str, token_ids: Int32Array, *, with_added: bool) -> str:
+        """The text of token ids. with_added: also of those that `encode` puts around a text."""
+        if not with_added:
+            token_ids = self._text.without_added(token_ids)
+        if self._workers is None or len(token_ids) <= _SHORT_TOKENS:
+            return self._text.decode(token_ids.tolist())
+        return (await self._run(client, Kind.DECODE, token_ids.astype(TOKEN_DTYPE).tobytes(), "token_ids")).decode()
+
+    async def constraint(self, client: str, kind: str, source: str | Sequence[str]) -> Constraint:
+        """kind: json_schema, regex or choices. Raises InvalidField, TooComplex, QueueFull."""
+        field = f"sampling.{kind}"
+        if self._workers is None or self._vocabulary is None:
+            raise InvalidField("the model has no tokenizer: its output cannot be constrained", field=field)
+        if kind == "choices" and (not 1 <= len(source) <= MAX_CHOICES or not all(source)):
+            raise InvalidField(f"choices: 1 to {MAX_CHOICES}, none empty", field=field, limit=MAX_CHOICES)
+        if not 1 <= sum(len(part.encode()) for part in source) <= MAX_GRAMMAR_BYTES:
+            raise InvalidField(f"{field}: 1 to {MAX_GRAMMAR_BYTES} bytes", field=field, limit=MAX_GRAMMAR_BYTES)
+        job = json.dumps([kind, source if isinstance(source, str) else list(source)]).encode()
+        grammar = (await self._run(client, Kind.CONSTRAINT, job, field)).decode()
+        return await asyncio.to_thread(compile_grammar, self._vocabulary, grammar, field)
+
+    async def _run(self, client: str, kind: Kind, body: bytes, field: str) -> bytes:
+        assert self._workers is not None
+        try:
+            return await self._workers.run(client, kind, body)
+        except JobRefused as error:
+            raise InvalidField(f"{field}: {error}", field=field) from None
+        except JobTooMuch as error:
+            raise TooComplex(f"{field}: {error}", field=field) from None
+
+
+def max_text_bytes(max_tokens: int) -> int:
+    """Most bytes of a text for at most so many tokens."""
+    return min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * max_tokens)
+
+
+def _check_bytes(num_bytes: int, field: str, max_tokens: int) -> None:
+    limit = max_text_bytes(max_tokens)
+    if num_bytes > limit:
+        raise InvalidField(f"{field}: at most {limit} bytes, not {num_bytes}", field=field, limit=limit)
+
+
+def _ids(body: bytes) -> Int32Array:
+    return np.frombuffer(body, TOKEN_DTYPE).astype(np.int32)

@@ -1,0 +1,169 @@
+"""A worker process: turns text into tokens and back and tries constraints out, beside the engine and within limits.
+
+Tokenising holds the interpreter for as long as it takes, and a pattern of twenty characters can want gigabytes: neither is to
+happen where streams are served. The kernel keeps the limits, so that they hold whatever a library does: a job that uses more
+processor time ends this process, and so may one that wants more memory. It ends with its engine, whose pipe it reads. Loads
+no torch and no grpc.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..model.checkpoint.errors import TokenizerError
+from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
+from ..outputs.tokenizer import Tokenizer
+from .worker_frames import ANSWER_HEAD, JOB_HEAD, TOKEN_DTYPE, Kind, Outcome
+
+_STACK_BYTES = 1 << 20  # less than a thread of the engine has: what does not end here by recursion does not end there
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one job: seconds of processor time, and bytes beyond what the worker has when it is set up."""
+
+    cpu_s: float
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """What a worker needs to know."""
+
+    tokenizer: dict[str, Any]  # Tokenizer.state
+    vocab_size: int
+    limits: dict[str, Any]  # of Limits
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+class Worker:
+    """Does one job after another."""
+
+    def __init__(self, set_up: SetUp) -> None:
+        self.limits = Limits(**set_up.limits)
+        self._tokenizer = Tokenizer.from_state(set_up.tokenizer)
+        self._vocab_size = set_up.vocab_size
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self._tokenizer, self._vocab_size)
+
+    def prepare(self, kind: Kind) -> None:
+        """What the first job of a kind would have to wait for. Not bounded: it is the model's."""
+        if kind is Kind.CONSTRAINT:
+            _ = self._vocabulary
+
+    def do(self, kind: Kind, body: bytes) -> tuple[Outcome, bytes]:
+        """One job."""
+        try:
+            return Outcome.DONE, self._do(kind, body)
+        except (TokenizerError, BadGrammar) as error:
+            return Outcome.REFUSED, str(error).encode(errors="replace")
+        except GrammarTooComplex as error:
+            return Outcome.TOO_MUCH, str(error).encode(errors="replace")
+        except (MemoryError, RecursionError):
+            return Outcome.TOO_MUCH, b"it takes too much memory"
+        except Exception:
+            traceback.print_exc()
+            return Outcome.BROKEN, b""
+
+    def _do(self, kind: Kind, body: bytes) -> bytes:
+        if kind is Kind.ENCODE:
+            return _ids_as_bytes(self._tokenizer.encode(body.decode()))
+        if kind is Kind.ENCODE_CHAT:
+            return _ids_as_bytes(self._tokenizer.encode_chat(json.loads(body)))
+        if kind is Kind.DECODE:
+            return self._tokenizer.decode(np.frombuffer(body, TOKEN_DTYPE).tolist(), skip_special_tokens=False).encode()
+        assert kind is Kind.CONSTRAINT
+        grammar = write_grammar(*json.loads(body))
+        try_out(self._vocabulary, grammar)
+        return grammar.encode()
+
+
+def _ids_as_bytes(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, TOKEN_DTYPE).tobytes()
+
+
+def main() -> None:
+    """Until the engine closes the pipe, or a job has taken too much."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the engine still has requests to end
+    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    _set_limit(resource.RLIMIT_CORE, 0)
+    _set_limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    first = _read(jobs)
+    if first is None:
+        return
+    worker = Worker(SetUp(**json.loads(first[1])))
+    _answer(answers, Outcome.DONE, b"", is_last=False)
+    prepared = set[Kind]()
+    most = 0
+    while (job := _read(jobs)) is not None:
+        kind, body = job
+        if kind not in prepared:
+            prepared.add(kind)
+            _set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+            worker.prepare(kind)
+            most = _memory() + worker.limits.memory
+            _set_limit(resource.RLIMIT_AS, most)
+        outcome, found = _within(worker.limits.cpu_s, partial(worker.do, kind, body))
+        # What a library keeps of a large job is not to be taken from the next ones.
+        is_last = outcome is Outcome.BROKEN or _memory() > most - worker.limits.memory // 2
+        _answer(answers, outcome, found, is_last=is_last)
+        if is_last:
+            return
+
+
+def _within(cpu_s: float, do: Callable[[], tuple[Outcome, bytes]]) -> tuple[Outcome, bytes]:
+    """Ends this process by SIGPROF if it takes more."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        return do()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read(jobs: BinaryIO) -> tuple[Kind, bytes] | None:
+    head = jobs.read(JOB_HEAD.size)
+    if len(head) < JOB_HEAD.size:
+        return None
+    kind, length = JOB_HEAD.unpack(head)
+    body = jobs.read(length)
+    return (Kind(kind), body) if len(body) == length else None
+
+
+def _answer(answers: BinaryIO, outcome: Outcome, body: bytes, *, is_last: bool) -> None:
+    answers.write(ANSWER_HEAD.pack(outcome, is_last, len(body)) + body)
+    answers.flush()
+
+
+def _memory() -> int:
+    """Bytes of address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _set_limit(which: int, most: int) -> None:
+    """The soft limit, as far as the hard one lets it."""
+    _, hard = resource.getrlimit(which)
+    if most == resource.RLIM_INFINITY or (hard != resource.RLIM_INFINITY and most > hard):
+        most = hard
+    resource.setrlimit(which, (most, hard))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:
+        sys.exit(0)  # the engine is gone

@@ -1,0 +1,193 @@
+"""Workers: the processes that text and constraints are worked on in, a few, each started when there is something for it to do.
+
+Owns who is served next (fair_queue.py), and that a job ends: with its answer, refused by its worker, or because it took more
+than it may, which ends the worker and leaves the other jobs alone. What a job means is text_worker.py's. A job whose caller has
+gone away still takes its client's turn.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from ..values.errors import BrokenInvariant, Draining
+from . import text_worker
+from .fair_queue import FairQueue
+from .text_worker import SetUp
+from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
+
+log = structlog.get_logger()
+
+_NUM_CLIENTS = 4  # that may have as much waiting as one may, before others are refused too
+_PATIENCE = 20  # times its processor time that a job may take on a busy machine, before its worker counts as stuck
+_READ_BYTES = 1 << 20
+
+
+class JobRefused(Exception):
+    """What the job says is wrong: bad text, a bad chat, a bad grammar. One line."""
+
+
+class JobTooMuch(Exception):
+    """It took more time, memory or states than a job may. One line."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: Kind
+    body: bytes
+    answer: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Workers:
+    """See the module."""
+
+    def __init__(self, num_workers: int, set_up: SetUp, max_waiting: int) -> None:
+        """max_waiting: jobs of one client."""
+        self._num_workers, self._set_up = num_workers, set_up
+        self._queue = FairQueue[_Job](
+            max_waiting=_NUM_CLIENTS * max_waiting, max_waiting_each=max_waiting, max_busy_each=max(1, num_workers - 1)
+        )
+        self._idle: list[Process] = []
+        self._tasks = set[asyncio.Task[None]]()
+        self._is_closed = False
+
+    async def run(self, client: str, kind: Kind, body: bytes) -> bytes:
+        """The job's answer. Raises JobRefused, JobTooMuch, QueueFull, Draining."""
+        if self._is_closed:
+            raise Draining("the service is stopping")
+        job = _Job(kind, body)
+        self._queue.put(client, job)
+        self._proceed()
+        try:
+            return await job.answer
+        finally:
+            self._queue.remove(client, job)
+
+    async def close(self) -> None:
+        """Ends the processes; jobs under way are refused."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self._idle:
+            await _end(process)
+        self._idle.clear()
+        while (taken := self._queue.take()) is not None:
+            client, job = taken
+            self._queue.end(client)
+            _tell(job, Draining("the service is stopping"))
+
+    def _proceed(self) -> None:
+        while not self._is_closed and len(self._tasks) < self._num_workers and (taken := self._queue.take()) is not None:
+            client, job = taken
+            task = asyncio.create_task(self._serve(job))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._note_end, client, job))
+
+    def _note_end(self, client: str, job: _Job, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._queue.end(client)
+        _tell(job, Draining("the service is stopping"))  # where it was cancelled, perhaps before it began
+        self._proceed()
+
+    async def _serve(self, job: _Job) -> None:
+        """One job on one process, which is there for the next one unless the job has ended it."""
+        if job.answer.cancelled():
+            return
+        try:
+            _tell(job, await self._do(job))
+        except (JobRefused, JobTooMuch, BrokenInvariant) as error:
+            _tell(job, error)
+        except Exception as error:
+            log.exception("broken_invariant")
+            _tell(job, error)
+
+    async def _do(self, job: _Job) -> bytes:
+        is_second = False
+        while True:
+            process = await self._process()
+            is_kept = False
+            try:
+                async with asyncio.timeout(_PATIENCE * self._set_up.limits["cpu_s"]):
+                    outcome, is_last, body = await _exchange(process, job.kind, job.body)
+                is_kept = not is_last
+                break
+            except (EOFError, ConnectionError, TimeoutError) as error:
+                code = await _end(process)
+                log.warning("text_worker_ended", code=code, kind=job.kind.name.lower())
+                # The kernel's choice when memory is short, or a person's: it may be no fault of the job.
+                if code != -signal.SIGKILL or isinstance(error, TimeoutError) or is_second:
+                    is_late = code == -signal.SIGPROF or isinstance(error, TimeoutError)
+                    raise JobTooMuch(f"it takes too much {'time' if is_late else 'memory'}") from None
+                is_second = True
+            finally:
+                if is_kept:
+                    self._idle.append(process)
+                else:
+                    await _end(process)
+        if outcome is Outcome.DONE:
+            return body
+        if outcome is Outcome.BROKEN:
+            raise BrokenInvariant("the service found itself inconsistent; its log says more")
+        text = body.decode(errors="replace")
+        raise JobTooMuch(text) if outcome is Outcome.TOO_MUCH else JobRefused(text)
+
+    async def _process(self) -> Process:
+        """One that is idle, or a new one."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            await _end(process)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        command = (sys.executable, "-m", text_worker.__name__)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, env=environment, limit=_READ_BYTES, start_new_session=True
+        )
+        try:
+            await _exchange(process, Kind.SET_UP, self._set_up.to_bytes())
+        except BaseException as error:
+            code = await _end(process)
+            if isinstance(error, EOFError | ConnectionError):
+                raise RuntimeError(f"a text worker ended with {code} before it was set up") from None
+            raise
+        return process
+
+
+def _tell(job: _Job, news: bytes | Exception) -> None:
+    if job.answer.done():
+        return
+    if isinstance(news, Exception):
+        job.answer.set_exception(news)
+        job.answer.exception()  # its caller may be gone
+    else:
+        job.answer.set_result(news)
+
+
+async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome, bool, bytes]:
+    """Outcome, whether the worker ends, and what it says. Raises EOFError, ConnectionError."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(JOB_HEAD.pack(kind, len(body)))
+    process.stdin.write(body)
+    await process.stdin.drain()
+    outcome, is_last, length = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
+    return Outcome(outcome), is_last, await process.stdout.readexactly(length)
+
+
+async def _end(process: Process) -> int:
+    """Its exit code; killed where it has not ended by itself."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(ProcessLookupError):
+        process.kill()
+    return await process.wait()
