@@ -1,6 +1,6 @@
 """One pool: the facade of the pure core.
 
-Adds to the steps (step_core.py) the calls of its bases and the questions that change nothing. Who asks or calls publishes what
+Adds to the steps (step/apply.py) the calls of its bases and the questions that change nothing. Who asks or calls publishes what
 is pending first, where the answer is to see it. Knows no grpc, asyncio, torch or clock.
 """
 

@@ -1,6 +1,6 @@
 """Calls of CacheService that look closely at one pool and change nothing of it: explanations, single blocks, events.
 
-One method per RPC, in the proto's order, as in service.py; CacheService is made of both.
+One method per RPC, in the proto's order, as in session_calls.py; CacheService is made of both.
 """
 
 from collections.abc import AsyncIterator

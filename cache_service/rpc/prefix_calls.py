@@ -1,6 +1,6 @@
 """The part of CacheService that keeps prefixes: pins and stored logits.
 
-Like service.py: one method per RPC, in the proto's order, each a thin wrapper over the core.
+Like session_calls.py: one method per RPC, in the proto's order, each a thin wrapper over the core.
 """
 
 import secrets

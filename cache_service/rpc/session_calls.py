@@ -1,4 +1,4 @@
-"""CacheService but for its hot path and what questions.py has: sessions and one-item calls, as thin wrappers over the core.
+"""CacheService but for its hot path and for inspection_calls.py: sessions and one-item calls, thin wrappers over the core.
 
 One method per RPC, in the proto's order; each takes a parsed request and gives the response, and raises CacheError. A
 one-item call counts as a step whose device work is complete at once: its copies are run here before the answer, so it

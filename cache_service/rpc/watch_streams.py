@@ -1,4 +1,4 @@
-"""WatchEvents: carries what events.py tells from the pools to the readers.
+"""WatchEvents: carries what event_feed.py tells from the pools to the readers.
 
 Owns how many watches there are, and when the feeds work: a little after a change, so that the reply of the step that made it
 goes first and changes made together are told together, and in slices of about a millisecond with a rest behind each, so that

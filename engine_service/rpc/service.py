@@ -1,7 +1,7 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
 A Generate's task reads its own outbox and waits on nobody but its client; the loop never waits on it. Its end, however it
-comes, ends the request. Text and token limits are convert.py's, statuses the door's.
+comes, ends the request. Text and token limits are decode_request.py's, statuses the door's.
 """
 
 import asyncio

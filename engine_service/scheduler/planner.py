@@ -1,7 +1,7 @@
 """Planning: which tokens of which sequences the next step computes.
 
-Running sequences come before starts, which come in the order of the policy in force (policies.py); room.py has the rules for
-when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
+Running sequences come before starts, which come in the order of the policy in force (policies.py); headroom.py has the rules
+for when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
 """
 
 from collections import Counter

@@ -4,8 +4,8 @@ One counter chases the other: a running sequence computes tokens [num_computed, 
 prompt, one while it decodes, and again from the start after a preemption; there are no phases. Continuations of one
 prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
-planning.py plans a step, answering.py takes the cache service's answer over; here are arrivals, ends, and the tokens computed.
-Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
+planner.py plans a step, apply_answer.py takes the cache service's answer over; here are arrivals, ends, and the tokens
+computed. Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
 import numpy as np

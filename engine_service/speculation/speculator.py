@@ -1,7 +1,7 @@
 """Speculator: who guesses, for whom, and what came of it.
 
 Asked before each step for guesses for the sequences that decode, told after it what was kept. Guessing is left to a Proposer;
-whether it pays is speculation.py's to know. Sequences under a constraint are left alone: their masks are made token by token.
+whether it pays is guess_control.py's to know. Sequences under a constraint are left alone: their masks are made token by token.
 """
 
 import weakref

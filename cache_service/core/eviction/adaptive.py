@@ -6,7 +6,7 @@ What tells the two apart is not known beforehand (how long until a conversation 
 twice), so it is learned.
 
 How it works. Blocks wait in one queue per number of uses. When room is wanted, only the heads of the queues are compared:
-by their worth (worth.py), the hits to be expected per block and time of what was used so often and has waited so long.
+by their worth (hit_density.py), the hits to be expected per block and time of what was used so often and has waited so long.
 The counts come from hits and from ghosts (ghosts.py): a block that comes back after its eviction is recognised, goes on
 with the uses that it had, and teaches how long it would have had to be kept. Ghosts do that in ARC (Megiddo and Modha,
 FAST 2003) and S3-FIFO (Yang et al., SOSP 2023), too; but there they move one boundary, and here they draw the whole curve
@@ -19,11 +19,11 @@ So the least recently used block goes, unless another is worth less than 0.4 of 
 difference between what returns and what does not is a multiple. (LeCaR, Vietri et al., HotStorage 2018, likewise
 overrules its expert LRU on evidence only.) A change of the workload shows in the counts, because blocks that wait in vain
 count as seen for so long without a reuse. And the result is watched: what LRU would have kept in the same room is known
-(shadow.py), so hits that it would not have had and ghosts that it would still have are set against each other, and while
+(lru_shadow.py), so hits that it would not have had and ghosts that it would still have are set against each other, and while
 LRU was better of late, its order is taken.
 
 Leaves before parents. A sequence uses all blocks above one that it uses, so a parent has at least the uses of a child
-(history.py sees to that also where a ghost knew more), and was used no earlier. More uses are never worth less, more age is
+(use_history.py sees to that also where a ghost knew more), and was used no earlier. More uses are never worth less, more age is
 never worth more, and among equals the fewest uses go first, then the oldest. So a child is always before its parent,
 compared by worth as by age.
 

@@ -2,8 +2,8 @@
 
 Owns the logits that follow cached prefixes, by the node of the prefix's last block, and their bound. Rules: all have one size;
 they go with their node, the least recently used first where they are too many; a start that was promised some holds them by
-itself (owner.py), so that nothing that goes meanwhile breaks the promise. Does not know sequences; what the numbers mean is
-the engine's. Once nothing is stored, the next may have another size.
+itself (session_state.py), so that nothing that goes meanwhile breaks the promise. Does not know sequences; what the numbers
+mean is the engine's. Once nothing is stored, the next may have another size.
 """
 
 from collections import OrderedDict

@@ -50,7 +50,7 @@ class SequenceTable:
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
-        # While it waits, see computing.py: answers to wait for others, since the prefix it could hit was last found longer.
+        # While it waits, see inflight_prefix.py: answers to wait, since the prefix that it could hit was last found longer.
         self.num_waits: Int32Array = np.zeros(slots, np.int32)
         self.waited_len: Int32Array = np.zeros(slots, np.int32)
         # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be

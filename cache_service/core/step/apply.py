@@ -1,7 +1,7 @@
 """The steps of one pool.
 
-Owns the order of things: a step is decided by step.py and then applied by block_tables.py and swapping.py, list by list, as the
-protocol says. Who may call, and whether a call is a repeat, is session.py's.
+Owns the order of things: a step is decided by validate.py and then applied by lifecycle.py and sequence_swap.py, list by list,
+as the protocol says. Who may call, and whether a call is a repeat, is lease.py's.
 """
 
 import numpy as np

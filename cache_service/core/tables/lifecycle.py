@@ -1,8 +1,8 @@
 """What the items of a step do to sequences, their blocks and the index.
 
 Owns the changes and their rules: sharing by forks, copy-on-write before a write (R5), fences on what is dropped (R6), all or
-nothing per item (R7). Every method takes lawful items and cannot fail. Starts are starting.py's, blocks table_base.py's.
-Committed blocks come to be shared by publishing.py. Does not know how items arrive or what lawful is.
+nothing per item (R7). Every method takes lawful items and cannot fail. Starts are start.py's, blocks table_base.py's.
+Committed blocks come to be shared by publisher.py. Does not know how items arrive or what lawful is.
 """
 
 import numpy as np
