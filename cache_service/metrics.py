@@ -14,14 +14,14 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.service.metrics import build_info
 
-from .runtime.session_manager import Keeper
+from .runtime.session_manager import SessionManager
 
 _FIELDS = [field for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
 _GAUGES = {"used_bytes", "peak_used_bytes"}  # of 64 bits, and not sums
 _PREFIX = "kvkeeper_cache_"
 
 
-def cache_metrics(keeper: Keeper) -> Iterator[Metric]:
+def cache_metrics(keeper: SessionManager) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that owns the core."""
     rows = [((pool.info.spec.model_id, str(place)), pool.stats()) for place, pool in enumerate(keeper.registry.pools)]
     for field in _FIELDS:

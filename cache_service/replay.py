@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .core.eviction import Use, make_policy
-from .core.manager import Manager
+from .core.manager import PoolManager
 from .core.values.types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 Requests = list[list[int]]
@@ -55,7 +55,7 @@ class CoreReplay:
 
     def __init__(self, num_blocks: int, policy: str, block_size: int = 1) -> None:
         most_tokens = (num_blocks + 1) * block_size
-        self.manager = Manager(PoolConfig(num_blocks + 2, block_size, 1, most_tokens, watermark=0, eviction_policy=policy))
+        self.manager = PoolManager(PoolConfig(num_blocks + 2, block_size, 1, most_tokens, watermark=0, eviction_policy=policy))
         self.manager.open_session(_SESSION, Executor.CACHE)
         self._block_size = block_size
         self._num_requests = self._num_blocks = self._num_hits = 0

@@ -31,7 +31,7 @@ from .rpc.session_calls import CacheService
 from .rpc.step_handler import StepHandler
 from .runtime.clock import Clock, RunClock
 from .runtime.pool_registry import Memory, PoolRegistry
-from .runtime.session_manager import Keeper
+from .runtime.session_manager import SessionManager
 
 log = structlog.get_logger()
 
@@ -41,7 +41,7 @@ class RunningServer:
     """A cache service that answers. address is what a client's channel takes."""
 
     attach_path: Path
-    keeper: Keeper
+    keeper: SessionManager
     drain_timeout: float
     _endpoint: Endpoint
     _attach: AttachServer
@@ -93,7 +93,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         registry = PoolRegistry(config, memory or memory_of(config.device))
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
-        keeper = Keeper(registry, timing, time.time_ns() // 1000, config.max_sessions)
+        keeper = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
         attach = AttachServer(_attach_path(config, endpoint.address), keeper, timing)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, keeper))

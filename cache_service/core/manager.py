@@ -16,7 +16,7 @@ from .inspection import invariants
 from .inspection import tier_invariants as tier_audit
 from .inspection.explain import Explanation, explain_match
 from .inspection.stats import pool_stats
-from .sequences.session_state import Owner
+from .sequences.session_state import SessionState
 from .step.one_item import OneItemCalls
 from .step.validate import wrong_state
 from .values.errors import UnknownBlock
@@ -37,7 +37,7 @@ from .values.types import (
 )
 
 
-class Manager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimCalls):
+class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimCalls):
     """See the module."""
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
@@ -166,7 +166,7 @@ class Manager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimC
     def block_state(self, block: BlockId) -> BlockState:
         return self.tables.pool.state(block)
 
-    def _view(self, owner: Owner, slot: int, table: Int32Array) -> SequenceView:
+    def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
         seqs = self.tables.sequences
         return SequenceView(
             sequence_id=SequenceId(int(seqs.ids[slot])),

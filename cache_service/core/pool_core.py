@@ -12,8 +12,8 @@ from .blocks.pressure import PressureGauge
 from .calls.reclaim import Reclaim
 from .sequences.claims import StartNumbers
 from .sequences.publisher import ALL_BLOCKS
-from .sequences.session_state import Owner
-from .tables.lifecycle import BlockTables
+from .sequences.session_state import SessionState
+from .tables.lifecycle import SequenceLifecycle
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
 from .values.types import NO_INT32, Executor, Int32Array, PoolConfig, PressureLevel, SequenceState, SessionId
 
@@ -27,7 +27,7 @@ class CloseResult(NamedTuple):
     num_quarantined_blocks: int
 
 
-class PoolCore:
+class PoolState:
     """See the module. Raises InvalidField for a configuration that cannot work."""
 
     def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
@@ -44,10 +44,10 @@ class PoolCore:
         self.config = config
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
         self._start_numbers = start_numbers or StartNumbers()
-        self.tables = BlockTables(config)
+        self.tables = SequenceLifecycle(config)
         self.reclaim = Reclaim(self.tables)
         self.gauge.on_change = self._tell_pressure
-        self._owners: dict[SessionId, Owner] = {}
+        self._owners: dict[SessionId, SessionState] = {}
         self._next_owner = 1
         self._quarantines: dict[SessionId, Int32Array] = {}
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
@@ -106,7 +106,7 @@ class PoolCore:
 
     def open_session(self, session: SessionId, executor: Executor) -> None:
         assert session not in self._owners, "a session id is drawn once"
-        self._owners[session] = Owner(self._next_owner, session, executor)
+        self._owners[session] = SessionState(self._next_owner, session, executor)
         self._next_owner += 1
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
@@ -200,7 +200,7 @@ class PoolCore:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
         return self._num_spare_blocks if self.tables.sequences.some_run else 0
 
-    def _owner(self, session: SessionId) -> Owner:
+    def _owner(self, session: SessionId) -> SessionState:
         if session not in self._owners:
             raise UnknownSession("no live session of this id on this pool")
         return self._owners[session]
@@ -222,14 +222,14 @@ class PoolCore:
             return NO_INT32
         return seqs.table(slot)[first // self.config.block_size :]
 
-    def _end_transfers(self, owner: Owner, *, may_still_write: bool) -> None:
+    def _end_transfers(self, owner: SessionState, *, may_still_write: bool) -> None:
         """Orders of a session that ends: whatever they fill is kept from reuse with the rest that it may still write."""
         assert self.tables.swapping is not None
         blocks = self.tables.swapping.end_session(owner, may_still_write=may_still_write)
         if len(blocks):
             self._quarantines[owner.session] = np.concatenate([self._quarantines[owner.session], blocks])
 
-    def _find(self, session: SessionId, sequence_id: int) -> tuple[Owner, int]:
+    def _find(self, session: SessionId, sequence_id: int) -> tuple[SessionState, int]:
         owner = self._owner(session)
         slot = owner.ids.get(sequence_id)
         if slot is None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.values.errors import Draining
-from ..runtime.session_manager import Keeper
+from ..runtime.session_manager import SessionManager
 from .convert import sequences as convert
 from .watch_streams import WatchDesk
 
@@ -16,7 +16,7 @@ from .watch_streams import WatchDesk
 class Questions:
     """See the module."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: SessionManager) -> None:
         self._keeper = keeper
         self._watches = WatchDesk()
         keeper.registry.on_replaced = self._watches.tell_replaced

@@ -8,14 +8,14 @@ import secrets
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.blocks.pins import MAX_PIN_TTL
-from ..runtime.session_manager import Keeper
+from ..runtime.session_manager import SessionManager
 from .convert import sequences as convert
 
 
 class PrefixService:
     """See the module."""
 
-    _keeper: Keeper
+    _keeper: SessionManager
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = self._keeper.require(request.session_id, request.epoch)

@@ -16,11 +16,11 @@ from kvkeeper.service import VERSION
 from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
 
 from ..config import CacheConfig
-from ..core.manager import Manager
+from ..core.manager import PoolManager
 from ..core.values.errors import InvalidField, UnknownSession, WrongMode
 from ..core.values.types import Copies, Executor, SequenceId, SequenceView, SessionId
 from ..runtime.lease import SessionMode
-from ..runtime.session_manager import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, Keeper, LiveSession
+from ..runtime.session_manager import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, LiveSession, SessionManager
 from ..unimplemented import UNIMPLEMENTED_METHODS
 from . import kv_calls as kv_io
 from .convert import kv_spec
@@ -42,7 +42,7 @@ class _OfSession(Protocol):
 class CacheService(Questions, PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
-    def __init__(self, config: CacheConfig, keeper: Keeper, attach_path: str, time: Callable[[], float]) -> None:
+    def __init__(self, config: CacheConfig, keeper: SessionManager, attach_path: str, time: Callable[[], float]) -> None:
         """time: monotone seconds that also pass while the service is held up, for what it tells of itself."""
         super().__init__(keeper)
         self._config = config
@@ -180,10 +180,10 @@ class CacheService(Questions, PrefixService):
         return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
 
     async def swap_out_sequence(self, request: pb.SwapOutSequenceRequest) -> pb.SwapOutSequenceResponse:
-        return pb.SwapOutSequenceResponse(sequence=await self._swap(request, Manager.swap_out))
+        return pb.SwapOutSequenceResponse(sequence=await self._swap(request, PoolManager.swap_out))
 
     async def swap_in_sequence(self, request: pb.SwapInSequenceRequest) -> pb.SwapInSequenceResponse:
-        return pb.SwapInSequenceResponse(sequence=await self._swap(request, Manager.swap_in))
+        return pb.SwapInSequenceResponse(sequence=await self._swap(request, PoolManager.swap_in))
 
     async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
         live = self._keeper.require(request.session_id, request.epoch)
@@ -323,7 +323,7 @@ class CacheService(Questions, PrefixService):
     async def _swap(
         self,
         request: pb.SwapOutSequenceRequest | pb.SwapInSequenceRequest,
-        swap: Callable[[Manager, SessionId, int], Copies],
+        swap: Callable[[PoolManager, SessionId, int], Copies],
     ) -> pb.SequenceInfo:
         await self._copies_done(request)
         with self._one_item(request) as live:

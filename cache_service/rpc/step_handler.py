@@ -20,7 +20,7 @@ from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
-from ..runtime.session_manager import Keeper, LiveSession
+from ..runtime.session_manager import LiveSession, SessionManager
 from .convert import sequences as convert
 from .methods import EOF
 
@@ -45,7 +45,7 @@ class StepStream:
 class StepHandler:
     """Step and StreamSteps."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: SessionManager) -> None:
         self._keeper = keeper
         self._tracer = tracing.tracer()
 

@@ -19,7 +19,7 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
 from ..config import MAX_POOL_BLOCKS, CacheConfig
-from ..core.manager import Manager
+from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
 from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.types import Copies, PoolConfig, SessionId
@@ -61,7 +61,7 @@ class Pool:
         host_arena: SharedMemoryArena | None = None,
     ) -> None:
         self.key = key
-        self.manager = Manager(config, start_numbers)
+        self.manager = PoolManager(config, start_numbers)
         self.arena = arena
         self.host_arena = host_arena
         bytes_per_block = kv_spec.block_bytes(spec)

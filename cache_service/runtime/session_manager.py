@@ -65,7 +65,7 @@ class _Ended:
     drained: bool
 
 
-class Keeper:
+class SessionManager:
     """Sessions and pools of one service."""
 
     def __init__(self, registry: PoolRegistry, clock: Clock, epoch: int, max_sessions: int) -> None:

@@ -29,7 +29,7 @@ from .iteration import Iteration
 from .open_requests import OpenRequests, bounded
 from .sequence_creator import SequenceCreator
 from .stats import EngineStats
-from .step_worker import Device
+from .step_worker import StepWorker
 from .tracing import EngineTracing
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class Engine:
         self._num_reported = 0
         self.speculator = None if proposer is None else Speculator(proposer, self.requests.may_guess)
         self._wake = asyncio.Event()
-        self._device = Device()
+        self._device = StepWorker()
         self._stopping = False
 
     # -- for other tasks

@@ -16,7 +16,7 @@ from ..outputs.beam_search import Candidates
 from ..outputs.generation import Generation
 from ..scheduler.plan import Limits, Work
 from ..scheduler.scheduler import Scheduler
-from ..values.errors import DuplicateRequest, NeverFits, QueueFull, Refusal, RequestFailed, UnknownRequest
+from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .stats import EngineStats
 from .tracing import EngineTracing
@@ -64,7 +64,7 @@ class OpenRequests:
             raise UnknownRequest("no live request has this id")
         self.generations[request_id].cancel()
 
-    def fail_all(self, refusal: Refusal) -> None:
+    def fail_all(self, refusal: EngineError) -> None:
         """End all open requests. While there is a session, their blocks go back with the next step."""
         for generation in list(self.generations.values()):
             generation.fail(refusal)
@@ -167,7 +167,7 @@ class OpenRequests:
             del self._by_request[generation.request]
         self._closed.clear()
 
-    def fail(self, request: Request, refusal: Refusal) -> None:
+    def fail(self, request: Request, refusal: EngineError) -> None:
         """End one request with an error, if it is open still."""
         if (generation := self._by_request.get(request)) is not None:
             generation.fail(refusal)

@@ -16,7 +16,7 @@ from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 
 from ..scheduler.scheduler import Scheduler
-from ..values.errors import Refusal, RequestFailed
+from ..values.errors import EngineError, RequestFailed
 from ..values.request import Request, Sequence
 from .tracing import EngineTracing
 
@@ -31,7 +31,7 @@ class SequenceCreator:
         scheduler: Scheduler,
         session: AsyncCacheSession,
         wake: asyncio.Event,
-        fail: Callable[[Request, Refusal], None],
+        fail: Callable[[Request, EngineError], None],
         tracing: EngineTracing,
     ) -> None:
         self._scheduler = scheduler

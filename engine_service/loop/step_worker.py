@@ -42,7 +42,7 @@ class InFlight:
         return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
 
 
-class Device:
+class StepWorker:
     """See the module. in_flight is None while nothing is computed."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..values.output_chunk import Piece, joined
+from ..values.output_chunk import OutputChunk, joined
 
 
 def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:
@@ -26,18 +26,18 @@ class BestOf:
     """Keeps what continuations give until all have ended."""
 
     num_told: int
-    _pieces: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    _pieces: dict[int, list[OutputChunk]] = field(default_factory=lambda: defaultdict(list))
     _logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def count(self, index: int, logprob: float) -> None:
         """A continuation's next token has this log probability."""
         self._logprobs[index].append(logprob)
 
-    def hold(self, piece: Piece) -> None:
+    def hold(self, piece: OutputChunk) -> None:
         """A piece that waits for the end."""
         self._pieces[piece.index].append(piece)
 
-    def told(self) -> list[Piece]:
+    def told(self) -> list[OutputChunk]:
         """One piece for each of the best, numbered by rank."""
         best = rank({index: self._logprobs[index] for index in sorted(self._pieces)}, self.num_told)
         return [

@@ -17,7 +17,7 @@ import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
-from ..values.errors import InvalidField, Refusal, RequestFailed, TooComplex
+from ..values.errors import EngineError, InvalidField, RequestFailed, TooComplex
 from .tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -109,7 +109,7 @@ class Constraint:
         """A limit was passed, and that is why nothing is allowed: what was taken was allowed, so it can be nothing else."""
         return self._account.is_overdrawn or (self._matcher.is_error() and not self._matcher.get_error().startswith(_DEAD_END))
 
-    def refusal(self) -> Refusal:
+    def refusal(self) -> EngineError:
         """Of its request, when it allows nothing."""
         if self.is_too_complex:
             return TooComplex("the constraint takes too many states or too much time", field=self._field)

@@ -17,8 +17,8 @@ import structlog
 from ..compute.beam_candidates import SearchRow
 from ..compute.logprobs import TokenLogprobs
 from ..compute.sampler import SamplingParams, SamplingRow
-from ..values.errors import Refusal, RequestFailed
-from ..values.output_chunk import Piece, Usage
+from ..values.errors import EngineError, RequestFailed
+from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
 from .beam_search import BeamSearch, Branch, Candidates, Finished
 from .best_of import BestOf
@@ -46,7 +46,7 @@ class Constraint(Protocol):
     def is_complete(self) -> bool:
         """Nothing more can follow."""
 
-    def refusal(self) -> Refusal:
+    def refusal(self) -> EngineError:
         """Of its request, when it allows nothing."""
 
 
@@ -59,7 +59,7 @@ class Generation:
     seed: int  # 64 bits
     stop: StopRules
     outputs: list[TextOutput]  # one per continuation
-    send: Callable[[Piece | Refusal], None]
+    send: Callable[[OutputChunk | EngineError], None]
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
@@ -71,13 +71,13 @@ class Generation:
     timer: Timer | None = None  # of its time-out
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)  # by continuation
-    refusal: Refusal | None = None
+    refusal: EngineError | None = None
     _ended: dict[int, FinishReason] = field(default_factory=dict)
     _num_taken: Counter[int] = field(default_factory=Counter)  # tokens by continuation
     _num_sent: int = 0
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
-    _outbox: list[Piece | Refusal] = field(default_factory=list)
+    _outbox: list[OutputChunk | EngineError] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -153,7 +153,7 @@ class Generation:
             self.fail(RequestFailed("the tokens could not be turned into text"))
             return None
 
-    def _found(self, index: int, finished: Finished) -> Piece:
+    def _found(self, index: int, finished: Finished) -> OutputChunk:
         """A list that has ended, as its client is told of it."""
         output, token_ids = self.outputs[index], finished.tokens.token_ids()
         if self.stop.reason(token_ids[-1]) is not None:
@@ -163,7 +163,7 @@ class Generation:
             text, is_stopped = output.push(token_id)
             texts.append(text)
         texts += [] if is_stopped else [output.flush()]
-        return Piece(index, "".join(texts), tuple(token_ids), finished.reason, cumulative_logprob=finished.tokens.logprob)
+        return OutputChunk(index, "".join(texts), tuple(token_ids), finished.reason, cumulative_logprob=finished.tokens.logprob)
 
     def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
         """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
@@ -185,25 +185,27 @@ class Generation:
             self.best_of.count(index, logprobs[0].logprob)
             logprobs = logprobs if self.num_logprobs is not None else ()
         if (reason := self.stop.reason(token_id)) is not None:
-            return self._finish(Piece(index, output.flush(), (), reason))
+            return self._finish(OutputChunk(index, output.flush(), (), reason))
         self._num_sent += 1
         text, is_stopped = output.push(token_id)
         if is_stopped:
-            return self._finish(Piece(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
+            return self._finish(OutputChunk(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
         if self.constraints:
             self.constraints[index].take(token_id)
             if self.constraints[index].is_complete:
-                return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs))
+                return self._finish(
+                    OutputChunk(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs)
+                )
         if self._num_taken[index] == self.request.max_new_tokens:
-            return self._finish(Piece(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
-        piece = Piece(index, text, (token_id,), logprobs=logprobs)
+            return self._finish(OutputChunk(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
+        piece = OutputChunk(index, text, (token_id,), logprobs=logprobs)
         if self.best_of is not None:
             self.best_of.hold(piece)
         else:
             self._put(piece)
         return False
 
-    def _put(self, piece: Piece) -> None:
+    def _put(self, piece: OutputChunk) -> None:
         """The first piece of continuation 0 brings the prompt's log probabilities along."""
         if piece.index == 0 and self._prompt_logprobs and not self._told_prompt:
             self._told_prompt = True
@@ -220,7 +222,7 @@ class Generation:
         """End what is still under way. Nothing happens to a request that has ended."""
         self._end_rest(FinishReason.CANCELLED)
 
-    def cut_short(self, reason: FinishReason, refusal: Refusal) -> None:
+    def cut_short(self, reason: FinishReason, refusal: EngineError) -> None:
         """End it with what it has given; with the refusal where that is nothing. Nothing happens to one that has ended."""
         if not self.num_taken:
             return self.fail(refusal)
@@ -238,7 +240,7 @@ class Generation:
     def _end_rest(self, reason: FinishReason) -> None:
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
-                self._finish(Piece(index, self._rest(index), (), reason))
+                self._finish(OutputChunk(index, self._rest(index), (), reason))
         self.deliver()
 
     def _rest(self, index: int) -> str:
@@ -249,7 +251,7 @@ class Generation:
             log.exception("text_failed", request_id=self.request.request_id)
             return ""
 
-    def fail(self, refusal: Refusal) -> None:
+    def fail(self, refusal: EngineError) -> None:
         """End it with an error. Nothing happens to a request that has ended."""
         if self.is_open:
             self.refusal = refusal
@@ -257,7 +259,7 @@ class Generation:
             self.deliver()
             self.on_close(self)
 
-    def _finish(self, piece: Piece) -> bool:
+    def _finish(self, piece: OutputChunk) -> bool:
         assert piece.finish_reason is not None
         self._ended[piece.index] = piece.finish_reason
         last = [piece]

@@ -1,6 +1,6 @@
 """From messages to values: a GenerateRequest becomes what a Generation is made of, with every field in its bounds.
 
-Raises Refusal for what the protocol forbids.
+Raises EngineError for what the protocol forbids.
 """
 
 import hashlib

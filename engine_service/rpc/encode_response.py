@@ -9,11 +9,11 @@ from ..compute.logprobs import TokenLogprobs
 from ..loop.iteration import Iteration
 from ..outputs.generation import Generation
 from ..scheduler.plan import Task
-from ..values.output_chunk import Piece
+from ..values.output_chunk import OutputChunk
 from .submissions import Submission
 
 
-def response_of(request_id: str, piece: Piece) -> pb.GenerateResponse:
+def response_of(request_id: str, piece: OutputChunk) -> pb.GenerateResponse:
     """The message of a piece."""
     reason = f"FINISH_REASON_{piece.finish_reason.name}" if piece.finish_reason is not None else None
     return pb.GenerateResponse(

@@ -26,8 +26,8 @@ from ..outputs.constraint import Constraint
 from ..outputs.generation import Generation
 from ..outputs.stopping import StopRules
 from ..text_workers.text_work import TextWork, max_text_bytes
-from ..values.errors import InvalidField, NeverFits, Refusal
-from ..values.output_chunk import Piece
+from ..values.errors import EngineError, InvalidField, NeverFits
+from ..values.output_chunk import OutputChunk
 from ..values.request import Int32Array, Request
 from .decode_request import (
     DEFAULT_MAX_TOKENS,
@@ -41,7 +41,7 @@ from .decode_request import (
 )
 from .encode_response import iteration_plan, request_info, response_of, results_of
 from .held import Held
-from .stream_buffer import Outbox
+from .stream_buffer import StreamBuffer
 from .submissions import Submissions
 
 
@@ -69,7 +69,7 @@ class EngineService:
         await self._submissions.wait_fetched()
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        outbox = Outbox()
+        outbox = StreamBuffer()
         generation = await self._admit(request, outbox.put)
         outbox.on_full = generation.fail
         self.num_streams += 1
@@ -175,12 +175,12 @@ class EngineService:
         """Most tokens of a sequence; the model's before there was a session."""
         return self._engine.scheduler.limits.max_len or self._model.max_len
 
-    async def _admit(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> Generation:
-        """Queue what the message asks for. It is held until send is told of its end. Raises Refusal."""
+    async def _admit(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
+        """Queue what the message asks for. It is held until send is told of its end. Raises EngineError."""
         hold = self._held.take(message.ByteSize())
 
-        def tell(news: Piece | Refusal) -> None:
-            if isinstance(news, Refusal) or news.usage is not None:
+        def tell(news: OutputChunk | EngineError) -> None:
+            if isinstance(news, EngineError) or news.usage is not None:
                 hold.release()
             send(news)
 
@@ -190,7 +190,7 @@ class EngineService:
             hold.release()
             raise
 
-    async def _take(self, message: pb.GenerateRequest, send: Callable[[Piece | Refusal], None]) -> Generation:
+    async def _take(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
         options = options_of(message, self._model.sampling_defaults)
         client = options.tenant or peer.get()
         if options.retention is not None and (reason := self._model.refuses_retention):
@@ -251,7 +251,7 @@ class EngineService:
         return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
 
     async def _constraints(self, sampling: pb.SamplingParams, client: str, n: int) -> list[Constraint]:
-        """One for each continuation, or none. Raises Refusal."""
+        """One for each continuation, or none. Raises EngineError."""
         kind = sampling.WhichOneof("constraint")
         if kind is None:
             return []
@@ -260,7 +260,7 @@ class EngineService:
         return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
     async def _prompt(self, message: pb.GenerateRequest, client: str, max_len: int) -> Int32Array:
-        """Token ids, 1 or more. Raises Refusal."""
+        """Token ids, 1 or more. Raises EngineError."""
         kind = message.WhichOneof("prompt")
         ids: Sequence[int] | Int32Array
         if kind == "text":

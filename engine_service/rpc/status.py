@@ -5,7 +5,7 @@ from google.protobuf import duration_pb2
 
 from kvkeeper.service.status import Refusals
 
-from ..values.errors import BrokenInvariant, InvalidField, NotImplementedYet, Refusal
+from ..values.errors import BrokenInvariant, EngineError, InvalidField, NotImplementedYet
 
 _CODES = {
     "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,
@@ -34,7 +34,7 @@ _RETRY_DELAYS = {
 }
 
 REFUSALS = Refusals(
-    base=Refusal,
+    base=EngineError,
     invalid_field=InvalidField,
     not_implemented=NotImplementedYet,
     broken_invariant=BrokenInvariant,

@@ -1,4 +1,4 @@
-"""Outbox: what one stream's client has not read yet, bounded.
+"""What one stream's client has not read yet, bounded.
 
 The loop puts and never waits; the stream's task takes all that is there at once. A client that stops reading would otherwise
 fill this process with what is generated for it: when too much is unread although the stream's task had its turn, what is unread
@@ -8,26 +8,26 @@ is dropped and the request is to end. Much that comes at once is no fault. Knows
 import asyncio
 from collections.abc import Callable
 
-from ..values.errors import NotRead, Refusal
-from ..values.output_chunk import Piece, coalesce
+from ..values.errors import EngineError, NotRead
+from ..values.output_chunk import OutputChunk, coalesce
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities told beside them; some 20 MB
 
 
-class Outbox:
+class StreamBuffer:
     """See the module. on_full is called once, outside of put. To be made and used on the running loop."""
 
     def __init__(self) -> None:
-        self.on_full: Callable[[Refusal], None] = lambda refusal: None
-        self._pieces: list[Piece] = []
+        self.on_full: Callable[[EngineError], None] = lambda refusal: None
+        self._pieces: list[OutputChunk] = []
         self._num_unread = 0
-        self._refusal: Refusal | None = None
+        self._refusal: EngineError | None = None
         self._has_news = asyncio.Event()
         self._is_checked = False
         self._is_full = False
 
-    def put(self, news: Piece | Refusal) -> None:
-        if isinstance(news, Refusal):
+    def put(self, news: OutputChunk | EngineError) -> None:
+        if isinstance(news, EngineError):
             self._refusal = news
         elif not self._is_full:
             self._pieces.append(news)
@@ -37,7 +37,7 @@ class Outbox:
             self._is_checked = True
             asyncio.get_running_loop().call_soon(self._check)  # behind the stream's task, if that waits for news
 
-    async def take(self) -> tuple[list[Piece], Refusal | None]:
+    async def take(self) -> tuple[list[OutputChunk], EngineError | None]:
         """Everything that has come, in fewer pieces where they are neighbours, and why nothing more will."""
         await self._has_news.wait()
         self._has_news.clear()

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from ..compute.logprobs import TokenLogprobs
 from ..outputs.generation import Generation
-from ..values.errors import DuplicateRequest, Refusal, UnknownRequest
-from ..values.output_chunk import Piece, Usage
+from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
+from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
 
 _EACH_BYTES = 4096  # of a submission, whatever it gave
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
 
-Admit = Callable[[Callable[[Piece | Refusal], None]], Awaitable[Generation]]
+Admit = Callable[[Callable[[OutputChunk | EngineError], None]], Awaitable[Generation]]
 
 
 @dataclass(slots=True)
@@ -51,15 +51,15 @@ class Submission:
     generation: Generation | None = None
     outputs: dict[int, Output] = field(default_factory=dict)
     usage: Usage | None = None
-    refusal: Refusal | None = None
+    refusal: EngineError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
     ended_at: float = 0.0
     num_bytes: int = 0  # once it has ended
 
-    def take(self, news: Piece | Refusal) -> None:
+    def take(self, news: OutputChunk | EngineError) -> None:
         """What the loop hands over."""
-        if isinstance(news, Refusal):
+        if isinstance(news, EngineError):
             self.refusal = news
             return self._end()
         output = self.outputs.setdefault(news.index, Output())
@@ -106,7 +106,9 @@ class Submissions:
         except BaseException as error:
             del self._by_id[request_id]
             submission.fetched.set()
-            submission.admitted.set_exception(error if isinstance(error, Refusal) else UnknownRequest("it was not admitted"))
+            submission.admitted.set_exception(
+                error if isinstance(error, EngineError) else UnknownRequest("it was not admitted")
+            )
             submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
             raise
         submission.admitted.set_result(None)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..values.request import Int32Array, Sequence, SequenceState
 from .batch_builder import assemble_work
-from .plan import News, Plan, StepAnswer, Work
+from .plan import Plan, StepAnswer, StepChanges, Work
 from .preemption import Preempting
 from .state.running import IndexArray
 
@@ -57,7 +57,7 @@ class Answering(Preempting):
             num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         running.put_guesses(plan.guesses)
-        news = News(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
+        news = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
         work = assemble_work(running, rows, num_new, plan.guesses, answer, news)
         running.num_computing[rows] = num_new
         self.num_plans += 1

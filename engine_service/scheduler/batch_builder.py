@@ -9,7 +9,7 @@ import numpy as np
 
 from ..values.batch import Batch, BatchRetention
 from ..values.request import NO_TOKENS, Int32Array
-from .plan import News, PromptScore, StepAnswer, Work
+from .plan import PromptScore, StepAnswer, StepChanges, Work
 from .state.running import IndexArray, RunningSequences, ranks
 
 
@@ -19,7 +19,7 @@ def assemble_work(
     num_new: Int32Array,
     guesses: Mapping[int, Int32Array],
     answer: StepAnswer,
-    news: News,
+    news: StepChanges,
 ) -> Work:
     """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
 

@@ -187,7 +187,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class StepChanges:
     """Who came and went with a step.
 
     Attributes:
@@ -244,4 +244,4 @@ class Work:
     check_idx: Int64Array
     sequences: list[Sequence]
     num_context: Int32Array
-    news: News
+    news: StepChanges

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .plan import Int64Array, Limits, Plan
-from .state.headroom import Room
+from .state.headroom import Headroom
 from .state.preemption_cost import Costs
 from .state.running import IndexArray, RunningSequences
 from .state.waiting import WaitingSequences
@@ -36,7 +36,7 @@ class Planning:
         self.num_plans = 0  # that were answered
         self._loads_have_failed = False  # some, since the last plan was made
         self.costs = Costs()
-        self.room = Room()
+        self.room = Headroom()
 
     def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
         """Plan a step; changes nothing but the next id and, with the load, the order of the waiting.

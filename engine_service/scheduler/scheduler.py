@@ -15,7 +15,7 @@ from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .beam_forks import Branching
 from .plan import Limits, Work
 from .planner import make_rows
-from .state.headroom import Room
+from .state.headroom import Headroom
 
 
 class Scheduler(Branching):
@@ -68,7 +68,7 @@ class Scheduler(Branching):
         self.loading.clear()
         self.waiting.forget_all()
         self.limits, self.running = limits, make_rows(limits)
-        self.room = Room()
+        self.room = Headroom()
         requests = {sequence.request: None for sequence in self.waiting.sequences}
         for request in requests:
             request.start_number = 0  # of another cache service, perhaps

@@ -4,7 +4,7 @@ Texts hold no handles, paths or prompts.
 """
 
 
-class Refusal(Exception):
+class EngineError(Exception):
     """A call, or a request under way, that is refused. metadata is what the caller needs, as strings."""
 
     reason = "BROKEN_INVARIANT"
@@ -14,97 +14,97 @@ class Refusal(Exception):
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
 
-class InvalidField(Refusal):
+class InvalidField(EngineError):
     """A field is out of its range or contradicts another. Metadata: field, and limit where there is one."""
 
     reason = "INVALID_FIELD"
 
 
-class NeverFits(Refusal):
+class NeverFits(EngineError):
     """Prompt and new tokens are more than a sequence can have. Metadata: requested, limit."""
 
     reason = "NEVER_FITS"
 
 
-class WrongTokenId(Refusal):
+class WrongTokenId(EngineError):
     """A token id outside the vocabulary. Metadata: token_id, vocab_size."""
 
     reason = "WRONG_TOKEN_ID"
 
 
-class DuplicateRequest(Refusal):
+class DuplicateRequest(EngineError):
     """A live request has this id."""
 
     reason = "DUPLICATE_REQUEST"
 
 
-class TooComplex(Refusal):
+class TooComplex(EngineError):
     """A constraint, text or chat that takes more time, memory or states than one request may. Metadata: field."""
 
     reason = "TOO_COMPLEX"
 
 
-class TooMuchHeld(Refusal):
+class TooMuchHeld(EngineError):
     """What is held for requests would be more bytes than the service may hold for them. Metadata: requested, limit."""
 
     reason = "TOO_MUCH_HELD"
 
 
-class UnknownRequest(Refusal):
+class UnknownRequest(EngineError):
     """No live request has this id."""
 
     reason = "UNKNOWN_REQUEST"
 
 
-class QueueFull(Refusal):
+class QueueFull(EngineError):
     """Too many requests wait. Metadata: limit."""
 
     reason = "QUEUE_FULL"
 
 
-class CacheServiceDown(Refusal):
+class CacheServiceDown(EngineError):
     """The cache service does not answer."""
 
     reason = "CACHE_SERVICE_DOWN"
 
 
-class TimedOut(Refusal):
+class TimedOut(EngineError):
     """The request's timeout ended before its first token. Metadata: timeout_ms."""
 
     reason = "TIMED_OUT"
 
 
-class Stalled(Refusal):
+class Stalled(EngineError):
     """The request made no progress while it ran, and had no token yet. Metadata: flag."""
 
     reason = "STALLED"
 
 
-class RequestFailed(Refusal):
+class RequestFailed(EngineError):
     """This request failed; others go on."""
 
     reason = "REQUEST_FAILED"
 
 
-class NotRead(Refusal):
+class NotRead(EngineError):
     """The client does not read what comes for it. Metadata: limit."""
 
     reason = "NOT_READ"
 
 
-class Draining(Refusal):
+class Draining(EngineError):
     """The service is stopping."""
 
     reason = "DRAINING"
 
 
-class NotImplementedYet(Refusal):
+class NotImplementedYet(EngineError):
     """Part of the protocol, not of this build. Metadata: feature."""
 
     reason = "NOT_IMPLEMENTED"
 
 
-class BrokenInvariant(Refusal):
+class BrokenInvariant(EngineError):
     """The service found itself inconsistent."""
 
     reason = "BROKEN_INVARIANT"

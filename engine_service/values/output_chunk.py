@@ -20,7 +20,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputChunk:
     """A piece of one continuation. finish_reason is set on its last, usage on the request's last."""
 
     index: int
@@ -33,7 +33,7 @@ class Piece:
     cumulative_logprob: float | None = None  # with the last, of continuations that were ranked
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[OutputChunk]) -> OutputChunk:
     """All pieces of one continuation as one, with the last one's end."""
     return replace(
         pieces[-1],
@@ -44,9 +44,9 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def coalesce(pieces: Sequence[Piece]) -> list[Piece]:
+def coalesce(pieces: Sequence[OutputChunk]) -> list[OutputChunk]:
     """The same pieces in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
-    runs: list[list[Piece]] = []
+    runs: list[list[OutputChunk]] = []
     for piece in pieces:
         if runs and runs[-1][-1].index == piece.index:
             runs[-1].append(piece)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 NUM_TOKENS = 131_072
@@ -38,7 +38,7 @@ def prompts(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def _admit(seed: int) -> dict[str, float]:
     """Milliseconds of each call."""
     config = PoolConfig(4 * NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, max_sequences=4, max_tokens_per_sequence=NUM_TOKENS + 64)
-    manager = Manager(config)
+    manager = PoolManager(config)
     manager.open_session(_SESSION, Executor.ENGINE)
     cached, prompt = prompts(seed)
     _create(manager, 1, cached)
@@ -56,7 +56,7 @@ def _admit(seed: int) -> dict[str, float]:
     return {**took, "publish": sum(slices), "longest_slice": max(slices)}
 
 
-def _create(manager: Manager, sequence_id: int, tokens: np.ndarray) -> None:
+def _create(manager: PoolManager, sequence_id: int, tokens: np.ndarray) -> None:
     manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), tokens))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 
 _POLICIES = ("lru", "adaptive")
@@ -52,7 +52,9 @@ class _FullPool:
 
     def __init__(self, num_blocks: int, policy: str) -> None:
         self._rng = np.random.default_rng(0)
-        self._manager = Manager(PoolConfig(num_blocks, _BLOCK_SIZE, _NUM_SEQUENCES + 1, watermark=0, eviction_policy=policy))
+        self._manager = PoolManager(
+            PoolConfig(num_blocks, _BLOCK_SIZE, _NUM_SEQUENCES + 1, watermark=0, eviction_policy=policy)
+        )
         self._manager.open_session(_SESSION, Executor.CACHE)
         self._step_id = self._last_id = 0
         self._ids = np.zeros(_NUM_SEQUENCES, np.int64)

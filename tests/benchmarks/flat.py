@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 
@@ -48,7 +48,7 @@ class _Pool:
         config = PoolConfig(
             num_blocks + 1, BLOCK_SIZE, max_sequences=_NUM_SEQUENCES, max_tokens_per_sequence=_FILLER_TOKENS, watermark=0.0
         )
-        self._manager = Manager(config)
+        self._manager = PoolManager(config)
         self._manager.open_session(_SESSION, Executor.ENGINE)
         self._step_id = 0
         self._fill(num_blocks)
@@ -89,7 +89,7 @@ def _crowded_session() -> dict[str, object]:
     """A step of 1,024 sequences in a session that has 10,000."""
     load, num_all = Growing(1024), 10_000
     config = PoolConfig(load.num_blocks(_NUM_STEPS) + num_all, BLOCK_SIZE, max_sequences=num_all, max_tokens_per_sequence=4096)
-    manager = Manager(config)
+    manager = PoolManager(config)
     manager.open_session(_SESSION, Executor.ENGINE)
     before = _resident_bytes()
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import (
     Executor,
     Int64Array,
@@ -42,7 +42,7 @@ def _round(num_blocks: int) -> tuple[tuple[float, float], tuple[float, float]]:
     config = PoolConfig(
         num_blocks + 8, _BLOCK_SIZE, num_host_blocks=num_blocks + 8, max_sequences=1, max_tokens_per_sequence=length
     )
-    pool = _Pool(Manager(config))
+    pool = _Pool(PoolManager(config))
     pool.manager.open_session(_SESSION, Executor.ENGINE)
     pool.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(1), np.arange(length, dtype=np.int32)))
     most = np.array([length], np.int32)
@@ -54,7 +54,7 @@ def _round(num_blocks: int) -> tuple[tuple[float, float], tuple[float, float]]:
 
 
 class _Pool:
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: PoolManager) -> None:
         self.manager = manager
         self._step_id = 0
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 
@@ -27,7 +27,7 @@ def figures() -> Iterator[dict[str, object]]:
 def _step_times(load: Growing) -> tuple[list[float], list[float]]:
     """Of each step until its answer, and of publishing after it."""
     config = PoolConfig(load.num_blocks(_NUM_STEPS), BLOCK_SIZE, max_sequences=load.num_sequences)
-    manager = Manager(config)
+    manager = PoolManager(config)
     manager.open_session(_SESSION, Executor.ENGINE)
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
         manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))

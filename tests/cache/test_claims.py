@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.sequences.claims import PATIENCE_SECONDS, PATIENCE_STEPS, StartNumbers
 from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfBlocks
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult
@@ -14,11 +14,11 @@ STARTED, NO_ROOM = StartResult.STARTED, StartResult.NO_ROOM
 
 def test_places_are_service_wide_and_kept_by_who_is_created_again() -> None:
     numbers, session = StartNumbers(), SessionId("s")
-    pools = [Manager(PoolConfig(9, 4), numbers) for _ in range(2)]
+    pools = [PoolManager(PoolConfig(9, 4), numbers) for _ in range(2)]
     for pool in pools:
         pool.open_session(session, Executor.ENGINE)
 
-    def create(pool: Manager, sequence_id: int, start_number: int = 0) -> int:
+    def create(pool: PoolManager, sequence_id: int, start_number: int = 0) -> int:
         tokens = np.array([1], np.int32)
         pool.create_sequence(session, SequenceArgs(SequenceId(sequence_id), tokens, start_number=start_number))
         return pool.start_number(session, sequence_id)

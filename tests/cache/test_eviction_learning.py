@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache_service.core.eviction.ghosts import Ghosts, Traces
-from kvkeeper.cache_service.core.eviction.hit_density import NUM_AGES, NUM_CLASSES, Worth, age_idx, first_age
+from kvkeeper.cache_service.core.eviction.hit_density import NUM_AGES, NUM_CLASSES, HitDensity, age_idx, first_age
 from kvkeeper.cache_service.core.eviction.lru_shadow import LruShadow
 from kvkeeper.cache_service.core.eviction.policy import Use
 from kvkeeper.cache_service.core.eviction.use_history import History, PrefixHasher
@@ -114,13 +114,13 @@ def test_ages_are_half_octaves() -> None:
 
 
 def test_before_a_lesson_only_age_counts() -> None:
-    table = Worth().table
+    table = HitDensity().table
     assert all(row == table[0] for row in table)
     assert table[0] == sorted(table[0], reverse=True)
 
 
 def test_worth_never_falls_with_uses_nor_grows_with_age() -> None:
-    rng, worth, now = np.random.default_rng(1), Worth(), 10**6
+    rng, worth, now = np.random.default_rng(1), HitDensity(), 10**6
     for _ in range(50):
         stamps = now - rng.integers(1, 10**5, 40)
         uses = rng.integers(1, NUM_CLASSES + 1, 40).astype(np.uint8)
@@ -133,7 +133,7 @@ def test_worth_never_falls_with_uses_nor_grows_with_age() -> None:
 
 
 def test_what_returns_is_worth_more_than_what_does_not() -> None:
-    worth, now = Worth(), 10**5
+    worth, now = HitDensity(), 10**5
     worth.saw_reuse(traces(2, [now - 500] * 300), now)
     worth.lost_sight(traces(1, [now - 5000] * 1000), now)
     worth.learn([], now, 10.0)
@@ -141,7 +141,7 @@ def test_what_returns_is_worth_more_than_what_does_not() -> None:
 
 
 def test_a_few_requests_are_no_evidence() -> None:
-    worth, now = Worth(), 10**5
+    worth, now = HitDensity(), 10**5
     worth.saw_reuse(traces(1, [now - 500] * 300), now)
     worth.lost_sight(traces(1, [now - 5000] * 300), now)
     worth.lost_sight(traces(2, [now - 5000] * 5), now)
@@ -155,7 +155,7 @@ def test_waiting_in_vain_counts() -> None:
     now = 10**5
     tables = []
     for waiting in ([], [(traces(2, [now - 20_000] * 1000), 1)]):
-        worth = Worth()
+        worth = HitDensity()
         worth.saw_reuse(traces(2, [now - 500] * 100), now)
         worth.learn(waiting, now, 1.0)
         tables.append(worth.table[1][age_idx(100)])

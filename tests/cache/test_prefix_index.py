@@ -10,7 +10,7 @@ import pytest
 from kvkeeper.cache_service.core.blocks.block_pool import BlockPool
 from kvkeeper.cache_service.core.index import prefix_index
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import (
     BlockState,
@@ -140,7 +140,7 @@ def test_a_stack_of_free_blocks_gives_each_once() -> None:
 
 def test_tenants_are_bounded_because_their_roots_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_index, "MAX_TENANTS", 2)
-    pool = Manager(PoolConfig(num_blocks=9, block_size=2))
+    pool = PoolManager(PoolConfig(num_blocks=9, block_size=2))
     session = SessionId("a")
     pool.open_session(session, Executor.ENGINE)
     for idx, tenant in enumerate(("", "x", "x", "")):

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.client import GenerateOptions, KvkeeperError, Piece, Sampling, TokenLogprobs, Usage
+from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
 
 SCHEMA = '{"type": "integer"}'
 
@@ -16,7 +16,7 @@ SCHEMA = '{"type": "integer"}'
 class Engine:
     """What `generate` is asked with, and what it answers."""
 
-    def __init__(self, *pieces: Piece) -> None:
+    def __init__(self, *pieces: OutputChunk) -> None:
         self.pieces = pieces
         self.asked: list[tuple[Any, GenerateOptions]] = []
         self.request_id = "r"
@@ -42,7 +42,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     places = (TokenLogprobs(5, -0.25, 1, ((5, -0.25), (6, -1.5))), TokenLogprobs(7, -2.0, 2, ((5, -0.5), (7, -2.0))))
-    engine = Engine(Piece(0, "hi", (5,), None, places[:1]), Piece(0, "!", (7,), "length", places[1:]))
+    engine = Engine(OutputChunk(0, "hi", (5,), None, places[:1]), OutputChunk(0, "!", (7,), "length", places[1:]))
     monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", lambda *_: engine)
     return engine
 
@@ -157,7 +157,7 @@ def test_a_time_out_names_the_flag(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_what_came_before_a_time_limit_is_shown_and_the_flag_named(
     engine: Engine, capsys: pytest.CaptureFixture[str], reason: str, code: int, said: str
 ) -> None:
-    engine.pieces = (Piece(0, "so far", (5,), None), Piece(0, "", (), reason))
+    engine.pieces = (OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason))
     assert main(["generate", "x", "--timeout-ms", "50"]) == code
     shown = capsys.readouterr()
     assert shown.out == "so far\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.client import Piece, Usage
+from kvkeeper.client import OutputChunk, Usage
 
 
 class Cut:
@@ -12,7 +12,7 @@ class Cut:
     request_id, usage = "mine", Usage(3, 0, 1, 0, 0)
 
     def __init__(self, reason: str) -> None:
-        self.pieces = [Piece(0, "so far", (5,), None), Piece(0, "", (), reason)]
+        self.pieces = [OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason)]
 
     def __enter__(self) -> "Cut":
         return self

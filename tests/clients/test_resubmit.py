@@ -4,7 +4,7 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeeper.client import GenerateOptions, KvkeeperError, Piece, Sampling
+from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling
 from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 
 TEXTS = ["", "a", "bc", "é"]  # text of token i, by i % 4
@@ -12,14 +12,14 @@ GONE = KvkeeperError(grpc.StatusCode.UNAVAILABLE)
 TAKEN = KvkeeperError(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
 
 
-def pieces_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: bool = True) -> list[Piece]:
+def pieces_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: bool = True) -> list[OutputChunk]:
     """An output of num_tokens tokens in pieces that end at the cuts; the last says so if it is whole."""
     ends = sorted({min(cut, num_tokens) for cut in cuts} | {num_tokens})
     made, start = [], 0
     for end in ends:
         tokens = tuple(range(start, end))
         reason = "length" if is_whole and end == num_tokens else None
-        made.append(Piece(index, "".join(TEXTS[token % 4] for token in tokens), tokens, reason))
+        made.append(OutputChunk(index, "".join(TEXTS[token % 4] for token in tokens), tokens, reason))
         start = end
     return made
 
@@ -30,7 +30,7 @@ cuts = st.lists(st.integers(1, 20), max_size=6)
 @given(attempts=st.lists(st.tuples(st.integers(0, 20), cuts), max_size=4), last=cuts)
 def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int]]], last: list[int]) -> None:
     received = Received(10.0)
-    taken: list[Piece] = []
+    taken: list[OutputChunk] = []
     for num_tokens, pieces in attempts:
         for index in (0, 1):
             made = pieces_of(num_tokens, pieces, index=index, is_whole=False)
@@ -59,7 +59,7 @@ def test_it_is_asked_again_for_so_long_and_only_where_that_helps() -> None:
     assert received.may_ask_again(GONE, 5.0)
     assert received.may_ask_again(TAKEN, 5.5)
     assert not received.may_ask_again(GONE, 6.0 - PAUSE_S / 2)
-    received.new_part(Piece(0, "x", (1,), None))
+    received.new_part(OutputChunk(0, "x", (1,), None))
     assert received.may_ask_again(GONE, 60.0), "something came: the time starts anew"
     assert not received.may_ask_again(KvkeeperError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED"), 60.0)
     assert not Received(0.0).may_ask_again(GONE, 0.0)

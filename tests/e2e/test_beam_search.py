@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Piece, Sampling
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, OutputChunk, Sampling
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.support.beam_reference import Found, SearchCase, check_told, references
@@ -53,7 +53,7 @@ async def start(world: Services, folder: Path, block_size: int = 4, **engine: ob
     return await world.client(await world.start_engine(model, block_size=block_size, **engine))
 
 
-async def search(client: AsyncEngineClient, case: SearchCase) -> list[Piece]:
+async def search(client: AsyncEngineClient, case: SearchCase) -> list[OutputChunk]:
     return [piece async for piece in client.generate(case.prompt, case.options)]
 
 
@@ -158,7 +158,7 @@ async def test_cancelled_it_tells_its_end_alone_and_gives_all_back(world: Servic
     assert (await generate(client, TOY_PROMPT)).token_ids == [toy_output(TOY_PROMPT, 8)]
 
 
-async def read(client: AsyncEngineClient, options: GenerateOptions) -> list[Piece]:
+async def read(client: AsyncEngineClient, options: GenerateOptions) -> list[OutputChunk]:
     return [piece async for piece in client.generate(TOY_PROMPT, options)]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Piece, Sampling
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, OutputChunk, Sampling
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.support.service_pair import BLOCK_SIZE, Services
@@ -25,7 +25,7 @@ async def start(world: Services, folder: Path, **engine: object) -> AsyncEngineC
     return await world.client(await world.start_engine(model, **engine))
 
 
-async def run(client: AsyncEngineClient, options: GenerateOptions) -> tuple[list[Piece], int]:
+async def run(client: AsyncEngineClient, options: GenerateOptions) -> tuple[list[OutputChunk], int]:
     generation = client.generate(PROMPT, options)
     pieces = [piece async for piece in generation]
     assert generation.usage is not None
@@ -36,7 +36,7 @@ async def test_the_likeliest_of_the_continuations_that_n_gives(world: Services, 
     await world.start_cache()
     client = await start(world, folder)
     all_pieces, num_new = await run(client, GenerateOptions(n=6, sampling=SAMPLING))
-    own: list[list[Piece]] = [[piece for piece in all_pieces if piece.index == index] for index in range(6)]
+    own: list[list[OutputChunk]] = [[piece for piece in all_pieces if piece.index == index] for index in range(6)]
     tokens = [tuple(token for piece in pieces for token in piece.token_ids) for pieces in own]
     logprobs = [[one.logprob for piece in pieces for one in piece.logprobs] for pieces in own]
     assert len(set(tokens)) == 6

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.client import GenerateOptions, Piece, Sampling, TokenLogprobs
+from kvkeeper.client import GenerateOptions, OutputChunk, Sampling, TokenLogprobs
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.support.service_pair import BLOCK_SIZE, Services
@@ -23,10 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("model"), kind)
 
 
-async def run(world: Services, folder: Path, sampling: Sampling, n: int = 1, **engine: object) -> list[list[Piece]]:
+async def run(world: Services, folder: Path, sampling: Sampling, n: int = 1, **engine: object) -> list[list[OutputChunk]]:
     model = load_served_model(EngineConfig(model=str(folder), progress=False, block_size=BLOCK_SIZE))
     client = await world.client(await world.start_engine(model, **engine))
-    pieces: list[list[Piece]] = [[] for _ in range(n)]
+    pieces: list[list[OutputChunk]] = [[] for _ in range(n)]
     async for piece in client.generate(PROMPT, GenerateOptions(n=n, sampling=sampling)):
         pieces[piece.index].append(piece)
     return pieces

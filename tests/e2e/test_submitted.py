@@ -6,7 +6,16 @@ import threading
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, CallOptions, EngineClient, GenerateOptions, KvkeeperError, Piece, Sampling, Usage
+from kvkeeper.client import (
+    AsyncEngineClient,
+    CallOptions,
+    EngineClient,
+    GenerateOptions,
+    KvkeeperError,
+    OutputChunk,
+    Sampling,
+    Usage,
+)
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.rpc.submissions import Submissions
 from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
@@ -149,7 +158,7 @@ async def test_callbacks_hear_every_piece_and_the_end_once(world: Services) -> N
     engine = await world.start_engine()
     client = await world.client(engine)
     for call_back in ("async", "threads"):
-        pieces: list[Piece] = []
+        pieces: list[OutputChunk] = []
         ends: list[Usage | KvkeeperError] = []
         if call_back == "async":
             client.call_back(PROMPT, pieces.append, ends.append, options())

@@ -6,7 +6,16 @@ from typing import Any
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, KvkeeperError, Piece, Sampling, door
+from kvkeeper.client import (
+    AsyncEngineClient,
+    BeamSearch,
+    CallOptions,
+    GenerateOptions,
+    KvkeeperError,
+    OutputChunk,
+    Sampling,
+    door,
+)
 from kvkeeper.engine_service.loop.time_limits import NUM_LOOKS, StallWatch
 from kvkeeper.engine_service.outputs.generation import Generation
 from tests.support.cut_proxy import cutting
@@ -30,7 +39,7 @@ async def start(world: Services, **options: Any) -> AsyncEngineClient:
     return client
 
 
-async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[list[Piece], int]:
+async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[list[OutputChunk], int]:
     """What a request gave, piece by piece or in all, and its count of new tokens."""
     asked = GenerateOptions(sampling=LONG, **options)
     if way == "submitted":

@@ -8,7 +8,7 @@ from kvkeeper.engine_service.compute.sampler import GREEDY
 from kvkeeper.engine_service.outputs.best_of import BestOf, rank
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
-from kvkeeper.engine_service.values.output_chunk import Piece, coalesce
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, coalesce
 from kvkeeper.engine_service.values.request import FinishReason, Request, RequestState
 
 EOS = 9
@@ -28,8 +28,8 @@ class Letters:
         return self.held
 
 
-def make(n: int, best_of: int, max_tokens: int, num_logprobs: int | None = None) -> tuple[Generation, list[Piece]]:
-    told: list[Piece] = []
+def make(n: int, best_of: int, max_tokens: int, num_logprobs: int | None = None) -> tuple[Generation, list[OutputChunk]]:
+    told: list[OutputChunk] = []
     request = Request("r", np.arange(3, dtype=np.int32), max_tokens, n=best_of)
     outputs = [Letters() for _ in range(best_of)]
     stop = StopRules(frozenset({EOS}))
@@ -100,5 +100,10 @@ def test_cancelled_it_tells_as_many_as_promised_as_far_as_they_came() -> None:
 
 
 def test_joined_pieces_keep_everything() -> None:
-    pieces = [Piece(0, "a", (1,)), Piece(0, "b", (2,)), Piece(1, "c", (3,)), Piece(0, "d", (4,), cumulative_logprob=-1.0)]
-    assert coalesce(pieces) == [Piece(0, "ab", (1, 2)), Piece(1, "c", (3,)), pieces[3]]
+    pieces = [
+        OutputChunk(0, "a", (1,)),
+        OutputChunk(0, "b", (2,)),
+        OutputChunk(1, "c", (3,)),
+        OutputChunk(0, "d", (4,), cumulative_logprob=-1.0),
+    ]
+    assert coalesce(pieces) == [OutputChunk(0, "ab", (1, 2)), OutputChunk(1, "c", (3,)), pieces[3]]

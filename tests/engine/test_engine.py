@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
-from kvkeeper.engine_service.values.output_chunk import Piece, Usage, coalesce
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
 from tests.support.odd_models import odd_model
 from tests.support.service_pair import Services, generate, services, toy_output
@@ -122,14 +122,14 @@ async def serves_again(world: Services) -> None:
 def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
     usage = Usage(1, 0, 4, 0, 0)
     pieces = [
-        Piece(0, "a", (1,)),
-        Piece(0, "b", (2,)),
-        Piece(1, "c", (3,)),
-        Piece(0, "", (4,), FinishReason.LENGTH),
-        Piece(1, "d", (), FinishReason.STOP, usage),
+        OutputChunk(0, "a", (1,)),
+        OutputChunk(0, "b", (2,)),
+        OutputChunk(1, "c", (3,)),
+        OutputChunk(0, "", (4,), FinishReason.LENGTH),
+        OutputChunk(1, "d", (), FinishReason.STOP, usage),
     ]
-    assert coalesce(pieces) == [Piece(0, "ab", (1, 2)), *pieces[2:]]
-    assert coalesce([*pieces[:2], pieces[3]]) == [Piece(0, "ab", (1, 2, 4), FinishReason.LENGTH)]
+    assert coalesce(pieces) == [OutputChunk(0, "ab", (1, 2)), *pieces[2:]]
+    assert coalesce([*pieces[:2], pieces[3]]) == [OutputChunk(0, "ab", (1, 2, 4), FinishReason.LENGTH)]
     assert coalesce([]) == []
 
 

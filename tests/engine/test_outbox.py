@@ -6,9 +6,9 @@ import pytest
 
 from kvkeeper.engine_service.compute.logprobs import TokenLogprobs
 from kvkeeper.engine_service.rpc import stream_buffer as outbox
-from kvkeeper.engine_service.rpc.stream_buffer import Outbox
-from kvkeeper.engine_service.values.errors import NotRead, Refusal, RequestFailed
-from kvkeeper.engine_service.values.output_chunk import Piece, Usage
+from kvkeeper.engine_service.rpc.stream_buffer import StreamBuffer
+from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
 
 LIMIT = 10
@@ -16,13 +16,13 @@ USAGE = Usage(1, 0, LIMIT, 0, 0)
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> Outbox:
+def box(monkeypatch: pytest.MonkeyPatch) -> StreamBuffer:
     monkeypatch.setattr(outbox, "MAX_UNREAD", LIMIT)
-    return Outbox()
+    return StreamBuffer()
 
 
-def token(place: int) -> Piece:
-    return Piece(0, str(place), (place,))
+def token(place: int) -> OutputChunk:
+    return OutputChunk(0, str(place), (place,))
 
 
 async def turns(count: int = 3) -> None:
@@ -30,15 +30,15 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: Outbox) -> None:
+async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: StreamBuffer) -> None:
     failure = RequestFailed("no more")
     for news in (token(1), token(2), failure):
         box.put(news)
-    assert await box.take() == ([Piece(0, "12", (1, 2))], failure)
+    assert await box.take() == ([OutputChunk(0, "12", (1, 2))], failure)
 
 
-async def test_too_much_that_is_not_read_ends_the_request_once(box: Outbox) -> None:
-    told: list[Refusal] = []
+async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer) -> None:
+    told: list[EngineError] = []
     box.on_full = told.append
     for place in range(LIMIT):
         box.put(token(place))
@@ -53,33 +53,33 @@ async def test_too_much_that_is_not_read_ends_the_request_once(box: Outbox) -> N
     assert await box.take() == ([], refusal), "what was not read is dropped"
 
 
-async def test_much_at_once_is_no_fault_where_somebody_reads(box: Outbox) -> None:
-    told: list[Refusal] = []
+async def test_much_at_once_is_no_fault_where_somebody_reads(box: StreamBuffer) -> None:
+    told: list[EngineError] = []
     box.on_full = told.append
     reading = asyncio.create_task(box.take())
     await turns()
     for place in range(5 * LIMIT):
         box.put(token(place))
-    box.put(Piece(0, "", (), FinishReason.LENGTH, USAGE))
+    box.put(OutputChunk(0, "", (), FinishReason.LENGTH, USAGE))
     ((piece,), refusal) = await reading
     await turns()
     assert (len(piece.token_ids), piece.usage, refusal, told) == (5 * LIMIT, USAGE, None, [])
 
 
-async def test_log_probabilities_count(box: Outbox) -> None:
-    told: list[Refusal] = []
+async def test_log_probabilities_count(box: StreamBuffer) -> None:
+    told: list[EngineError] = []
     box.on_full = told.append
     likely = TokenLogprobs(1, -1.0, 1, tuple(range(LIMIT)), (0.0,) * LIMIT)
-    box.put(Piece(0, "", (1,), logprobs=(likely,)))
+    box.put(OutputChunk(0, "", (1,), logprobs=(likely,)))
     await turns()
     assert len(told) == 1
 
 
-async def test_an_end_that_nobody_reads_is_not_waited_for(box: Outbox) -> None:
+async def test_an_end_that_nobody_reads_is_not_waited_for(box: StreamBuffer) -> None:
     """The request has ended by itself, so that nobody else tells why its pieces are gone."""
     for place in range(LIMIT + 1):
         box.put(token(place))
-    box.put(Piece(0, "", (), FinishReason.LENGTH, USAGE))
+    box.put(OutputChunk(0, "", (), FinishReason.LENGTH, USAGE))
     await turns()
     pieces, refusal = await box.take()
     assert (pieces, isinstance(refusal, NotRead)) == ([], True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.scheduler.state.headroom import CRITICAL, Room
+from kvkeeper.engine_service.scheduler.state.headroom import CRITICAL, Headroom
 from kvkeeper.engine_service.values.request import Request, Sequence
 from tests.support.scheduler_cache import FakeAnswer
 from tests.support.scheduler_world import make_request, tiered
@@ -20,7 +20,7 @@ def short(num_give_back: int = 0, num_fenced: int = 0) -> FakeAnswer:
 @pytest.mark.parametrize("num_give_back", [0, 2])
 def test_the_blocks_of_a_swap_out_are_waited_for_three_answers_and_no_more(num_give_back: int) -> None:
     """One takes the orders, one comes while they are run, one is told: a fourth would only keep all others waiting."""
-    room, sequences = Room(), running(0, 0)
+    room, sequences = Headroom(), running(0, 0)
     answer = short(num_give_back)
     room.note_answer(answer)
     room.note_swap_out(2)
@@ -32,7 +32,7 @@ def test_the_blocks_of_a_swap_out_are_waited_for_three_answers_and_no_more(num_g
 
 
 def test_the_blocks_of_a_release_are_waited_for_one_answer() -> None:
-    room, sequences, answer = Room(), running(0, 0), short()
+    room, sequences, answer = Headroom(), running(0, 0), short()
     room.note_release(2)
     assert room.choose_victim(sequences, answer, is_stuck=False) is None
     room.note_answer(answer)
@@ -40,7 +40,7 @@ def test_the_blocks_of_a_release_are_waited_for_one_answer() -> None:
 
 
 def test_of_several_that_are_coming_each_has_its_own_time() -> None:
-    room, sequences, answer = Room(), running(0, 0), short(num_give_back=3)
+    room, sequences, answer = Headroom(), running(0, 0), short(num_give_back=3)
     room.note_swap_out(2)
     room.note_answer(answer)
     room.note_swap_out(1)
@@ -51,7 +51,7 @@ def test_of_several_that_are_coming_each_has_its_own_time() -> None:
 
 
 def test_fenced_blocks_are_waited_for_one_answer_and_again_after_growth() -> None:
-    room, sequences, answer = Room(), running(0, 0), short(num_fenced=1)
+    room, sequences, answer = Headroom(), running(0, 0), short(num_fenced=1)
     for _ in range(2):
         assert room.choose_victim(sequences, answer, is_stuck=False) is None
         room.note_growth()
@@ -60,7 +60,7 @@ def test_fenced_blocks_are_waited_for_one_answer_and_again_after_growth() -> Non
 
 
 def test_a_critical_one_gives_way_only_where_nothing_could_go_on() -> None:
-    room, sequences, answer = Room(), running(CRITICAL, CRITICAL), short()
+    room, sequences, answer = Headroom(), running(CRITICAL, CRITICAL), short()
     assert room.choose_victim(sequences, answer, is_stuck=False) is None
     assert room.choose_victim(sequences, answer, is_stuck=True) is sequences[-1]
 

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import CacheError
 from kvkeeper.cache_service.core.values.types import (
     MAX_ID,
@@ -36,7 +36,7 @@ class _Victim:
     """A core with two engines' sequences, some forked, some cached, some in flight, and one that waits."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.manager = Manager(
+        self.manager = PoolManager(
             PoolConfig(17, rng.choice([1, 2, 4]), max_sequences=8, max_tokens_per_sequence=16, watermark=0.0)
         )
         self.step_ids = {A: 0, B: 0}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import CacheError
 from kvkeeper.cache_service.core.values.types import (
     Copies,
@@ -57,7 +57,7 @@ class _Tiers:
             num_host_blocks=rng.choice([6, 12, 40]),
         )
         self.config = config
-        self.manager = Manager(config)
+        self.manager = PoolManager(config)
         self.manager.open_session(_SESSION, Executor.CACHE)
         self.device = np.zeros((config.num_blocks, self.size, _SLOT_WORDS), np.int64)
         self.host = np.zeros((config.num_host_blocks, self.size, _SLOT_WORDS), np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvkeeper.client import BeamSearch, GenerateOptions, Piece, Sampling
+from kvkeeper.client import BeamSearch, GenerateOptions, OutputChunk, Sampling
 from tests.support.tiny_models import quiet_transformers
 
 
@@ -86,7 +86,7 @@ def _search(network: Any, tokenizer: Any, case: SearchCase) -> list[Found]:
     return found
 
 
-def check_told(case: SearchCase, pieces: Sequence[Piece], expected: Sequence[Found]) -> None:
+def check_told(case: SearchCase, pieces: Sequence[OutputChunk], expected: Sequence[Found]) -> None:
     """The same lists in the same order, with the same sums; what ended one is not told."""
     wanted = []
     for found in expected:

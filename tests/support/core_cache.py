@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import OutOfSequences
 from kvkeeper.cache_service.core.values.types import (
     Executor,
@@ -32,12 +32,12 @@ class CoreCache:
         block_size: int,
         max_sequences: int,
         watermark: float = 0.0,
-        manager: Manager | None = None,
+        manager: PoolManager | None = None,
         session: SessionId = SessionId("s"),  # noqa: B008  # a string
         audit_every: int = 1,
         **config: Any,
     ) -> None:
-        self.manager = manager or Manager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
+        self.manager = manager or PoolManager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
         self.session = session
         self.manager.open_session(session, Executor.ENGINE)
         self.num_refused_forks_to_come = 0

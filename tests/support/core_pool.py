@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import (
     BlockId,
     BlockState,
@@ -70,7 +70,7 @@ class CorePool:
 
     def __init__(self, num_blocks: int = 9, block_size: int = 4, **config: object) -> None:
         config.setdefault("watermark", 0.0)
-        self.manager = Manager(PoolConfig(num_blocks, block_size, **config))  # type: ignore[arg-type]
+        self.manager = PoolManager(PoolConfig(num_blocks, block_size, **config))  # type: ignore[arg-type]
         self.step_ids = {A: 0, B: 0}
         for session in self.step_ids:
             self.manager.open_session(session, Executor.ENGINE)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import (
     BlockId,
     BlockState,
@@ -126,7 +126,7 @@ class CoreDriver:
     def __init__(self, config: PoolConfig, *, max_sessions: int = 64, reclaim_at_once: int = 10**9) -> None:
         self.config = config
         self.reclaim_at_once = reclaim_at_once
-        self.manager = Manager(config)
+        self.manager = PoolManager(config)
         self.manager.reclaim.at_once = reclaim_at_once
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}

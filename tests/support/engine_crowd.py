@@ -8,7 +8,7 @@ without a new token for some request.
 import random
 from dataclasses import dataclass
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
 from tests.support.core_cache import CoreCache
 from tests.support.scheduler_world import World, expected_output, make_request
@@ -46,7 +46,7 @@ class EngineCrowd:
         self.counts = CrowdCounts()
         self.num_blocks, self.block_size = num_blocks, block_size
         config = PoolConfig(num_blocks + 1, block_size, 64, 10_000, watermark, num_host_blocks=num_host_blocks)
-        self.manager = Manager(config)
+        self.manager = PoolManager(config)
         budget, chunk = self.rng.choice([8, 64]), self.rng.choice([2, 5, 8])
         self.worlds: list[World] = []
         for number in range(num_engines):

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.compute.sampler import SamplingParams
@@ -57,7 +57,9 @@ class EngineDays:
         num_engines, max_sequences = rng.choice([1, 2, 2, 3, 4]), rng.choice([3, 8, 64])
         watermark, num_hosts = rng.choice([0.0, 0.1, 0.2]), rng.choice([0, 0, self.num_blocks, 4 * self.num_blocks])
         size = self.num_blocks + 1
-        self.manager = Manager(PoolConfig(size, self.block_size, max_sequences, 10_000, watermark, num_host_blocks=num_hosts))
+        self.manager = PoolManager(
+            PoolConfig(size, self.block_size, max_sequences, 10_000, watermark, num_host_blocks=num_hosts)
+        )
         self._num_sessions = 0
         budget, chunk = rng.choice([8, 64]), rng.choice([2, 5, 8])
         sizes = (size, self.block_size, max_sequences, budget, chunk)

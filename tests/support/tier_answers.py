@@ -3,7 +3,7 @@
 A hit and a swap-in hold their tokens right now; a table is what was told; a refusal left the sequence where it was.
 """
 
-from kvkeeper.cache_service.core.manager import Manager
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.types import (
     Executor,
     ItemResult,
@@ -24,7 +24,7 @@ class TierAnswers:
 
     def __init__(self, config: PoolConfig, alphabet: int, faults: int) -> None:
         self.config, self.alphabet, self.faults = config, alphabet, faults
-        self.manager = Manager(config)
+        self.manager = PoolManager(config)
         self.memory = TierMemory(config.num_blocks, config.num_host_blocks, config.block_size)
         self.contents = Contents()
         self.counts = TierCounts()

@@ -3,13 +3,13 @@
 import numpy as np
 
 from ..index.prefix_index import MAX_TENANTS
-from ..pool_core import PoolCore
+from ..pool_core import PoolState
 from ..step.validate import check_id
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
 from ..values.types import SequenceArgs, SequenceState, SessionId
 
 
-class CreateCalls(PoolCore):
+class CreateCalls(PoolState):
     """See the module."""
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..step.apply import StepCore
+from ..step.apply import StepApplier
 from ..step.reply import copies_from
-from ..tiers.transfers import Order
+from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Copies, Executor, SequenceState, SessionId
 from .garbage import share_of
 
@@ -27,7 +27,7 @@ class Demotion:
     copies: Copies = field(default_factory=lambda: Copies(NO_INT32, NO_INT32))
 
 
-class EvictionCalls(StepCore):
+class EvictionCalls(StepApplier):
     """See the module."""
 
     def clear_prefix_cache(self) -> ClearResult:
@@ -74,7 +74,7 @@ class EvictionCalls(StepCore):
         if swapping is None or owner.executor is Executor.ENGINE:
             yield result
             return
-        orders: list[Order] = []
+        orders: list[TransferOrder] = []
         before = swapping.mover.num_demoted
         swapping.begin(owner, orders)
         yield result

@@ -8,7 +8,7 @@ others than the caller only sequences that nobody has used for GARBAGE_IDLE seco
 import math
 from typing import NamedTuple
 
-from ..step.apply import StepCore
+from ..step.apply import StepApplier
 from ..values.types import PoolConfig, SequenceState, SessionId
 from .victims import VictimChooser, Victims, surplus
 
@@ -26,7 +26,7 @@ class Garbage(NamedTuple):
     num_freed_host_blocks: int
 
 
-class VictimCalls(StepCore):
+class VictimCalls(StepApplier):
     """See the module."""
 
     _victims: VictimChooser | None = None  # made when first asked for

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
-from ..step.apply import StepCore
+from ..step.apply import StepApplier
 from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
 from ..values.types import Int32Array, SequenceState, SessionId
 
@@ -17,7 +17,7 @@ class PinResult(NamedTuple):
     num_tokens: int
 
 
-class PrefixCalls(StepCore):
+class PrefixCalls(StepApplier):
     """See the module."""
 
     def pin_prefix(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:

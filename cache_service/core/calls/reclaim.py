@@ -9,8 +9,8 @@ from collections import deque
 
 import numpy as np
 
-from ..sequences.session_state import Owner
-from ..tables.lifecycle import BlockTables
+from ..sequences.session_state import SessionState
+from ..tables.lifecycle import SequenceLifecycle
 from ..values.types import SequenceState
 
 AT_ONCE = 4096  # blocks, a few milliseconds
@@ -19,12 +19,12 @@ AT_ONCE = 4096  # blocks, a few milliseconds
 class Reclaim:
     """See the module."""
 
-    def __init__(self, tables: BlockTables) -> None:
-        self.owners: deque[Owner] = deque()
+    def __init__(self, tables: SequenceLifecycle) -> None:
+        self.owners: deque[SessionState] = deque()
         self.at_once = AT_ONCE  # blocks given back with the end of a session; what is less than that never waits
         self._tables = tables
 
-    def end(self, owner: Owner) -> None:
+    def end(self, owner: SessionState) -> None:
         """The session is gone. What runs is given back from now on, as far as `at_once` goes; everything else at once."""
         seqs, slots = self._tables.sequences, owner.ids.items()[1]
         self._tables.publisher.forget_slots(slots.tolist())

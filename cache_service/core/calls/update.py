@@ -7,7 +7,7 @@ waits for the steps that were told of it, and the session hears of the holes in 
 import numpy as np
 
 from ..sequences.retention import drop_outside
-from ..step.apply import StepCore
+from ..step.apply import StepApplier
 from ..step.validate import wrong_state
 from ..values.errors import InvalidField, UnknownSequence
 from ..values.types import Retention, SequenceState, SessionId
@@ -15,7 +15,7 @@ from ..values.types import Retention, SequenceState, SessionId
 _LEAST_PRIORITY, _MOST_PRIORITY = -1000, 1000
 
 
-class SequenceUpdates(StepCore):
+class SequenceUpdates(StepApplier):
     """See the module."""
 
     def update_sequence(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sequences.session_state import Owner
-from ..tables.lifecycle import BlockTables
+from ..sequences.session_state import SessionState
+from ..tables.lifecycle import SequenceLifecycle
 from ..values.errors import InvalidField
 from ..values.types import Int32Array, Int64Array, SequenceState
 
@@ -24,7 +24,7 @@ class Victims(NamedTuple):
 
 
 Order = Callable[
-    [BlockTables, Int64Array, float], Int64Array
+    [SequenceLifecycle, Int64Array, float], Int64Array
 ]  # tables, candidates' slots, now -> the slots, first victim first
 
 
@@ -33,28 +33,28 @@ def _by(*keys: np.ndarray) -> Int64Array:
     return np.lexsort(keys[::-1])
 
 
-def _priority(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _priority(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     seqs = tables.sequences
     return slots[_by(seqs.priorities[slots], -seqs.start_numbers[slots], -seqs.ids[slots])]
 
 
-def _lru(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _lru(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     return slots[_by(tables.sequences.last_access[slots], -tables.sequences.start_numbers[slots])]
 
 
-def _lfu(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _lfu(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     return slots[_by(tables.sequences.num_accesses[slots], -tables.sequences.start_numbers[slots])]
 
 
-def _longest_first(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _longest_first(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     return slots[_by(-tables.sequences.num_tokens[slots], -tables.sequences.start_numbers[slots])]
 
 
-def _fifo(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _fifo(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     return slots[_by(tables.sequences.start_numbers[slots], tables.sequences.ids[slots])]
 
 
-def _adaptive(tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+def _adaptive(tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
     """Loss per block that only the sequence holds: tokens to compute again, less where nobody used it for long.
 
     What is published may well be hit again before it is evicted, so it counts half.
@@ -74,7 +74,7 @@ class _Clock:
         self._hand = 0
         self._seen: Int64Array = np.zeros(num_slots, np.int64)  # accesses when the hand came by
 
-    def __call__(self, tables: BlockTables, slots: Int64Array, now: float) -> Int64Array:
+    def __call__(self, tables: SequenceLifecycle, slots: Int64Array, now: float) -> Int64Array:
         num_accesses = tables.sequences.num_accesses[slots]
         is_used = num_accesses != self._seen[slots]
         self._seen[slots] = num_accesses
@@ -87,7 +87,7 @@ class _Clock:
 class VictimChooser:
     """The policies of one pool."""
 
-    def __init__(self, tables: BlockTables) -> None:
+    def __init__(self, tables: SequenceLifecycle) -> None:
         self._tables = tables
         self._clock = _Clock(len(tables.sequences.ids))
         self._orders: dict[str, Order] = {
@@ -104,7 +104,7 @@ class VictimChooser:
     def names(self) -> tuple[str, ...]:
         return tuple(self._orders)
 
-    def choose(self, owner: Owner, policy: str, num_blocks: int, now: float) -> Victims:
+    def choose(self, owner: SessionState, policy: str, num_blocks: int, now: float) -> Victims:
         """As few as free num_blocks, 1 or more; all that are of use where that is not enough. Raises InvalidField."""
         if policy not in self._orders:
             raise InvalidField(f"unknown policy {policy!r}", field="policy", limit=", ".join(self._orders))
@@ -151,7 +151,7 @@ class VictimChooser:
         return freed
 
 
-def surplus(tables: BlockTables, slot: int) -> Int32Array:
+def surplus(tables: SequenceLifecycle, slot: int) -> Int32Array:
     """Blocks behind the known tokens of a running sequence, the last one first."""
     seqs = tables.sequences
     return seqs.table(slot)[seqs.num_blocks(int(seqs.num_tokens[slot])) :][::-1].copy()

@@ -45,7 +45,7 @@ import numpy as np
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps, Sweeper
 from .ghosts import Ghosts, Traces
-from .hit_density import NUM_CLASSES, Worth, age_idx, first_age
+from .hit_density import NUM_CLASSES, HitDensity, age_idx, first_age
 from .lru_shadow import LruShadow
 from .policy import Use
 from .use_history import History
@@ -84,7 +84,7 @@ class AdaptivePolicy:
         self._chosen_stamps: Int64Array = NO_INT64
         self._num_ahead = min(_MOST_AHEAD, num_blocks // _AHEAD_SHARE)
         self._ghosts = Ghosts(num_blocks, _GHOSTS_PER_BLOCK * num_blocks)
-        self._worth = Worth()
+        self._worth = HitDensity()
         self._shadow = LruShadow(num_blocks)
         self._num_waiting = 0
         self._gain = 0.0  # recent hits here less those that LRU would have had

@@ -47,7 +47,7 @@ def first_age(idx: int) -> int:
     return int(np.ceil(2 ** (idx / 2)))
 
 
-class Worth:
+class HitDensity:
     """table [NUM_CLASSES, NUM_AGES]: never less for more uses, never more for a greater age."""
 
     def __init__(self) -> None:

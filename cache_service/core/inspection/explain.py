@@ -10,7 +10,7 @@ import numpy as np
 
 from ..index.prefix_index import PrefixIndex
 from ..sequences.sequence_table import SequenceTable
-from ..tables.lifecycle import BlockTables
+from ..tables.lifecycle import SequenceLifecycle
 from ..values.types import Int32Array, MatchEnd, PoolConfig, SequenceState
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
@@ -29,7 +29,7 @@ class Explanation:
     seconds_ago: float | None = None
 
 
-def explain_match(tables: BlockTables, config: PoolConfig, tenant: str, tokens: Int32Array) -> Explanation:
+def explain_match(tables: SequenceLifecycle, config: PoolConfig, tenant: str, tokens: Int32Array) -> Explanation:
     """tokens [1 or more]."""
     index, size = tables.index, config.block_size
     root = index.find_root(tenant)
@@ -84,7 +84,7 @@ _WORDS = {
 
 
 def _end(
-    tables: BlockTables, config: PoolConfig, tokens: Int32Array, root: int, last: int, num_matched: int
+    tables: SequenceLifecycle, config: PoolConfig, tokens: Int32Array, root: int, last: int, num_matched: int
 ) -> tuple[MatchEnd, float | None]:
     if not config.prefix_caching:
         return MatchEnd.CACHING_OFF, None

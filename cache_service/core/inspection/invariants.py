@@ -7,12 +7,12 @@ raises nothing and changes nothing. Texts name blocks and sequences by number on
 import numpy as np
 
 from ..blocks.block_pool import BlockPool
-from ..sequences.session_state import Owner
-from ..tables.lifecycle import BlockTables
+from ..sequences.session_state import SessionState
+from ..tables.lifecycle import SequenceLifecycle
 from ..values.types import NULL_BLOCK, Int32Array, SequenceState
 
 
-def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32Array]) -> list[str]:
+def violations(tables: SequenceLifecycle, owners: list[SessionState], quarantines: list[Int32Array]) -> list[str]:
     """One sentence per violation; empty when all is well. Costs a look at every block and every table entry."""
     wrong = [*_check_counters(tables, owners)]
     if wrong:
@@ -35,7 +35,7 @@ def violations(tables: BlockTables, owners: list[Owner], quarantines: list[Int32
     return wrong
 
 
-def _check_counters(tables: BlockTables, owners: list[Owner]) -> list[str]:
+def _check_counters(tables: SequenceLifecycle, owners: list[SessionState]) -> list[str]:
     seqs = tables.sequences
     live = seqs.live_slots()
     wrong: list[str] = []
@@ -57,7 +57,9 @@ def _check_counters(tables: BlockTables, owners: list[Owner]) -> list[str]:
     return wrong
 
 
-def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[Int32Array], named: Int32Array) -> list[str]:
+def _check_blocks(
+    tables: SequenceLifecycle, owners: list[SessionState], quarantines: list[Int32Array], named: Int32Array
+) -> list[str]:
     pool, size = tables.pool, tables.pool.num_blocks
     wrong: list[str] = []
     fenced = np.concatenate([np.empty(0, np.int32), *(owner.fenced_blocks() for owner in owners)])
@@ -80,7 +82,7 @@ def _check_blocks(tables: BlockTables, owners: list[Owner], quarantines: list[In
     return wrong
 
 
-def _check_copies(pool: BlockPool, owners: list[Owner]) -> list[str]:
+def _check_copies(pool: BlockPool, owners: list[SessionState]) -> list[str]:
     """What a copy in flight fills is held until it has run, and is not shared."""
     filling = np.zeros(pool.num_blocks, np.bool_)
     for owner in owners:
@@ -115,7 +117,7 @@ def check_orders(pool: BlockPool) -> list[str]:
     return wrong
 
 
-def _check_pins(tables: BlockTables, owners: list[Owner]) -> list[str]:
+def _check_pins(tables: SequenceLifecycle, owners: list[SessionState]) -> list[str]:
     pins, index = tables.pins, tables.index
     wrong: list[str] = []
     held = np.concatenate([np.empty(0, np.int32), *(pin.blocks for pin in pins.live())])
@@ -133,7 +135,7 @@ def _check_pins(tables: BlockTables, owners: list[Owner]) -> list[str]:
     return wrong
 
 
-def _check_sequence(tables: BlockTables, slot: int, row: Int32Array) -> list[str]:
+def _check_sequence(tables: SequenceLifecycle, slot: int, row: Int32Array) -> list[str]:
     seqs, pool, index = tables.sequences, tables.pool, tables.index
     name = f"sequence {int(seqs.ids[slot])}"
     blocks = row.tolist()
@@ -164,7 +166,7 @@ def _check_sequence(tables: BlockTables, slot: int, row: Int32Array) -> list[str
     return wrong
 
 
-def _check_retention(tables: BlockTables, slot: int, row: Int32Array) -> list[str]:
+def _check_retention(tables: SequenceLifecycle, slot: int, row: Int32Array) -> list[str]:
     """Holes are where sink and window say, neither more nor fewer; what may be shared ends before them."""
     seqs, size = tables.sequences, tables.sequences.block_size
     name = f"sequence {int(seqs.ids[slot])}"

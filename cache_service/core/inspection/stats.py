@@ -5,12 +5,12 @@ from dataclasses import asdict
 import numpy as np
 
 from ..blocks.pressure import PressureGauge
-from ..tables.lifecycle import BlockTables
-from ..tiers.sequence_swap import Swapping
+from ..tables.lifecycle import SequenceLifecycle
+from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import PoolStats, SequenceState
 
 
-def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
+def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
     pool, seqs, counters = tables.pool, tables.sequences, tables.counters
     running = seqs.running_slots()
@@ -53,7 +53,7 @@ def pool_stats(tables: BlockTables, gauge: PressureGauge, revision: int, num_ses
     )
 
 
-def _host_stats(swapping: Swapping | None) -> dict[str, int]:
+def _host_stats(swapping: SequenceSwapper | None) -> dict[str, int]:
     """The host tier's; zeros where there is none."""
     if swapping is None:
         return {}

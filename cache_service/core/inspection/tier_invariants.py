@@ -6,19 +6,19 @@ index. Raises nothing and changes nothing.
 
 import numpy as np
 
-from ..tables.lifecycle import BlockTables
-from ..tiers.sequence_swap import Swapping
+from ..tables.lifecycle import SequenceLifecycle
+from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import Move
 from ..values.types import Int32Array, SequenceState, TransferKind
 from .invariants import check_orders
 
 
-def violations(tables: BlockTables, swapping: Swapping) -> list[str]:
+def violations(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
     """One sentence per violation; empty when all is well."""
     return [*_check_blocks(tables, swapping), *_check_orders(swapping), *_check_moves(tables, swapping)]
 
 
-def _check_blocks(tables: BlockTables, swapping: Swapping) -> list[str]:
+def _check_blocks(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
     host, transfers = swapping.host, swapping.mover.transfers
     out_sources, out_destinations = transfers.ends(TransferKind.SWAP_OUT)
     in_sources, in_destinations = transfers.ends(TransferKind.SWAP_IN)
@@ -41,7 +41,7 @@ def _check_blocks(tables: BlockTables, swapping: Swapping) -> list[str]:
     return wrong
 
 
-def _check_orders(swapping: Swapping) -> list[str]:
+def _check_orders(swapping: SequenceSwapper) -> list[str]:
     mover = swapping.mover
     in_flight = mover.transfers.in_flight
     wrong = [f"order {number} does not know its id" for number, order in in_flight.items() if order.id != number]
@@ -57,7 +57,7 @@ def _check_orders(swapping: Swapping) -> list[str]:
     return wrong
 
 
-def _check_moves(tables: BlockTables, swapping: Swapping) -> list[str]:
+def _check_moves(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
     seqs, mover = tables.sequences, swapping.mover
     wrong: list[str] = []
     pending: dict[int, int] = {}

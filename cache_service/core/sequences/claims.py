@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..blocks.block_pool import BlockPool
 from ..values.types import Int64Array, SequenceState
 from .sequence_table import SequenceTable
-from .session_state import Owner
+from .session_state import SessionState
 
 PATIENCE_STEPS = 4
 PATIENCE_SECONDS = 10.0
@@ -47,7 +47,7 @@ class Claim:
     asked_at: float
 
 
-class Progress:
+class Claims:
     """The claims of one pool, by slot. `claims` is empty while blocks are enough, which is all that a step has to look at."""
 
     def __init__(self, sequences: SequenceTable, pool: BlockPool) -> None:
@@ -92,7 +92,7 @@ class Progress:
         """Available blocks that this sequence may not have, because they are owed to an elder one."""
         return self.num_owed if self.is_younger(slot) else 0
 
-    def num_give_back(self, owner: Owner) -> int:
+    def num_give_back(self, owner: SessionState) -> int:
         """Blocks that the eldest claim still misses, told to whoever runs younger sequences; those that are coming count."""
         missing = self.num_owed - self._pool.num_available - self._pool.num_fenced
         if missing <= 0:
@@ -107,7 +107,7 @@ class Progress:
 
     # Told
 
-    def refuse(self, owner: Owner, slot: int, num_blocks: int) -> None:
+    def refuse(self, owner: SessionState, slot: int, num_blocks: int) -> None:
         """A step of the owner asked for so many blocks for this sequence, in vain."""
         assert num_blocks > 0, "what needs no block is not refused"
         self.forget(slot)
@@ -137,7 +137,7 @@ class Progress:
         for slot in [slot for slot, claim in self.claims.items() if now - claim.asked_at >= PATIENCE_SECONDS]:
             self.forget(slot)
 
-    def end_step(self, owner: Owner) -> None:
+    def end_step(self, owner: SessionState) -> None:
         """A step of the owner has been answered: claims that its last steps did not ask for again are forgotten."""
         for slot, claim in list(self.claims.items()):
             if claim.owner_number == owner.number and owner.step_id - claim.step_id >= PATIENCE_STEPS:

@@ -15,7 +15,7 @@ from ..index.prefix_index import PrefixIndex
 from ..values.counters import Counters
 from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
 from .sequence_table import SequenceTable
-from .session_state import Owner, TableUpdates
+from .session_state import SessionState, TableUpdates
 
 ALL_BLOCKS = 2**31
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
@@ -33,16 +33,16 @@ class Publisher:
         self._index = index
         self._pool = pool
         self._counters = counters
-        self._pending: deque[tuple[Owner, Int64Array]] = deque()  # slots of commits; some may have nothing to publish
-        self._waiting: list[tuple[Owner, Int64Array]] = []  # slots whose next block is filled by a copy in flight
+        self._pending: deque[tuple[SessionState, Int64Array]] = deque()  # slots of commits; some may have nothing to publish
+        self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
-    def note(self, owner: Owner, slots: Int64Array) -> None:
+    def note(self, owner: SessionState, slots: Int64Array) -> None:
         """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
         if len(self._pending) == _MOST_PENDING:
             self.publish(told_now=owner)
         self._pending.append((owner, slots))
 
-    def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: Owner | None = None) -> bool:
+    def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: SessionState | None = None) -> bool:
         """Publishes up to max_blocks of what is pending; whether more is left. Waits for copies in flight without being asked.
 
         told_now: whose reply, not written yet, will tell its table updates; others hear of theirs in their next one.
@@ -118,7 +118,7 @@ class Publisher:
             wrong.extend(f"slot {slot} is to be published and has no such sequence" for slot in slots[strange].tolist())
         return wrong
 
-    def _publish_some(self, owner: Owner, slots: Int64Array, max_blocks: int, told_now: Owner | None) -> int:
+    def _publish_some(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
         """Of one commit; what is too much goes back to the front. Answers the number of blocks."""
         seqs = self._sequences
         behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
@@ -156,7 +156,7 @@ class Publisher:
         num_full = seqs.num_committed[slots] // self._block_size
         return np.minimum(num_full, seqs.share_limits[slots]) if seqs.num_retaining else num_full
 
-    def _publish(self, owner: Owner, until: int, slots: Int64Array, first: Int32Array, last: Int32Array) -> None:
+    def _publish(self, owner: SessionState, until: int, slots: Int64Array, first: Int32Array, last: Int32Array) -> None:
         """Puts blocks [first, last) of each table into the index, in list order. Ranges may be empty."""
         counts = last - first
         if not counts.all():  # what waits for a copy, or is too much, has none
@@ -170,7 +170,7 @@ class Publisher:
             done = at + 1
         self._publish_each(owner, until, slots[done:], first[done:])
 
-    def _publish_each(self, owner: Owner, until: int, slots: Int64Array, places: Int32Array) -> None:
+    def _publish_each(self, owner: SessionState, until: int, slots: Int64Array, places: Int32Array) -> None:
         """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
             seqs = self._sequences
@@ -179,7 +179,7 @@ class Publisher:
             self._settle(owner, until, slots, places, nodes)
             seqs.last_nodes[slots] = nodes
 
-    def _publish_run(self, owner: Owner, until: int, slot: int, start: int, end: int) -> None:
+    def _publish_run(self, owner: SessionState, until: int, slot: int, start: int, end: int) -> None:
         """Consecutive blocks of one sequence."""
         seqs, size = self._sequences, self._block_size
         tokens = seqs.tokens[slot, start * size : end * size]
@@ -187,7 +187,7 @@ class Publisher:
         self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
         seqs.last_nodes[slot] = nodes[-1]
 
-    def _settle(self, owner: Owner, until: int, slots: Int64Array, places: Int32Array, nodes: Int32Array) -> None:
+    def _settle(self, owner: SessionState, until: int, slots: Int64Array, places: Int32Array, nodes: Int32Array) -> None:
         """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
         seqs, pool = self._sequences, self._pool
         own = seqs.tables[slots, places]

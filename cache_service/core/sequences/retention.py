@@ -13,10 +13,10 @@ import numpy as np
 
 from ..values.errors import InvalidField
 from ..values.types import NULL_BLOCK, Int64Array, Retention, SequenceState
-from .session_state import Owner, TableUpdates
+from .session_state import SessionState, TableUpdates
 
 if TYPE_CHECKING:
-    from ..tables.lifecycle import BlockTables
+    from ..tables.lifecycle import SequenceLifecycle
     from .sequence_table import SequenceTable
 
 
@@ -60,7 +60,7 @@ def span(sequences: "SequenceTable", slot: int) -> Span:
     return Span(int(sequences.num_window[slot]), first, int(sequences.hole_ends[slot]) * size)
 
 
-def drop_outside(tables: "BlockTables", owner: Owner, slots: Int64Array, *, told_now: bool) -> None:
+def drop_outside(tables: "SequenceLifecycle", owner: SessionState, slots: Int64Array, *, told_now: bool) -> None:
     """Drops the blocks wholly outside sink and window, as the committed lengths have it now.
 
     told_now: the reply that tells is not written yet; else the session hears of it in its next one. The blocks wait for the

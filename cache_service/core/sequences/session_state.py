@@ -33,7 +33,7 @@ class HeldLogits(NamedTuple):
 
 
 @dataclass(slots=True)
-class Owner:
+class SessionState:
     """step_id: the last step applied; completed_step_id: all device work up to it has finished."""
 
     number: int

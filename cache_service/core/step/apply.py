@@ -7,10 +7,10 @@ as the protocol says. Who may call, and whether a call is a repeat, is lease.py'
 import numpy as np
 
 from ..calls.create import CreateCalls
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..tables.inflight_prefix import computing_len
 from ..tables.table_base import Grants, StepLog
-from ..tiers.sequence_swap import Swapping
+from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.types import (
     NO_INT32,
@@ -30,7 +30,7 @@ from .validate import StepPlan, check_step, has_one_each, has_swaps
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
 
 
-class StepCore(CreateCalls):
+class StepApplier(CreateCalls):
     """See the module."""
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
@@ -58,7 +58,7 @@ class StepCore(CreateCalls):
         owner.complete(self.tables.pool, completed_step_id)
         self._note_change()
 
-    def _check_report(self, owner: Owner, completed: Int64Array, failed: Int64Array) -> Swapping:
+    def _check_report(self, owner: SessionState, completed: Int64Array, failed: Int64Array) -> SequenceSwapper:
         """Who takes a report of orders, which is lawful. Raises InvalidField."""
         swapping = self.tables.swapping
         if swapping is None:
@@ -67,7 +67,7 @@ class StepCore(CreateCalls):
         swapping.mover.transfers.check_report(owner, completed, failed)
         return swapping
 
-    def _apply(self, owner: Owner, batch: StepBatch, plan: StepPlan) -> StepReply:
+    def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
         tables, log = self.tables, StepLog()
         self.revision += 1
         tables.progress.now = self.now
@@ -129,7 +129,7 @@ class StepCore(CreateCalls):
             reply = with_moves(reply, tables.sequences, owner, log, swap_outs, swap_ins)
         return reply
 
-    def _fork_all(self, owner: Owner, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
+    def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
         results: list[ItemResult] = []
         refused: set[int] = set()
@@ -145,7 +145,7 @@ class StepCore(CreateCalls):
             results.append(ItemResult.OK)
         return results, refused
 
-    def _tell_updates(self, owner: Owner, log: StepLog) -> None:
+    def _tell_updates(self, owner: SessionState, log: StepLog) -> None:
         """Table entries replaced by publishing since the last reply, but for those that have changed again."""
         seqs = self.tables.sequences
         for slots, ids, table_idx, blocks in owner.updates:
@@ -157,14 +157,14 @@ class StepCore(CreateCalls):
             log.update_blocks.extend(blocks[holds].tolist())
         owner.updates.clear()
 
-    def _start(self, owner: Owner, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
+    def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
         if not self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare()):
             return StartResult.NO_ROOM
         if self.tables.sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
             return StartResult.LOADING
         return StartResult.STARTED
 
-    def _load_now(self, owner: Owner, log: StepLog, slot: int) -> bool:
+    def _load_now(self, owner: SessionState, log: StepLog, slot: int) -> bool:
         """Whether a sequence that was to load runs already, because its orders are run before the answer."""
         swapping = self.tables.swapping
         assert swapping is not None, "a load without a host tier"
@@ -173,7 +173,7 @@ class StepCore(CreateCalls):
         log.ready.extend(other for other in woken if other != slot)
         return slot in woken
 
-    def _swap_all(self, owner: Owner, log: StepLog, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
+    def _swap_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
         """Results of the swap-outs and swap-ins: OK also where nothing is to be done. Without a host tier nothing fits.
 
         A child whose fork was refused has no slot: there was no room for it, and there is none for its swaps.
@@ -201,7 +201,7 @@ class StepCore(CreateCalls):
             ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
         return int32_of(outs), int32_of(ins)
 
-    def _swap_in(self, owner: Owner, swapping: Swapping, slot: int) -> bool:
+    def _swap_in(self, owner: SessionState, swapping: SequenceSwapper, slot: int) -> bool:
         """A swap-in claims as a start does, and leaves alone what is kept for elder sequences."""
         progress, num_apart = self.tables.progress, self._num_spare()
         num_kept = progress.num_kept_from(slot) if progress.claims else 0
@@ -215,7 +215,7 @@ class StepCore(CreateCalls):
             progress.refuse(owner, slot, max(1, num_missing + self.tables.pool.num_available - num_room))
         return done
 
-    def _start_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+    def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
         tables = self.tables
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
@@ -231,7 +231,7 @@ class StepCore(CreateCalls):
                 results.append(self._start(owner, log, slot, max_new, max_hit))
         return results
 
-    def _reserve_all(self, owner: Owner, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
+    def _reserve_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
         if not len(batch.reserve_ids):
             return _NO_GRANTS
         if plan.reserve_slots is not None:

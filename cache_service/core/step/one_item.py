@@ -3,11 +3,11 @@
 import numpy as np
 
 from ..sequences.retention import span
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..tables.table_base import StepLog
 from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
 from ..values.types import Copies, Int32Array, ItemResult, SequenceState, SessionId, StepBatch, StepReply
-from .apply import StepCore
+from .apply import StepApplier
 from .reply import copies_from, copies_of
 from .validate import too_long, wrong_state
 
@@ -15,7 +15,7 @@ _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "
            "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
 
 
-class OneItemCalls(StepCore):
+class OneItemCalls(StepApplier):
     """See the module."""
 
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
@@ -137,7 +137,7 @@ class OneItemCalls(StepCore):
             raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
 
-    def _shortage(self, owner: Owner, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
+    def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
         seqs, pool = self.tables.sequences, self.tables.pool
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
@@ -150,7 +150,7 @@ class OneItemCalls(StepCore):
             return num_needed - len(hits), 0
         return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
 
-    def _start_exactly(self, owner: Owner, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
+    def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
         """Starts a waiting sequence; what it hits in the host tier is loaded by whoever runs the copies of this call."""
         swapping = self.tables.swapping
         if swapping is not None:
@@ -161,7 +161,7 @@ class OneItemCalls(StepCore):
             swapping.wake(owner)
         return started
 
-    def _step_once(self, owner: Owner, **columns: np.ndarray) -> StepReply:
+    def _step_once(self, owner: SessionState, **columns: np.ndarray) -> StepReply:
         owner.is_one_item = True
         step_id = owner.step_id + 1
         try:

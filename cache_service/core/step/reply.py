@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..sequences.sequence_table import SequenceTable
-from ..sequences.session_state import Owner
-from ..tables.lifecycle import BlockTables
+from ..sequences.session_state import SessionState
+from ..tables.lifecycle import SequenceLifecycle
 from ..tables.table_base import Grants, StepLog
-from ..tiers.transfers import Order
+from ..tiers.transfers import TransferOrder
 from ..values.types import (
     NO_INT32,
     NO_INT64,
@@ -24,7 +24,7 @@ from .validate import StepPlan
 
 
 def step_reply(
-    tables_of: BlockTables,
+    tables_of: SequenceLifecycle,
     log: StepLog,
     plan: StepPlan,
     forks: list[ItemResult],
@@ -73,7 +73,7 @@ def step_reply(
 
 
 def with_moves(
-    reply: StepReply, seqs: SequenceTable, owner: Owner, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
+    reply: StepReply, seqs: SequenceTable, owner: SessionState, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
 ) -> StepReply:
     """The reply with what only few have: results of swaps, orders, sequences that run now."""
     # What was released or swapped out again in this very step is not told.
@@ -106,7 +106,7 @@ def copies_of(reply: StepReply) -> Copies:
     return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
 
 
-def copies_from(sources: list[int], destinations: list[int], orders: list[Order]) -> Copies:
+def copies_from(sources: list[int], destinations: list[int], orders: list[TransferOrder]) -> Copies:
     """What a call without a reply of columns wants to have run."""
     columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
     return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..sequences.retention import Span, span
 from ..sequences.sequence_table import SequenceTable
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
 from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
 
@@ -60,7 +60,7 @@ class _Seen:
     gone: Span
 
 
-def check_step(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> StepPlan:
+def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> StepPlan:
     """Raises the CacheError of the first item that is not lawful; changes nothing."""
     commits = _check_commits(sequences, owner, batch)
     commit_slots, start_slots = commits.slots, _check_starts(sequences, owner, batch)
@@ -84,7 +84,7 @@ def too_long(field: str, limit: int) -> InvalidField:
     return InvalidField(f"{field}: more than the sequence's {limit} tokens", field=field, limit=limit)
 
 
-def _check_commits(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> _Commits:
+def _check_commits(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> _Commits:
     if not len(batch.commit_ids):
         if len(batch.commit_tokens):
             raise InvalidField("token ids without a commit", field="commit_token_ids")
@@ -145,7 +145,7 @@ def _refuse_commits(sequences: SequenceTable, batch: StepBatch, slots: Int64Arra
         )
 
 
-def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array:
+def _check_reservations(sequences: SequenceTable, owner: SessionState, batch: StepBatch, commits: _Commits) -> Int64Array:
     if not len(batch.reserve_ids):
         return NO_INT64
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
@@ -168,7 +168,7 @@ def _check_reservations(sequences: SequenceTable, owner: Owner, batch: StepBatch
     raise too_long("reserve_max_tokens", int(sequences.max_tokens[slot]))
 
 
-def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> Int64Array:
+def _check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> Int64Array:
     if not len(batch.start_ids):
         return NO_INT64
     slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
@@ -184,7 +184,7 @@ def _check_starts(sequences: SequenceTable, owner: Owner, batch: StepBatch) -> I
     return slots
 
 
-def _check_in_order(sequences: SequenceTable, owner: Owner, batch: StepBatch, commits: _Commits) -> Int64Array | None:
+def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBatch, commits: _Commits) -> Int64Array | None:
     """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
     seen: dict[int, _Seen] = {}
     committed = dict(zip(batch.commit_ids.tolist(), range(len(commits.slots)), strict=True))

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..values.types import SequenceState
-from .lifecycle import BlockTables
+from .lifecycle import SequenceLifecycle
 
 MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed
 
 
-def computing_len(tables: BlockTables, slot: int, max_hit: int, owners: Mapping[int, Owner]) -> int:
+def computing_len(tables: SequenceLifecycle, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
     """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
 
     0 where that is no more than it could hit now, with max_hit as the most that it takes, or where it has waited long enough.
@@ -51,7 +51,7 @@ def computing_len(tables: BlockTables, slot: int, max_hit: int, owners: Mapping[
     return longest
 
 
-def _will_publish(tables: BlockTables, owner: Owner, rival: int, length: int) -> bool:
+def _will_publish(tables: SequenceLifecycle, owner: SessionState, rival: int, length: int) -> bool:
     """Whether so many tokens of the running sequence are to be expected in the index.
 
     One-item calls do not say what is under way: what was granted with them may be committed any time.

@@ -8,26 +8,26 @@ Committed blocks come to be shared by publisher.py. Does not know how items arri
 import numpy as np
 
 from ..sequences.retention import drop_outside
-from ..sequences.session_state import Owner
-from ..tiers.offload import Mover
-from ..tiers.sequence_swap import Swapping
+from ..sequences.session_state import SessionState
+from ..tiers.offload import Offloader
+from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
-from .start import Starting
+from .start import SequenceStarter
 from .table_base import Grants, StepLog
 
 
-class BlockTables(Starting):
+class SequenceLifecycle(SequenceStarter):
     """The operations on block tables."""
 
     def __init__(self, config: PoolConfig) -> None:
         super().__init__(config)
         if config.num_host_blocks:
-            mover = Mover(config, self.index, self.pool, self.last_roots, self.publisher.disown)
-            self.swapping = Swapping(self, mover)
+            mover = Offloader(config, self.index, self.pool, self.last_roots, self.publisher.disown)
+            self.swapping = SequenceSwapper(self, mover)
 
     def commit(
         self,
-        owner: Owner,
+        owner: SessionState,
         slots: Int64Array,
         lens: Int32Array,
         num_new: Int32Array,
@@ -54,7 +54,7 @@ class BlockTables(Starting):
         if seqs.num_retaining:
             drop_outside(self, owner, slots, told_now=True)
 
-    def fork(self, parent: int, child_id: int, owner: Owner, num_tokens: int) -> int:
+    def fork(self, parent: int, child_id: int, owner: SessionState, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
         seqs = self.sequences
         num_blocks, num_full = seqs.num_blocks(num_tokens), num_tokens // self._block_size
@@ -81,7 +81,7 @@ class BlockTables(Starting):
         self.counters.num_forks += 1
         return child
 
-    def truncate(self, owner: Owner, slot: int, num_tokens: int) -> None:
+    def truncate(self, owner: SessionState, slot: int, num_tokens: int) -> None:
         seqs = self.sequences
         table = seqs.table(slot)
         num_kept = min(seqs.num_blocks(num_tokens), len(table))
@@ -98,7 +98,7 @@ class BlockTables(Starting):
         if len(dropped):
             owner.drop(self.pool, dropped, until=owner.step_id - 1)
 
-    def release(self, owner: Owner, slots: list[int]) -> None:
+    def release(self, owner: SessionState, slots: list[int]) -> None:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self.sequences
         running = [slot for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
@@ -120,7 +120,7 @@ class BlockTables(Starting):
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.free_slot(slot)
 
-    def reserve(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
+    def reserve(self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
         """Grants each sequence slots up to most[i], in order; see the protocol for who is refused."""
         seqs = self.sequences
         held = seqs.num_reserved[slots]
@@ -152,7 +152,7 @@ class BlockTables(Starting):
         seqs.tables[rows, places] = blocks
         return Grants(wanted, growing.astype(np.int32), blocks)
 
-    def copies_due(self, owner: Owner, slot: int, wanted: int) -> Int64Array:
+    def copies_due(self, owner: SessionState, slot: int, wanted: int) -> Int64Array:
         """Table indices in [committed, wanted) whose blocks somebody else holds or still reads; the index is a holder (R5)."""
         seqs, pool = self.sequences, self.pool
         if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
@@ -164,7 +164,9 @@ class BlockTables(Starting):
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
         return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
 
-    def _reserve_in_order(self, owner: Owner, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array) -> Grants:
+    def _reserve_in_order(
+        self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array
+    ) -> Grants:
         """The same, one by one: when blocks are short or owed to an elder sequence, or copies are due."""
         seqs, pool, progress = self.sequences, self.pool, self.progress
         reserved = np.empty(len(slots), np.int32)
@@ -210,7 +212,7 @@ class BlockTables(Starting):
             progress.refuse(owner, slot, num_blocks)
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
-    def _copy_on_write(self, owner: Owner, log: StepLog, slot: int, due: Int64Array) -> None:
+    def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self.sequences
         sources = seqs.tables[slot, due]
         copies = self.pool.allocate(len(due))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sequences.session_state import HeldLogits, Owner
+from ..sequences.session_state import HeldLogits, SessionState
 from ..values.types import NO_INT32, Int32Array, SequenceState
 from .table_base import StepLog, TableBase
 
@@ -25,7 +25,7 @@ class Fit(NamedTuple):
     num_wanted: int
 
 
-class Starting(TableBase):
+class SequenceStarter(TableBase):
     """See the module."""
 
     def match(self, slot: int, max_hit: int) -> Int32Array:
@@ -65,7 +65,7 @@ class Starting(TableBase):
         return None if logits is None else (blocks, logits)
 
     def start(
-        self, owner: Owner, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
+        self, owner: SessionState, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
     ) -> bool:
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 

@@ -12,12 +12,12 @@ from ..blocks.block_pool import BlockPool
 from ..blocks.pins import Pins
 from ..eviction import Use
 from ..index.prefix_index import PrefixIndex
-from ..sequences.claims import Progress
+from ..sequences.claims import Claims
 from ..sequences.publisher import Publisher
 from ..sequences.sequence_table import SequenceTable
-from ..sequences.session_state import Owner
-from ..tiers.sequence_swap import Swapping
-from ..tiers.transfers import Order
+from ..sequences.session_state import SessionState
+from ..tiers.sequence_swap import SequenceSwapper
+from ..tiers.transfers import TransferOrder
 from ..values.counters import Counters
 from ..values.types import NULL_BLOCK, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, SequenceState
 
@@ -32,7 +32,7 @@ class StepLog:
     update_ids: list[int] = field(default_factory=list)
     update_table_idx: list[int] = field(default_factory=list)
     update_blocks: list[int] = field(default_factory=list)
-    orders: list[Order] = field(default_factory=list)
+    orders: list[TransferOrder] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
 
@@ -60,13 +60,13 @@ class TableBase:
         self.prefix_caching = config.prefix_caching
         self.min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
-        self.swapping: Swapping | None = None  # where there is a host tier
+        self.swapping: SequenceSwapper | None = None  # where there is a host tier
         self.index = PrefixIndex(
             config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks, self._lose_hosts
         )
         self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
-        self.progress = Progress(self.sequences, self.pool)
+        self.progress = Claims(self.sequences, self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
@@ -108,7 +108,7 @@ class TableBase:
         self.sequences.num_published[slot] = 0
         self.sequences.last_nodes[slot] = self.sequences.roots[slot]
 
-    def publish_again(self, owner: Owner, slot: int) -> None:
+    def publish_again(self, owner: SessionState, slot: int) -> None:
         """The table is published from its first block."""
         self.unpublish(slot)
         if self.prefix_caching:

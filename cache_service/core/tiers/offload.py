@@ -14,13 +14,13 @@ import numpy as np
 
 from ..blocks.block_pool import BlockPool
 from ..index.prefix_index import PrefixIndex
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
 from .host_tier import HostTier
-from .transfers import Order, Transfers
+from .transfers import TransferOrder, Transfers
 
 
-class Mover:
+class Offloader:
     """One pool's. `on_lost()` is told when nodes were forgotten, so that tables that knew them publish again."""
 
     def __init__(
@@ -35,19 +35,21 @@ class Mover:
         self.transfers = Transfers()
         self.num_demoted = 0
         self.num_promoted = 0
-        self.outs: dict[int, Order] = {}  # device block: the swap-out in flight that reads it, while nothing may write it
-        self.loads: dict[int, Order] = {}  # host block: a load in flight that reads it
-        self.fills: dict[int, Order] = {}  # host block: the order in flight that fills it
+        self.outs: dict[
+            int, TransferOrder
+        ] = {}  # device block: the swap-out in flight that reads it, while nothing may write it
+        self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
+        self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
         self._index = index
         self._pool = pool
         self._last_roots = last_roots
         self._on_lost = on_lost
-        self._for: Owner | None = None  # whose call this is: whoever gets its answer runs its orders
-        self._told: list[Order] = []
+        self._for: SessionState | None = None  # whose call this is: whoever gets its answer runs its orders
+        self._told: list[TransferOrder] = []
 
     # The call at hand
 
-    def begin(self, owner: Owner, told: list[Order]) -> None:
+    def begin(self, owner: SessionState, told: list[TransferOrder]) -> None:
         """From here on orders are this session's, and appended to `told`. Without a call nothing is demoted."""
         self._for, self._told = owner, told
 
@@ -56,14 +58,14 @@ class Mover:
 
     # Orders
 
-    def fill(self, blocks: Int32Array, hosts: Int32Array) -> list[Order]:
+    def fill(self, blocks: Int32Array, hosts: Int32Array) -> list[TransferOrder]:
         """Orders copies of device blocks to host blocks that were taken for it."""
         self._pool.begin_transfers(blocks)
         orders = self._issue(TransferKind.SWAP_OUT, blocks, hosts, 0)
         self.fills.update(zip(hosts.tolist(), orders, strict=True))
         return orders
 
-    def load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[Order]]:
+    def load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
         """Allocates a device block for each host block, with a reference, and orders the loads."""
         self.host.pool.begin_transfers(hosts)  # before the allocation evicts anything to the host tier
         blocks = self._pool.allocate(len(hosts))
@@ -74,7 +76,7 @@ class Mover:
             self.loads.setdefault(order.source, order)
         return blocks, orders
 
-    def end(self, orders: list[Order], *, ok: bool) -> None:
+    def end(self, orders: list[TransferOrder], *, ok: bool) -> None:
         """These orders have been run, or never will be. Array work: a report may name all blocks of a long sequence."""
         if not ok:
             self.transfers.num_failed += len(orders)
@@ -85,7 +87,7 @@ class Mover:
         if loads:
             self._end_loads(loads, ok=ok)
 
-    def _end_fills(self, orders: list[Order], *, ok: bool) -> None:
+    def _end_fills(self, orders: list[TransferOrder], *, ok: bool) -> None:
         sources, destinations = _sources(orders), _destinations(orders)
         self.host.is_filling[destinations] = False
         for order in orders:
@@ -99,7 +101,7 @@ class Mover:
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
-    def _end_loads(self, orders: list[Order], *, ok: bool) -> None:
+    def _end_loads(self, orders: list[TransferOrder], *, ok: bool) -> None:
         sources, destinations = _sources(orders), _destinations(orders)
         for order in orders:
             if self.loads.get(order.source) is order:
@@ -140,7 +142,7 @@ class Mover:
         self.num_demoted += len(lucky)
         return needy
 
-    def end_session(self, owner: Owner, *, may_still_write: bool) -> tuple[Int32Array, list[Order]]:
+    def end_session(self, owner: SessionState, *, may_still_write: bool) -> tuple[Int32Array, list[TransferOrder]]:
         """The session's orders will never be run, or are still being run: none counts.
 
         Answers their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
@@ -154,7 +156,7 @@ class Mover:
         self.end(orders, ok=False)
         return loads if may_still_write else NO_INT32, orders
 
-    def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[Order]:
+    def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[TransferOrder]:
         owner = self._for
         assert owner is not None, "an order without a call to tell it"
         pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
@@ -172,9 +174,9 @@ class Mover:
             self._on_lost()
 
 
-def _sources(orders: list[Order]) -> Int32Array:
+def _sources(orders: list[TransferOrder]) -> Int32Array:
     return np.array([order.source for order in orders], np.int32)
 
 
-def _destinations(orders: list[Order]) -> Int32Array:
+def _destinations(orders: list[TransferOrder]) -> Int32Array:
     return np.array([order.destination for order in orders], np.int32)

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..sequences.retention import drop_outside
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
-from .offload import Mover
-from .transfers import Move, Order
+from .offload import Offloader
+from .transfers import Move, TransferOrder
 
 if TYPE_CHECKING:
-    from ..tables.lifecycle import BlockTables
-
+    from ..tables.lifecycle import SequenceLifecycle
 
 AT_ONCE = 512  # orders, about a millisecond
 
 
-class Swapping:
+class SequenceSwapper:
     """One pool's; there is none without a host tier."""
 
-    def __init__(self, tables: "BlockTables", mover: Mover) -> None:
+    def __init__(self, tables: "SequenceLifecycle", mover: Offloader) -> None:
         self.mover = mover
         self.host = mover.host
         self.moves: dict[int, Move] = {}  # slot: a swap-out whose device blocks are still held, or a load
@@ -36,24 +35,24 @@ class Swapping:
         self.num_swap_outs = 0
         self.num_swap_ins = 0
         self._tables = tables
-        self._caller: Owner | None = None
-        self._told: list[Order] = []
+        self._caller: SessionState | None = None
+        self._told: list[TransferOrder] = []
         self._num_run = 0  # of them, by this service
 
     # Calls
 
-    def begin(self, owner: Owner, told: list[Order]) -> None:
+    def begin(self, owner: SessionState, told: list[TransferOrder]) -> None:
         """A call of the session begins, which orders are to be told with. Without one nothing is demoted."""
         self._caller, self._told, self._num_run = owner, told, 0
         self.mover.begin(owner, told)
 
-    def finish(self, owner: Owner) -> None:
+    def finish(self, owner: SessionState) -> None:
         """The call is over."""
         self.run_now(owner)
         self._caller, self._told = None, []
         self.mover.finish()
 
-    def run_now(self, owner: Owner) -> None:
+    def run_now(self, owner: SessionState) -> None:
         """Where the cache service runs the session's orders, they are complete for whoever comes next."""
         if owner.executor is Executor.CACHE and self._num_run < len(self._told):
             ids = [order.id for order in self._told[self._num_run :]]
@@ -74,14 +73,14 @@ class Swapping:
             max_orders -= len(orders)
         return transfers.has_reported
 
-    def wake(self, owner: Owner) -> list[int]:
+    def wake(self, owner: SessionState) -> list[int]:
         """Concludes what has arrived for this session. Answers the slots that run from now on."""
         arrived = self.arrived.pop(owner.number, [])
         return [move.slot for move in arrived if not move.is_over and self._conclude(move)]
 
     # Swapping out
 
-    def copies_of(self, owner: Owner, slot: int) -> tuple[Int64Array, Int32Array]:
+    def copies_of(self, owner: SessionState, slot: int) -> tuple[Int64Array, Int32Array]:
         """Table indices that have a block, and the host copy of each that may be shared, or 0.
 
         A copy on its way is waited for only where this session makes it: of another's failure it would not be told.
@@ -99,12 +98,12 @@ class Swapping:
                 hosts[at] = order.destination
         return places, hosts
 
-    def shortage(self, owner: Owner, slot: int) -> tuple[int, int]:
+    def shortage(self, owner: SessionState, slot: int) -> tuple[int, int]:
         """(host blocks that a swap-out would take, those that there are)."""
         _, hosts = self.copies_of(owner, slot)
         return int(np.count_nonzero(hosts == 0)), self.host.pool.num_available - self.host.pool.num_revived(hosts)
 
-    def swap_out(self, owner: Owner, slot: int) -> bool:
+    def swap_out(self, owner: SessionState, slot: int) -> bool:
         """Moves a running sequence to the host tier; or answers False and changes nothing."""
         seqs, index, host = self._tables.sequences, self._tables.index, self.host
         num_missing, num_room = self.shortage(owner, slot)
@@ -146,14 +145,14 @@ class Swapping:
 
     # Swapping in
 
-    def shortage_in(self, owner: Owner, slot: int, num_spare: int) -> tuple[int, int]:
+    def shortage_in(self, owner: SessionState, slot: int, num_spare: int) -> tuple[int, int]:
         """(device blocks that a swap-in would take, those that there are)."""
         blocks, _ = self._present(owner, slot)
         num_missing = int(np.count_nonzero((blocks == 0) & (self.host.tables[slot] > 0)))
         pool = self._tables.pool
         return num_missing, pool.num_available - pool.num_revived(blocks) - num_spare
 
-    def swap_in(self, owner: Owner, slot: int, num_spare: int) -> bool:
+    def swap_in(self, owner: SessionState, slot: int, num_spare: int) -> bool:
         """Brings a swapped sequence back: it runs if nothing is to be loaded, else it loads. Or False, and nothing changed."""
         seqs = self._tables.sequences
         if seqs.keeps_table[slot]:
@@ -176,7 +175,7 @@ class Swapping:
             self._conclude(move)
         return True
 
-    def _present(self, owner: Owner, slot: int) -> tuple[Int32Array, list[tuple[Order, int]]]:
+    def _present(self, owner: SessionState, slot: int) -> tuple[Int32Array, list[tuple[TransferOrder, int]]]:
         """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
         hosts, index = self.host.tables[slot], self._tables.index
         blocks = index.block_of_node[index.node_of_host[hosts]]
@@ -184,20 +183,24 @@ class Swapping:
 
     # Starting
 
-    def join(self, owner: Owner, nodes: Int32Array, blocks: Int32Array) -> list[tuple[Order, int]]:
+    def join(self, owner: SessionState, nodes: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
         """Fills in the blocks [n] of nodes that are being loaded; answers the orders, each with its index."""
         return self._join(owner, self._tables.index.host_of_node[nodes], blocks, any_session=True)
 
-    def start(self, owner: Owner, slot: int, nodes: Int32Array, blocks: Int32Array, joined: list[tuple[Order, int]]) -> None:
+    def start(
+        self, owner: SessionState, slot: int, nodes: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]]
+    ) -> None:
         """Holds the hit of a start and fills in the blocks [n] that are to be loaded; the sequence is LOADING."""
         hit_len = len(nodes) * self._tables.sequences.block_size
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING, hit_len)
         missing = np.flatnonzero(blocks == 0)
         self._load(move, self._tables.index.host_of_node[nodes], blocks, joined, missing)
 
-    def _join(self, owner: Owner, hosts: Int32Array, blocks: Int32Array, *, any_session: bool) -> list[tuple[Order, int]]:
+    def _join(
+        self, owner: SessionState, hosts: Int32Array, blocks: Int32Array, *, any_session: bool
+    ) -> list[tuple[TransferOrder, int]]:
         """Of a load that another session runs only a start may wait: a shorter hit is all that its failure means."""
-        joined: list[tuple[Order, int]] = []
+        joined: list[tuple[TransferOrder, int]] = []
         if self.mover.loads:
             any_session &= owner.executor is Executor.ENGINE  # who is answered at once waits for nobody
             for at in np.flatnonzero((blocks == 0) & (hosts > 0)).tolist():
@@ -208,7 +211,7 @@ class Swapping:
         return joined
 
     def _load(
-        self, move: Move, hosts: Int32Array, blocks: Int32Array, joined: list[tuple[Order, int]], missing: Int64Array
+        self, move: Move, hosts: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]], missing: Int64Array
     ) -> None:
         """Holds blocks [n] of a table to come, and fills in and orders the missing ones from hosts [n]."""
         self._tables.pool.acquire(blocks[blocks > 0])
@@ -222,7 +225,7 @@ class Swapping:
 
     # Ends
 
-    def release(self, owner: Owner, slot: int) -> None:
+    def release(self, owner: SessionState, slot: int) -> None:
         """A sequence that is swapped or loading ends. What is in flight for it goes on, for nobody."""
         seqs = self._tables.sequences
         if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
@@ -233,7 +236,7 @@ class Swapping:
         if slot in self.host.tables:
             self.host.let_go(slot)
 
-    def end_session(self, owner: Owner, *, may_still_write: bool) -> Int32Array:
+    def end_session(self, owner: SessionState, *, may_still_write: bool) -> Int32Array:
         """After its sequences were released: its orders have failed, for whoever waits. Answers blocks in quarantine."""
         self.end_some(self.mover.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
@@ -244,11 +247,11 @@ class Swapping:
     def end_quarantine(self, session: SessionId) -> None:
         self.host.end_quarantine(session)
 
-    def _end(self, orders: list[Order], *, ok: bool) -> None:
+    def _end(self, orders: list[TransferOrder], *, ok: bool) -> None:
         self.mover.end(orders, ok=ok)
         self._tell_waiters(orders, ok=ok)
 
-    def _tell_waiters(self, orders: list[Order], *, ok: bool) -> None:
+    def _tell_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
         for order in orders:
             for move, table_idx in order.waiters:
                 move.num_pending -= 1
@@ -314,6 +317,6 @@ class Swapping:
             for block in self._tables.sequences.table(move.slot).tolist():
                 self.mover.outs.pop(block, None)
 
-    def _drop(self, owner: Owner, table: Int32Array) -> None:
+    def _drop(self, owner: SessionState, table: Int32Array) -> None:
         """Gives up device blocks, deepest first; in a step of the session, that step does not touch them any more."""
         owner.drop(self._tables.pool, table[table > 0][::-1], until=owner.step_id - (owner is self._caller))

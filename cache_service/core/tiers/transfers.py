@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..sequences.session_state import Owner
+from ..sequences.session_state import SessionState
 from ..values.errors import InvalidField
 from ..values.types import Int32Array, Int64Array, SequenceState, TransferKind
 
@@ -26,7 +26,7 @@ class Move:
     """
 
     slot: int
-    owner: Owner
+    owner: SessionState
     towards: SequenceState
     hit_len: int | None = None
     num_pending: int = 0  # orders it still waits for
@@ -35,14 +35,14 @@ class Move:
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class TransferOrder:
     """Copies one whole block between the tiers. root: whose tokens; waiters: moves, and the table index that each is for."""
 
     id: int
     kind: TransferKind
     source: int
     destination: int
-    owner: Owner
+    owner: SessionState
     root: int
     waiters: list[tuple[Move, int]] = field(default_factory=list)
 
@@ -57,17 +57,19 @@ class Transfers:
     def __init__(self) -> None:
         self.num_issued = 0  # the last id
         self.num_failed = 0
-        self.in_flight: dict[int, Order] = {}
-        self._of: dict[int, dict[int, Order]] = {}  # the same by the number of their session; no session without an order
+        self.in_flight: dict[int, TransferOrder] = {}
+        self._of: dict[
+            int, dict[int, TransferOrder]
+        ] = {}  # the same by the number of their session; no session without an order
         self._reported: deque[tuple[list[int], bool]] = deque()  # ids that have ended, and whether they were run
 
-    def issue(self, kind: TransferKind, source: int, destination: int, owner: Owner, root: int) -> Order:
+    def issue(self, kind: TransferKind, source: int, destination: int, owner: SessionState, root: int) -> TransferOrder:
         self.num_issued += 1
-        order = self.in_flight[self.num_issued] = Order(self.num_issued, kind, source, destination, owner, root)
+        order = self.in_flight[self.num_issued] = TransferOrder(self.num_issued, kind, source, destination, owner, root)
         self._of.setdefault(owner.number, {})[self.num_issued] = order
         return order
 
-    def of(self, owner: Owner) -> list[Order]:
+    def of(self, owner: SessionState) -> list[TransferOrder]:
         """What the session has in flight, eldest first."""
         return list(self._of.get(owner.number, {}).values())
 
@@ -76,7 +78,7 @@ class Transfers:
         orders = [order for order in self.in_flight.values() if order.kind is kind]
         return np.array([o.source for o in orders], np.int32), np.array([o.destination for o in orders], np.int32)
 
-    def check_report(self, owner: Owner, completed: Int64Array, failed: Int64Array) -> None:
+    def check_report(self, owner: SessionState, completed: Int64Array, failed: Int64Array) -> None:
         """Raises InvalidField for an id that was never issued to this session, or an order both completed and failed."""
         own = self._of.get(owner.number, {}).keys()
         for field_name, ids in (("completed_transfer_ids", completed), ("failed_transfer_ids", failed)):
@@ -93,7 +95,7 @@ class Transfers:
             if len(ids):
                 self._reported.append((ids.tolist(), ok))
 
-    def take_reported(self, max_orders: int) -> tuple[list[Order], bool] | None:
+    def take_reported(self, max_orders: int) -> tuple[list[TransferOrder], bool] | None:
         """Some orders, at most so many, of the eldest report, which are in flight no more, and whether they were run."""
         if not self._reported:
             return None
@@ -119,7 +121,7 @@ class Transfers:
         known = {order_id: order for orders in self._of.values() for order_id, order in orders.items()}
         return known == self.in_flight and all(self._of.values())
 
-    def take(self, ids: Iterable[int]) -> list[Order]:
+    def take(self, ids: Iterable[int]) -> list[TransferOrder]:
         """The orders of these ids that are still in flight, which they are no more."""
         orders = [self.in_flight.pop(order_id) for order_id in ids if order_id in self.in_flight]
         for order in orders:

@@ -18,7 +18,7 @@ CRITICAL = 1000  # priority of who is not preempted for the sake of others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told
 
 
-class Room:
+class Headroom:
     """See the module."""
 
     def __init__(self) -> None:

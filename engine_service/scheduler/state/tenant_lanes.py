@@ -1,4 +1,4 @@
-"""Lanes: waiting sequences in the order in which they are served.
+"""Waiting sequences in the order in which they are served.
 
 Without fair shares there is one lane, sorted by the policy's rank. With them each tenant has its own, and whoever had its turn
 (it ran, or was refused a start) stands in one before them all, so that it keeps its place. Which lane is next is decided when
@@ -20,7 +20,7 @@ _FRONT = -1.0  # less than any tenant was served
 _Head = tuple[int, float, tuple[float, int, int], int, str | None]
 
 
-class Lanes:
+class TenantLanes:
     """See the module. shares: None where tenants do not matter."""
 
     def __init__(self, ordering: Ordering, shares: FairShare | None) -> None:

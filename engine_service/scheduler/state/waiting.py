@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 from ...values.request import Request, Sequence, SequenceState
 from .fair_share import FairShare
 from .policies import Ordering
-from .tenant_lanes import Lanes
+from .tenant_lanes import TenantLanes
 
 
 class WaitingSequences:
@@ -25,8 +25,8 @@ class WaitingSequences:
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
         self._found_no_slot = False  # the last one that it was told of
-        self._new = Lanes(self.ordering, shares)
-        self._waiting = Lanes(self.ordering, shares)
+        self._new = TenantLanes(self.ordering, shares)
+        self._waiting = TenantLanes(self.ordering, shares)
         self._next_id = 1
 
     def put(self, sequence: Sequence, *, is_new: bool = False) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from kvkeeper.cli.tables import table
-from kvkeeper.client import Piece, TokenLogprobs, Usage
+from kvkeeper.client import OutputChunk, TokenLogprobs, Usage
 
 
 class Printer:
@@ -21,7 +21,7 @@ class Printer:
         self._shown = 0  # the continuation that is being printed
         self._num_printed: int | None = None  # characters of it; None before its heading
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: OutputChunk) -> None:
         self.texts[piece.index] += piece.text
         self.token_ids[piece.index] += piece.token_ids
         self.logprobs[piece.index] += piece.logprobs

@@ -14,7 +14,7 @@ from typing import Any
 from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
 from kvkeeper.client.engine_calls import (
     GenerateOptions,
-    Piece,
+    OutputChunk,
     Prompt,
     Result,
     Usage,
@@ -74,7 +74,7 @@ class EngineClient:
     def call_back(
         self,
         prompt: Prompt,
-        on_piece: Callable[[Piece], None],
+        on_piece: Callable[[OutputChunk], None],
         on_end: Callable[[Usage | KvkeeperError], None],
         options: GenerateOptions | None = None,
     ) -> "Generation":
@@ -143,10 +143,10 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[OutputChunk]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> OutputChunk:
         while True:
             try:
                 message = next(self._stream)
@@ -210,7 +210,7 @@ class AsyncEngineClient:
     def call_back(
         self,
         prompt: Prompt,
-        on_piece: Callable[[Piece], None],
+        on_piece: Callable[[OutputChunk], None],
         on_end: Callable[[Usage | KvkeeperError], None],
         options: GenerateOptions | None = None,
     ) -> "AsyncGeneration":
@@ -281,10 +281,10 @@ class AsyncGeneration:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[OutputChunk]:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> OutputChunk:
         while True:
             try:
                 message = await self._stream.__anext__()
@@ -310,7 +310,7 @@ class AsyncGeneration:
 
 
 def _call_back(
-    generation: Generation, on_piece: Callable[[Piece], None], on_end: Callable[[Usage | KvkeeperError], None]
+    generation: Generation, on_piece: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
 ) -> None:
     try:
         for piece in generation:
@@ -324,7 +324,7 @@ def _call_back(
 
 
 async def _call_back_async(
-    generation: AsyncGeneration, on_piece: Callable[[Piece], None], on_end: Callable[[Usage | KvkeeperError], None]
+    generation: AsyncGeneration, on_piece: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
 ) -> None:
     try:
         async for piece in generation:

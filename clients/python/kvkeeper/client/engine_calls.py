@@ -25,7 +25,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputChunk:
     """A piece of one continuation. finish_reason is set on its last piece.
 
     logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first piece.
@@ -85,7 +85,7 @@ class Result:
 
     request_id: str
     state: str
-    outputs: tuple[Piece, ...]
+    outputs: tuple[OutputChunk, ...]
     usage: Usage | None
     error: tuple[str, str] | None
     session_id: str = ""
@@ -185,9 +185,9 @@ def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
     return replace(base, timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000 + _SLACK_S)
 
 
-def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> Piece:
+def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> OutputChunk:
     reason = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
-    return Piece(
+    return OutputChunk(
         message.index,
         message.text,
         tuple(message.token_ids),

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from kvkeeper.client.engine_calls import GenerateOptions, Piece
+from kvkeeper.client.engine_calls import GenerateOptions, OutputChunk
 from kvkeeper.client.errors import KvkeeperError
 
 PAUSE_S = 0.1
@@ -38,7 +38,7 @@ class Received:
     _give_up_at: float = 0.0
     _num_attempts: int = 1
 
-    def new_part(self, piece: Piece) -> Piece | None:
+    def new_part(self, piece: OutputChunk) -> OutputChunk | None:
         """What of a piece has not come before; None for nothing."""
         index = piece.index
         old_tokens = max(0, self._tokens[index] - self._tokens_now[index])
