@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.cache_api import Api, ManualClock, serving
+from tests.support.worlds.cache_api import Api, ManualClock, serving
 
 
 @pytest.fixture

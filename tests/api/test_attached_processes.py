@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, blocks_of, int32s, le32, le64
-from tests.support.child_processes import Processes
+from tests.support.processes.child_processes import Processes
+from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, blocks_of, int32s, le32, le64
 
 
 @pytest.fixture

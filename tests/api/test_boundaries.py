@@ -9,7 +9,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import error_of
-from tests.support.cache_api import DEADLINE, Api, Session, le32, le64
+from tests.support.worlds.cache_api import DEADLINE, Api, Session, le32, le64
 
 METHODS = [
     method

@@ -19,8 +19,8 @@ from kvkeeper.cuda import runtime
 from kvkeeper.cuda.handle import ArenaHandle, handle_of
 from kvkeeper.cuda.runtime import BoundRuntime, CudaError
 from kvkeeper.service.process import StartError
-from tests.support.cache_api import BLOCK_BYTES, SPEC, Api, Session, kv_of, read_all, refusal, serving
-from tests.support.fake_cuda import DEVICE, FakeCuda, bytes_at
+from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
+from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, Session, kv_of, read_all, refusal, serving
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.curl_examples import CACHE, ENGINE, EXAMPLES, Example, block
-from tests.support.services import Services, free_ports, services_up, short_folder
+from tests.support.processes.services import Services, free_ports, services_up, short_folder
 
 README = Path(__file__).parents[2] / "README.md"
 

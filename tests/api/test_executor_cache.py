@@ -10,8 +10,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.types import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.runtime import pool_registry as registry
-from tests.support import cache_api
-from tests.support.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
+from tests.support.worlds import cache_api
+from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
 
 
 async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:

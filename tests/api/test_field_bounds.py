@@ -18,8 +18,8 @@ from google.protobuf.message_factory import GetMessageClass
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.unimplemented import UNIMPLEMENTED_METHODS
 from kvkeeper.client.errors import error_of
-from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
-from tests.support.field_bounds import BOUNDS, COMMON, Bound
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
+from tests.support.worlds.field_bounds import BOUNDS, COMMON, Bound
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 PROTO = Path(__file__).parents[2] / "protos/kvkeeper/cache/v1/cache_service.proto"

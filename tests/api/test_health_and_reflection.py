@@ -14,7 +14,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.server import start_server
-from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 
 SERVICE = "kvkeeper.cache.v1.CacheService"
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, serving
 
 
 async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:

@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, settings
 
 from kvkeeper.cache_service.core.values.types import PoolConfig
-from tests.support.grpc_driver import GrpcDriver, LoopThread
-from tests.support.machine import CacheMachine
+from tests.support.worlds.grpc_driver import GrpcDriver, LoopThread
+from tests.support.worlds.machine import CacheMachine
 
 
 class ServiceMachine(CacheMachine):

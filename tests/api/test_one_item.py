@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import BLOCK_SIZE, DEADLINE, Api, kv_of, le32, read_all, refusal, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, Api, kv_of, le32, read_all, refusal, serving
 
 
 async def test_the_life_of_a_sequence(api: Api) -> None:

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, refusal
+from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, refusal
 
 TOKENS = range(8)  # two blocks
 

@@ -10,7 +10,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.service.memory_limit import OutOfMemory
-from tests.support.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
 
 def spec_of(**changes: object) -> pb.KvSpec:

@@ -1,7 +1,7 @@
 """ExplainMatch and GetBlock over the wire."""
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import Api, ManualClock, Session, le32, le64, refusal
+from tests.support.worlds.cache_api import Api, ManualClock, Session, le32, le64, refusal
 
 
 async def _cached(session: Session, num_tokens: int = 9, **fields: str) -> list[int]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import Api, Session, kv_of, le32, le64, read_all, refusal, serving
+from tests.support.worlds.cache_api import Api, Session, kv_of, le32, le64, read_all, refusal, serving
 
 SINK, WINDOW = 3, 6
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import Api, ManualClock, int32s, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import Api, ManualClock, int32s, le32, le64, refusal, serving
 
 
 async def test_a_place_in_the_order_of_arrivals_is_told_and_kept(api: Api) -> None:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, le32, le64, refusal, serving
 
 
 async def test_open_tells_the_pool_and_close_reclaims(api: Api) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.runtime.clock import MOST_S, RunClock, within
-from tests.support.cache_api import BLOCK_SIZE, Api, ManualClock, Session, int32s, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, Api, ManualClock, Session, int32s, serving
 
 STALL_S = 15.7  # longer than the usual lease
 NUM_BLOCKS = 9

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.__main__ import main
-from tests.support.cache_api import DEADLINE, SPEC
+from tests.support.worlds.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "clients/python"))

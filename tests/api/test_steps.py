@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal
 
 
 async def _stepping(api: Api, session_bytes: bytes) -> tuple[grpc.aio.StreamStreamCall, bytes]:

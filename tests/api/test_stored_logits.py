@@ -7,7 +7,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
-from tests.support.cache_api import SPEC, int32s, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import SPEC, int32s, le32, le64, refusal, serving
 
 LOGITS = np.linspace(-5, 5, 50_000, dtype="<f4")  # 200 KB
 

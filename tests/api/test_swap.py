@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.runtime import pool_registry as registry
 from kvkeeper.client import AsyncCacheClient
-from tests.support.cache_api import (
+from tests.support.worlds.cache_api import (
     BLOCK_BYTES,
     SPEC,
     Api,

@@ -4,7 +4,7 @@ import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import error_of
-from tests.support.cache_api import DEADLINE, Api
+from tests.support.worlds.cache_api import DEADLINE, Api
 
 LEFT_OUT = {
     "HandOffSequence": "hand-off between sessions",

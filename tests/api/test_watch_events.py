@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.index import event_feed as events
 from kvkeeper.cache_service.rpc import watch_streams as watches
-from tests.support.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, refusal, serving
 
 EXAMPLES = json.loads((Path(__file__).parent / "block_names.json").read_text())
 SNAPSHOT, STORED, REMOVED = pb.EVENT_KIND_SNAPSHOT, pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED

@@ -15,7 +15,7 @@ from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import Request, SequenceState
-from tests.support.core_cache import CoreCache
+from tests.support.worlds.core_cache import CoreCache
 
 _BASE_S, _TOKEN_S = 0.008, 0.00006  # a step, and each of its tokens
 _BLOCK_SIZE, _MAX_LEN, _MAX_SEQUENCES = 16, 8192, 256

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkeeper.cache_service.replay import replay_core
-from tests.support.workloads import WORKLOADS
+from tests.support.reference.workloads import WORKLOADS
 
 _SIZES = (200, 800)
 

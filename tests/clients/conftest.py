@@ -8,9 +8,9 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer, start_server
-from tests.support.fake_cache import FakeCache, serving
-from tests.support.node_package import install
-from tests.support.services import short_folder
+from tests.support.processes.node_package import install
+from tests.support.processes.services import short_folder
+from tests.support.stand_ins.fake_cache import FakeCache, serving
 
 
 @pytest.fixture

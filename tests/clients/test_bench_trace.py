@@ -18,7 +18,7 @@ from kvkeeper.cli import bench_plot, main, traces
 from kvkeeper.cli.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.service.extras import install_command
-from tests.support.signals import hear_interrupts
+from tests.support.processes.signals import hear_interrupts
 
 # Blocks 7 and 8 return once each while they are cached; of the last request only the first block is where it was.
 REQUESTS = [[7, 8, 9], [7, 8, 100], [5], [7, 1]]

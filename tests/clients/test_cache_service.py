@@ -11,7 +11,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, KvTokens, StepItems
-from tests.support.cut_proxy import cutting
+from tests.support.processes.cut_proxy import cutting
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.services import environment, short_folder
+from tests.support.processes.services import environment, short_folder
 
 _LONG_S = 120.0
 

@@ -12,7 +12,7 @@ from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, Kvkeeper
 from kvkeeper.client.door import AsyncDoor, Door
 from kvkeeper.client.engine_calls import stream_options
 from kvkeeper.client.retry import Patience
-from tests.support.fake_cache import FakeCache, Fault, Refusal
+from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
 DRAINING = Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_ms=1)

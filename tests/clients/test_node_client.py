@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer, start_server
-from tests.support.node_package import NODE_CLIENT
+from tests.support.processes.node_package import NODE_CLIENT
 
 
 async def run_node(test: str, **variables: str) -> None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from tests.clients.test_node_client import run_node
-from tests.support.node_package import NODE_CLIENT, run
+from tests.support.processes.node_package import NODE_CLIENT, run
 
 
 async def test_a_request_that_cannot_be_is_refused_before_anything_is_sent() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, EngineClient, GenerateOptions, KvkeeperError, Sampling
 from tests.clients.test_cli import kvkeeper
-from tests.support.node_package import NODE_CLIENT, run
-from tests.support.services import Services, environment, services_up, short_folder, sockets_in
+from tests.support.processes.node_package import NODE_CLIENT, run
+from tests.support.processes.services import Services, environment, services_up, short_folder, sockets_in
 
 PROMPT = "def fibonacci(n):\n    " * 8
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, StepItems
-from tests.support.fake_cache import FakeCache, Fault, Refusal
+from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
 
 OPENED = pb.OpenSessionResponse(session_id="s1", epoch=3)
 ITEMS = StepItems(release_ids=np.array([5], np.int64))

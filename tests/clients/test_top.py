@@ -16,7 +16,7 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer, start_server
 from kvkeeper.cli.top_view import Bar, History, Sample, frame, widths
 from kvkeeper.client import AsyncCacheClient
-from tests.support.signals import hear_interrupts
+from tests.support.processes.signals import hear_interrupts
 
 NOBODY = "127.0.0.1:1"
 DEADLINE = 30

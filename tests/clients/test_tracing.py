@@ -13,9 +13,9 @@ from kvkeeper.client import AsyncCacheClient, CallOptions, StepItems
 from kvkeeper.service.config import ConfigError, check_trace_endpoint
 from kvkeeper.service.extras import install_command
 from tests.clients.test_cli import kvkeeper
-from tests.support.fake_cache import FakeCache, Fault, serving
-from tests.support.services import services_up, short_folder, sockets_in
-from tests.support.traces import Spans, collecting
+from tests.support.processes.services import services_up, short_folder, sockets_in
+from tests.support.processes.traces import Spans, collecting
+from tests.support.stand_ins.fake_cache import FakeCache, Fault, serving
 
 PROMPT = "secret_function(1)"
 

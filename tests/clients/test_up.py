@@ -17,8 +17,16 @@ from kvkeeper.cli.readiness import until_serving
 from kvkeeper.client import AsyncEngineClient, CallOptions
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.service import VERSION
-from tests.support.service_pair import generate
-from tests.support.services import Services, environment, free_ports, services_up, short_folder, sockets_in, up_command
+from tests.support.processes.service_pair import generate
+from tests.support.processes.services import (
+    Services,
+    environment,
+    free_ports,
+    services_up,
+    short_folder,
+    sockets_in,
+    up_command,
+)
 
 END_S = 30.0
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from tests.support.service_pair import Services, services
+from tests.support.processes.service_pair import Services, services
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,10 +10,10 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, OutputChunk, Sampling
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from tests.support.beam_reference import Found, SearchCase, check_told, references
-from tests.support.odd_models import NAN_TOKEN, odd_model
-from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
-from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.odd_models import NAN_TOKEN, odd_model
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.reference.beam_reference import Found, SearchCase, check_told, references
 
 TOY_PROMPT = list(range(3, 12))
 

@@ -5,8 +5,8 @@ import asyncio
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.beam_reference import SearchCase, references
-from tests.support.service_pair import Services
+from tests.support.processes.service_pair import Services
+from tests.support.reference.beam_reference import SearchCase, references
 
 PROMPTS = ("def fibonacci(n):", "class Stack:\n    def push(self, item):")
 STOPS = (("(n)\n", "zzz"), ("(item)", ".push.", "self.push(self.push))"))

@@ -8,8 +8,8 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, OutputChunk, Sampling
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from tests.support.service_pair import BLOCK_SIZE, Services
-from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.service_pair import BLOCK_SIZE, Services
 
 PROMPT = random_tokens(3 * BLOCK_SIZE + 1, seed=5)
 SAMPLING = Sampling(max_tokens=7, temperature=1.0, seed=3, repetition_penalty=1.0, num_logprobs=0)

@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.client.errors import KvkeeperError, error_of
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from tests.support.service_pair import Services
+from tests.support.processes.service_pair import Services
 
 TOKENS = pb.TokenIds(ids=[1, 2])
 

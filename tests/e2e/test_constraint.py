@@ -10,7 +10,7 @@ from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.service_pair import Output, Services, generate
+from tests.support.processes.service_pair import Output, Services, generate
 
 SCHEMA = json.dumps(
     {

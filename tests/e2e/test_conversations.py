@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from kvkeeper.client import GenerateOptions, KvkeeperError
 from tests.clients.test_cli import kvkeeper
-from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.service_pair import GREEDY, Services, generate, until
+from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import GREEDY, Services, generate, until
 
 TAGS = {"user": "ada", "trace": "é" * 256}
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
-from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
+from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output
 
 NUM_REQUESTS = 60
 

@@ -10,7 +10,7 @@ from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, S
 from kvkeeper.client.engine_calls import generate_request
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
-from tests.support.service_pair import GREEDY, Services, toy_output, until
+from tests.support.processes.service_pair import GREEDY, Services, toy_output, until
 
 PROMPT = [1, 2, 3]
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))  # a reader that is behind stops the writer

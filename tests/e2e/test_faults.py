@@ -15,9 +15,9 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.rpc import stream_buffer as outbox
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from tests.support.odd_models import NAN_TOKEN, odd_model
-from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
-from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.odd_models import NAN_TOKEN, odd_model
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
 
 PROMPT = "def main():\n    "
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvkeeper.client.steps import StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
-from tests.support.service_pair import BLOCK_SIZE, Services, generate, toy_output
+from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
 PROMPTS = [[place + 1, *range(40, 40 + 5 * BLOCK_SIZE)] for place in range(6)]
 

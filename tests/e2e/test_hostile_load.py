@@ -19,8 +19,8 @@ from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs import constraint as constraints
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
-from tests.support.odd_models import GATE_TOKEN
-from tests.support.service_pair import Services, generate, until
+from tests.support.models.odd_models import GATE_TOKEN
+from tests.support.processes.service_pair import Services, generate, until
 
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
 PROMPT = "def main():\n    "

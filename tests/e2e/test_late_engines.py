@@ -19,9 +19,9 @@ from kvkeeper.engine_service.cache_session.lease import GRACE_S, Lease
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import call_options
-from tests.support.cache_api import ManualClock, blocks_of
-from tests.support.odd_models import GATE_TOKEN
-from tests.support.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN
+from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
+from tests.support.worlds.cache_api import ManualClock, blocks_of
 
 LEASE_S = 60.0  # renewed every 20 s, so that nothing is sent by itself while a test lasts
 PREFIX = list(range(20, 20 + 3 * BLOCK_SIZE))  # cached by a first request, so that the second one reads it

@@ -10,8 +10,8 @@ import torch
 from kvkeeper.client import GenerateOptions, OutputChunk, Sampling, TokenLogprobs
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from tests.support.service_pair import BLOCK_SIZE, Services
-from tests.support.tiny_models import TINY_MODELS, NumericsCase, build_model_folder, random_tokens, reference_logits
+from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, build_model_folder, random_tokens, reference_logits
+from tests.support.processes.service_pair import BLOCK_SIZE, Services
 
 PROMPT = random_tokens(3 * BLOCK_SIZE + 1, seed=5)
 TOLERANCE = 1e-4

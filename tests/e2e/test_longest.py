@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 from kvkeeper.client import KvkeeperError
-from tests.support.service_pair import BLOCK_SIZE, Services, generate
+from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate
 
 
 async def test_a_sequence_may_fill_the_pool_without_a_flag(world: Services) -> None:

@@ -12,8 +12,8 @@ from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.timings import Timings
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.service.process import StartError
-from tests.support.odd_models import GATE_TOKEN
-from tests.support.service_pair import Services, generate, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN
+from tests.support.processes.service_pair import Services, generate, toy_output, until
 
 ANY_PORT = "127.0.0.1:0"
 Samples = dict[str, float]

@@ -15,8 +15,8 @@ from kvkeeper.client import GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 from kvkeeper.engine_service.loop.timings import BOUNDS, TOKEN_BOUNDS
 from kvkeeper.service import VERSION
-from tests.support.odd_models import NAN_TOKEN, odd_model
-from tests.support.service_pair import Services, generate
+from tests.support.models.odd_models import NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import Services, generate
 
 ANY_PORT = "127.0.0.1:0"
 PROTOS = Path(cache_pb.__file__).parents[3]

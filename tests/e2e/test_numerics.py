@@ -20,8 +20,7 @@ from kvkeeper.engine_service.compute.served_model import ServedModel, load_serve
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.values.request import Request, Sequence
-from tests.support.service_pair import Services
-from tests.support.tiny_models import (
+from tests.support.models.tiny_models import (
     TINY_MODELS,
     NumericsCase,
     ReferenceLogits,
@@ -29,6 +28,7 @@ from tests.support.tiny_models import (
     random_tokens,
     reference_logits,
 )
+from tests.support.processes.service_pair import Services
 
 BLOCK_SIZE = 4
 NUM_NEW = 2 * BLOCK_SIZE + 1

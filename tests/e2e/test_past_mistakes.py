@@ -11,8 +11,8 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service import server
-from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
 
 MAX_WAITING = 3
 

@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from kvkeeper.client import AsyncEngineClient, KvkeeperError
 from tests.e2e.test_metrics import ANY_PORT, scrape
-from tests.support.odd_models import GATE_TOKEN
-from tests.support.service_pair import Services, generate, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN
+from tests.support.processes.service_pair import Services, generate, toy_output, until
 
 # Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait.
 JOBS: dict[str, tuple[list[int], int, str]] = {

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvkeeper.cli import main
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.client import KvkeeperError
-from tests.support.service_pair import Services, generate, until
+from tests.support.processes.service_pair import Services, generate, until
 
 SERVICE = "kvkeeper.engine.v1.EngineService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -9,8 +9,8 @@ from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions,
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.unimplemented import UNIMPLEMENTED_METHODS
-from tests.support.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.models.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
 
 LONG = Sampling(max_tokens=150, temperature=0, repetition_penalty=1.0)
 

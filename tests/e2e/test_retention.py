@@ -18,9 +18,9 @@ from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.e2e.test_speculation import SometimesRight
-from tests.support.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
-from tests.support.tiny_models import TINY_MODELS, build_model_folder, random_tokens
-from tests.support.within_cache import load_network, within_cache_logits
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
+from tests.support.reference.within_cache import load_network, within_cache_logits
 
 KEPT = Retention(num_sink_tokens=3, num_window_tokens=6)
 NUM_HELD = 1 + 1 + 2  # blocks: sinks, window, and the block that is being filled with the one that is being left

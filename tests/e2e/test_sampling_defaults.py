@@ -11,7 +11,7 @@ from kvkeeper.engine_service.compute.sampler import SamplingParams
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.service_pair import Services, generate
+from tests.support.processes.service_pair import Services, generate
 
 PROMPT = "def fibonacci(n):\n    a, b = 0, 1\n    "
 NUM_TOKENS = 64

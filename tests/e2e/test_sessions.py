@@ -8,8 +8,8 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine_service.server import StartError
-from tests.support.odd_models import GATE_TOKEN
-from tests.support.service_pair import Services, generate, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN
+from tests.support.processes.service_pair import Services, generate, toy_output, until
 
 PROMPT = list(range(3, 16))
 LONG = Sampling(max_tokens=120, temperature=0, repetition_penalty=1.0)

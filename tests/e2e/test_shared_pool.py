@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.support.service_pair import BLOCK_SIZE, Services, generate, toy_output
+from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
 
 async def test_two_engines_whose_requests_do_not_fit_together_both_finish_them(world: Services) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.support.service_pair import BLOCK_SIZE, Services, generate, toy_output
+from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
 PREFIX = [place % 7 + 1 for place in range(16 * BLOCK_SIZE)]
 

@@ -19,8 +19,8 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.speculation.draft_model import DraftModel
 from kvkeeper.service.process import StartError
-from tests.support.service_pair import GREEDY, Services, generate, toy_output
-from tests.support.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output
 
 LINES = "".join(f"    if name == 'key_{place}':\n        return values[{place}]\n" for place in range(12))
 PROMPT = f"def find(name, values):\n{LINES}    if name == 'key_"

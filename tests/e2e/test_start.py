@@ -19,8 +19,8 @@ from kvkeeper.engine_service.__main__ import main
 from kvkeeper.engine_service.config import ConfigError, EngineConfig, load_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.server import StartError, start_server
-from tests.support.service_pair import DEADLINE_S, Services, generate, toy_output
-from tests.support.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output
 
 RunMain = Callable[[list[str]], tuple[int, str]]
 PROMPT = list(range(3, 16))

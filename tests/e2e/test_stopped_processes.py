@@ -4,8 +4,8 @@ import grpc
 import pytest
 
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
-from tests.support.fleet import DEADLINE_S, fleet
-from tests.support.service_pair import toy_output
+from tests.support.processes.fleet import DEADLINE_S, fleet
+from tests.support.processes.service_pair import toy_output
 
 LEASE_S = 0.5
 PROMPT = list(range(3, 16))

@@ -18,8 +18,8 @@ from kvkeeper.client import (
 )
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.rpc.submissions import Submissions
-from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.service_pair import Services, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import Services, toy_output, until
 
 PROMPT = [1, 2, 3]
 

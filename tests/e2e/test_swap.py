@@ -10,7 +10,7 @@ from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.rpc.encode_response import iteration_plan
 from kvkeeper.engine_service.values.errors import TimedOut
 from kvkeeper.engine_service.values.request import SequenceState
-from tests.support.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
+from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
 
 PROMPTS = [[place + 1, *range(40, 40 + 2 * BLOCK_SIZE)] for place in range(6)]
 NUM_NEW = 24

@@ -12,7 +12,7 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.model_text import ModelText
-from tests.support.service_pair import Output, Services, generate
+from tests.support.processes.service_pair import Output, Services, generate
 
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    "

@@ -18,9 +18,9 @@ from kvkeeper.client import (
 )
 from kvkeeper.engine_service.loop.time_limits import NUM_LOOKS, StallWatch
 from kvkeeper.engine_service.outputs.generation import Generation
-from tests.support.cut_proxy import cutting
-from tests.support.odd_models import GATE_TOKEN, LateGate, late_gate_model
-from tests.support.service_pair import Services, toy_output, until
+from tests.support.models.odd_models import GATE_TOKEN, LateGate, late_gate_model
+from tests.support.processes.cut_proxy import cutting
+from tests.support.processes.service_pair import Services, toy_output, until
 
 PROMPT, NUM_MADE = [7, 8, 9], 5
 LONG = Sampling(max_tokens=50, temperature=0, ignore_eos=True)

@@ -14,9 +14,9 @@ from kvkeeper.client import EngineClient, GenerateOptions, KvkeeperError
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from tests.support.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.service_pair import GREEDY, Services, generate, toy_output, until
-from tests.support.traces import Spans
+from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.processes.traces import Spans
 
 CALL, RPC = "text_completion", "kvkeeper.engine.v1.EngineService/Generate"
 CREATE = "kvkeeper.cache.v1.CacheService/CreateSequence"

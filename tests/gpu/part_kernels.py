@@ -19,7 +19,7 @@ from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of
-from tests.kernels.worlds import World, make_world, random_queries
+from tests.unit.kernels.worlds import World, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
 _MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

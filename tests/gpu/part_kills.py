@@ -15,7 +15,7 @@ import numpy as np
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
 from tests.gpu.checks import Check
 from tests.gpu.random_model import LLAMA_1B, TINY, write_model
-from tests.support.fleet import Fleet, fleet
+from tests.support.processes.fleet import Fleet, fleet
 
 _NUM_REQUESTS = 8
 _PROMPT_TOKENS = 256

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
-from tests.support.fake_cuda import FakeCuda
+from tests.support.stand_ins.fake_cuda import FakeCuda
 
 DEVICE = 0
 

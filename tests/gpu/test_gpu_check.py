@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.__main__ import PARTS
 from tests.gpu.bundle import _requirements
 from tests.gpu.checks import Check, PartResult, read_checks, write_checks
-from tests.support.services import environment
+from tests.support.processes.services import environment
 
 GOOD, FINDING, BAD = Check("a", True, {"ms": 1.5}), Check("b", None, note="told"), Check("c", False)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from kvkeeper.cache_service.core.values.errors import CacheError
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
-from tests.support.calls_world import CallsWorld
-from tests.support.drivers import CoreDriver, encode
-from tests.support.engine_model import StepPlan
-from tests.support.hostile import refuse_step
-from tests.support.naive_cache import expect, require
+from tests.support.reference.naive_cache import expect, require
+from tests.support.worlds.calls_world import CallsWorld
+from tests.support.worlds.drivers import CoreDriver, encode
+from tests.support.worlds.engine_model import StepPlan
+from tests.support.worlds.hostile import refuse_step
 
 COMPARE_EVERY = 16
 TTL = 10.0

@@ -3,9 +3,9 @@
 import random
 
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
-from tests.support.moments import check_contents, check_crash, check_residue
-from tests.support.tier_engine import TierCounts
-from tests.support.tier_world import TierWorld
+from tests.support.tiers.tier_engine import TierCounts
+from tests.support.tiers.tier_world import TierWorld
+from tests.support.worlds.moments import check_contents, check_crash, check_residue
 
 NUM_SEEDS, NUM_EVENTS = 8, 150
 

@@ -1,7 +1,7 @@
 """Both tiers under seeded simulation (RELIABILITY 9 and 10), a short slice of what a long run does."""
 
-from tests.support.tier_engine import TierCounts
-from tests.support.tier_simulation import TierSimulation, simulate_tiers
+from tests.support.tiers.tier_engine import TierCounts
+from tests.support.tiers.tier_simulation import TierSimulation, simulate_tiers
 
 
 def test_nothing_is_reused_or_lost_whatever_becomes_of_the_orders() -> None:

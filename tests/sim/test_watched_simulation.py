@@ -9,9 +9,9 @@ from kvkeeper.cache_service.core.index.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel
 from tests.sim.simulation import Simulation
-from tests.support.event_reader import SPEC_KEY, EventReader, names_in
-from tests.support.tier_simulation import TierSimulation
-from tests.support.world import TENANTS
+from tests.support.tiers.tier_simulation import TierSimulation
+from tests.support.worlds.event_reader import SPEC_KEY, EventReader, names_in
+from tests.support.worlds.world import TENANTS
 
 CHANGES = {EventKind.SNAPSHOT, EventKind.SNAPSHOT_END, EventKind.STORED, EventKind.REMOVED}
 

@@ -11,8 +11,8 @@ from kvkeeper.cache_service.core.values.types import PoolConfig
 from tests.sim.simulation import Counts as SimulationCounts
 from tests.sim.simulation import Simulation
 from tests.soak.row import Counts
-from tests.support.drivers import CoreDriver
-from tests.support.machine import CacheMachine
+from tests.support.worlds.drivers import CoreDriver
+from tests.support.worlds.machine import CacheMachine
 
 CHANGES_PER_SEED = 3000
 MOST_IDLE_TICKS = 20_000  # about 20 virtual minutes in which nobody gets anything done

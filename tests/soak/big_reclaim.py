@@ -14,8 +14,8 @@ import time
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.types import SequenceArgs, SequenceId
 from tests.soak.row import Counts
-from tests.support.cache_api import Api, Session, serving
-from tests.support.core_pool import int32, step_batch
+from tests.support.worlds.cache_api import Api, Session, serving
+from tests.support.worlds.core_pool import int32, step_batch
 
 NUM_BLOCKS = 1_000_000
 MOST_DELAY = 0.05

@@ -11,9 +11,9 @@ import random
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
 from tests.soak.row import Counts
-from tests.support.fleet import Fleet, fleet
-from tests.support.fleet_load import Load, load_on
-from tests.support.service_pair import until
+from tests.support.processes.fleet import Fleet, fleet
+from tests.support.processes.fleet_load import Load, load_on
+from tests.support.processes.service_pair import until
 
 SERVING_WITHIN_S = 3.0
 _REFUSALS = frozenset({"CACHE_SERVICE_DOWN"})

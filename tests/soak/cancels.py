@@ -26,8 +26,8 @@ from kvkeeper.engine_service.rpc.methods import CONTRACT
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.service import door
 from tests.soak.row import Counts
-from tests.support.cancelling import cancelled_at
-from tests.support.service_pair import Services, generate, services, toy_output, until
+from tests.support.processes.service_pair import Services, generate, services, toy_output, until
+from tests.support.worlds.cancelling import cancelled_at
 
 _NUM_TOKENS = 6
 _NUM_BLOCKS = 128

@@ -14,7 +14,7 @@ from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
 from tests.soak.prefix_hits import make_traces, run_engines
 from tests.soak.row import Counts
 from tests.soak.toy_engine import Memory, ToyEngine
-from tests.support.drivers import CoreDriver
+from tests.support.worlds.drivers import CoreDriver
 
 _NUM_KEYS = 1500
 

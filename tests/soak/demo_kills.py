@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.soak.row import Counts
-from tests.support.fleet import DEADLINE_S, Fleet, fleet
+from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
 GAP = 1e-4
 _STEMS = ("The cache service keeps", "A block of memory", "When the engine", "Once upon a time", "In the morning the")

@@ -15,9 +15,9 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, CallOptions, KvkeeperError
 from tests.soak.cache_kills import check_nothing_is_left
 from tests.soak.row import Counts
-from tests.support.cache_api import SPEC
-from tests.support.fleet import Fleet, fleet
-from tests.support.fleet_load import Load, load_on
+from tests.support.processes.fleet import Fleet, fleet
+from tests.support.processes.fleet_load import Load, load_on
+from tests.support.worlds.cache_api import SPEC
 
 _REFUSALS = frozenset({"CACHE_SERVICE_DOWN", "DRAINING"})
 _WORKERS = {"plain": 2, "resubmitting": 1, "submitting": 1, "late": 1}

@@ -10,8 +10,8 @@ import random
 
 from tests.soak.cache_kills import check_nothing_is_left
 from tests.soak.row import Counts
-from tests.support.fleet import Fleet, fleet
-from tests.support.fleet_load import Load, load_on
+from tests.support.processes.fleet import Fleet, fleet
+from tests.support.processes.fleet_load import Load, load_on
 
 TOLD_WITHIN_S = 1.0  # a client of a dead engine; a dead process closes its connections at once
 _NUM_BLOCKS = 1024  # so many that nothing is evicted before an engine is back

@@ -12,8 +12,8 @@ import random
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
 from kvkeeper.client.steps import decode, encode
 from tests.soak.row import Counts
-from tests.support.calls_world import CallsWorld
-from tests.support.grpc_driver import DEADLINE, GrpcDriver, LoopThread, step_items, step_reply
+from tests.support.worlds.calls_world import CallsWorld
+from tests.support.worlds.grpc_driver import DEADLINE, GrpcDriver, LoopThread, step_items, step_reply
 
 LOSS, REPEATS = 0.3, 0.5
 _STEPS = 120

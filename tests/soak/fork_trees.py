@@ -13,8 +13,8 @@ import numpy as np
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from tests.soak.row import Counts
-from tests.support.core_pool import int32
-from tests.support.drivers import CoreDriver
+from tests.support.worlds.core_pool import int32
+from tests.support.worlds.drivers import CoreDriver
 
 DEPTH = 64
 _MOST_BRANCHES = 24

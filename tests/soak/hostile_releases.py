@@ -23,8 +23,8 @@ from kvkeeper.cache_service.core.values.types import (
 )
 from tests.soak.row import Counts
 from tests.soak.state_hash import state_hash
-from tests.support.cache_api import DEADLINE, Session, le32, le64, refusal, serving
-from tests.support.core_pool import A, B, int32, step_batch
+from tests.support.worlds.cache_api import DEADLINE, Session, le32, le64, refusal, serving
+from tests.support.worlds.core_pool import A, B, int32, step_batch
 
 HOSTILE_IDS = (0, -1, -(2**63), 2**63 - 1, MAX_ID, MAX_ID + 1, 2**31, 77)
 REFUSALS = {"UNKNOWN_SEQUENCE", "INVALID_FIELD", "UNKNOWN_SESSION", "STALE_EPOCH"}

@@ -16,8 +16,8 @@ import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
-from tests.support.cache_api import DEADLINE, Api, ManualClock, le32, le64, serving
-from tests.support.cache_process import cache_process
+from tests.support.processes.cache_process import cache_process
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, le32, le64, serving
 
 _PER_ROUND = 24
 _ROUNDS = 24

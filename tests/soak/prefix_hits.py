@@ -11,7 +11,7 @@ import numpy as np
 from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
 from tests.soak.row import Counts
 from tests.soak.toy_engine import ALPHABET, Memory, ToyEngine, Trace
-from tests.support.drivers import CoreDriver
+from tests.support.worlds.drivers import CoreDriver
 
 _TRACES_PER_ENGINE = 40
 _MOST_STEPS = 20_000

@@ -12,8 +12,8 @@ import time
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
-from tests.support.cache_api import DEADLINE, Api, ManualClock, Session, le32, le64, serving
-from tests.support.child_processes import Attached, Processes
+from tests.support.processes.child_processes import Attached, Processes
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, le32, le64, serving
 
 TTL = 0.5
 DEATH_WITHIN = 1.0

@@ -17,8 +17,8 @@ import numpy as np
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
 from tests.soak.state_hash import state_hash
-from tests.support.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, Api, Session, blocks_of, int32s, serving
-from tests.support.services import environment
+from tests.support.processes.services import environment
+from tests.support.worlds.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, Api, Session, blocks_of, int32s, serving
 
 TTL_MS = 500
 _START_S = 60.0  # that the processes may take to start on a busy machine
@@ -92,7 +92,7 @@ async def _run(rng: random.Random) -> _Result:
 async def _start(api: Api) -> _Child:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.engine_process", api.server.address, str(TTL_MS),
+        sys.executable, "-m", "tests.support.processes.engine_process", api.server.address, str(TTL_MS),
         stdin=pipe, stdout=pipe, env=environment(api.server.attach_path.parent),
     )  # fmt: skip
     return _Child(process)

@@ -16,7 +16,7 @@ from kvkeeper.engine_service.config import HASH_TOY
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.soak.demo_kills import GAP
 from tests.soak.row import Counts
-from tests.support.fleet import DEADLINE_S, Fleet, fleet
+from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
 LEASE_MS = 500
 _BLOCK_SIZE, _NUM_BLOCKS = 8, 40

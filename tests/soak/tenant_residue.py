@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
-from tests.support.cache_api import BLOCK_SIZE, Api, Session, blocks_of, int32s, le32, le64, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, Api, Session, blocks_of, int32s, le32, le64, serving
 
 TENANTS = {"red": 0xA1, "green": 0xB2, "blue": 0xC3}
 _NUM_BLOCKS = 33

@@ -10,7 +10,7 @@ from tests.soak import __main__ as soak
 from tests.soak import rows
 from tests.soak.progress import SoakState, table
 from tests.soak.row import Row
-from tests.support.soak_units import unit
+from tests.support.processes.soak_units import unit
 
 
 def make_row(folder: Path, *, target: int = 40, broken: int = -1, faults: int = 1, number: int = 1, most_s: float = 30) -> Row:

@@ -23,7 +23,7 @@ from kvkeeper.cache_service.core.values.types import (
 )
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
-from tests.support.core_pool import int32
+from tests.support.worlds.core_pool import int32
 
 _EVENTS = 250
 _SLOT_WORDS = 4

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeeper.cache_service.core.values.types import Executor, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
-from tests.support.core_pool import int32, step_batch
-from tests.support.drivers import CoreDriver
+from tests.support.worlds.core_pool import int32, step_batch
+from tests.support.worlds.drivers import CoreDriver
 
 Memory = npt.NDArray[np.int64]  # [num_blocks * block_size] the K of each slot
 

@@ -5,7 +5,7 @@ all the same. The content oracle of both tiers sees a block that was granted bef
 """
 
 from tests.soak.row import Counts
-from tests.support.tier_simulation import NUM_EVENTS, TierSimulation
+from tests.support.tiers.tier_simulation import NUM_EVENTS, TierSimulation
 
 
 def run(seed: int) -> Counts:

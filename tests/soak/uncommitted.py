@@ -13,7 +13,7 @@ import numpy as np
 from kvkeeper.cache_service.core.values.types import SessionId
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
-from tests.support.core_pool import ALL, A, B, CorePool
+from tests.support.worlds.core_pool import ALL, A, B, CorePool
 
 Event = tuple[str, int]  # what, and up to which token
 ABORTS = ("release", "truncate", "close", "die")

@@ -5,7 +5,7 @@ bursts the pool is full and everybody wants more; the quiet between them is most
 """
 
 from tests.soak.row import Counts
-from tests.support.engine_days import DaysCounts, EngineDays
+from tests.support.worlds.engine_days import DaysCounts, EngineDays
 
 _BRIEF_S = 600.0
 _DAY_S = 86_400.0

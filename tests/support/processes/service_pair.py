@@ -1,0 +1,159 @@
+"""Both services in this process, behind real channels and shared memory, for end-to-end tests."""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import RunningServer as RunningCache
+from kvkeeper.cache_service.server import start_server as start_cache
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Retention, Sampling, Usage
+from kvkeeper.engine_service.compute.served_model import ServedModel
+from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
+from kvkeeper.engine_service.model.hash_toy import expected_next_token
+from kvkeeper.engine_service.server import RunningServer as RunningEngine
+from kvkeeper.engine_service.server import start_server as start_engine
+from kvkeeper.engine_service.values.retention import Retention as ToyRetention
+from tests.support.models.odd_models import odd_model
+
+T = TypeVar("T")
+BLOCK_SIZE = 4
+DEADLINE_S = 20.0  # of anything in a test
+GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
+
+
+@dataclass
+class Output:
+    """What one request gave: tokens, text and finish reason of each continuation."""
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    reasons: list[str | None]
+    usage: Usage
+
+
+class Services:
+    """A folder with one cache service and any number of engines, all with addresses in it."""
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self.folder = folder
+        self.cache: RunningCache
+        self.engines: list[RunningEngine] = []
+        self._stack = stack
+        self._num_engines = 0
+        self._cache_is_up = False
+        stack.push_async_callback(self.stop_cache)
+
+    async def start_cache(self, **options: Any) -> RunningCache:
+        """options: fields of CacheConfig, and clock of start_server."""
+        options = {"num_blocks": 64, "drain_timeout": 0.0, "pool_memory": 1 << 20, **options}
+        extras = {name: options.pop(name) for name in ("clock",) if name in options}
+        config = CacheConfig(listen=f"unix:{self.folder}/cache", runtime_dir=self.folder / "run", **options)
+        self.cache = await start_cache(config, **extras)
+        self._cache_is_up = True
+        return self.cache
+
+    async def stop_cache(self) -> None:
+        """As if it had crashed: no session is closed first."""
+        if self._cache_is_up:
+            self._cache_is_up = False
+            await self.cache.stop()
+
+    async def start_engine(self, model: ServedModel | None = None, **options: Any) -> RunningEngine:
+        self._num_engines += 1
+        address = f"unix:{self.folder}/engine{self._num_engines}"
+        options = {
+            "listen": address,
+            "model": HASH_TOY,
+            "block_size": BLOCK_SIZE,
+            "progress": False,
+            "drain_timeout": 2.0,
+            **options,
+        }
+        engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
+        self._stack.push_async_callback(engine.stop)
+        await engine.wait_ready()
+        self.engines.append(engine)
+        return engine
+
+    async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:
+        """An engine whose steps wait for the gate, where they compute a GATE_TOKEN."""
+        gate = threading.Event()
+        engine = await self.start_engine(odd_model(gate), **options)
+        self._stack.callback(gate.set)
+        return engine, gate
+
+    def defer(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Run at the end, before what was started earlier is stopped."""
+        self._stack.push_async_callback(close)
+
+    async def client(self, engine: RunningEngine) -> AsyncEngineClient:
+        return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=0)))
+
+    async def cache_client(self) -> AsyncCacheClient:
+        return await self._stack.enter_async_context(AsyncCacheClient(self.cache.address))
+
+    async def wait_idle(self) -> cache_pb.PoolStats:
+        """Until no sequence is left in the pool; its counts then."""
+
+        async def is_idle() -> cache_pb.PoolStats | None:
+            pool = await self.pool()
+            busy = pool.num_running_sequences or pool.num_waiting_sequences or pool.num_fenced_blocks
+            return None if busy else pool
+
+        return await until(is_idle)
+
+    async def pool(self) -> cache_pb.PoolStats:
+        """Counts of the one pool, after an audit."""
+        async with AsyncCacheClient(self.cache.address) as client:
+            assert list((await client.check_invariants()).violations) == []
+            return (await client.stats()).pools[0]
+
+
+async def until(condition: Callable[[], Awaitable[T]]) -> T:
+    """What the condition gives once that is true; a test fails when it takes long."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if found := await condition():
+                return found
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def services() -> AsyncIterator[Services]:
+    with tempfile.TemporaryDirectory(prefix="kvk") as name:
+        async with AsyncExitStack() as stack:
+            yield Services(Path(name), stack)
+
+
+async def generate(
+    client: AsyncEngineClient, prompt: Any, max_tokens: int = 8, sampling: Sampling = GREEDY, **options: Any
+) -> Output:
+    """One request to its end."""
+    fields = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} | {"max_tokens": max_tokens}
+    generation = client.generate(prompt, GenerateOptions(sampling=Sampling(**fields), **options))
+    n = options.get("n") or 1
+    token_ids: list[list[int]] = [[] for _ in range(n)]
+    texts, reasons = [""] * n, [None] * n
+    async for piece in generation:
+        token_ids[piece.index] += piece.token_ids
+        texts[piece.index] += piece.text
+        assert reasons[piece.index] is None, "nothing comes after the end of a continuation"
+        reasons[piece.index] = piece.finish_reason
+    assert generation.usage is not None
+    return Output(token_ids, texts, reasons, generation.usage)
+
+
+def toy_output(prompt: Sequence[int], num_tokens: int, retention: Retention | None = None) -> list[int]:
+    """What the hash toy says greedily, worked out without a cache."""
+    kept = None if retention is None else ToyRetention(retention.num_sink_tokens, retention.num_window_tokens)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(expected_next_token(tokens, retention=kept))
+    return tokens[len(prompt) :]

@@ -1,0 +1,153 @@
+"""What the reference model makes of what keeps cached prefixes and what forgets them: pins, time, clearing, eviction on demand.
+
+A pin is a list of blocks that it holds until its time is over.
+"""
+
+from dataclasses import dataclass
+
+from kvkeeper.cache_service.core.values.types import BlockState
+from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
+
+
+@dataclass
+class NaivePin:
+    """One live pin."""
+
+    session: str
+    blocks: list[int]
+    deadline: float
+
+
+class NaiveKeeping(NaiveCache):
+    """The reference model, with pins and the time that ends them, and calls that forget."""
+
+    def pin(self, session: str, tenant: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
+        """The core says it pinned so many tokens under this id."""
+        self.clock += 1
+        taken = {block for pin in self.pins.values() for block in pin.blocks}
+        most = self.config.num_usable_blocks // 2
+        blocks: list[int] = []
+        for block in self.match(tenant, tokens):
+            if len(taken | {block}) > most:
+                break
+            taken.add(block)
+            blocks.append(block)
+        pin_id, num_tokens = found
+        expect(num_tokens, len(blocks) * self.block_size, "tokens pinned")
+        expect(bool(pin_id), bool(blocks), "a pin of nothing has no id")
+        if blocks:
+            self.pins[pin_id] = NaivePin(session, blocks, self.now + ttl)
+        self.settle()
+
+    def unpin(self, pin_id: str) -> None:
+        self.clock += 1
+        for block in self.pins.pop(pin_id).blocks:
+            self.ages.pop(block, None)
+        self.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        """What falls due by then has happened, but for what is above the limits."""
+        self.now += seconds
+        self.clock += 1
+        for pin_id in self.soonest_first():
+            if self.pins[pin_id].deadline <= self.now:
+                self.unpin(pin_id)
+        if self.config.prefix_ttl is not None:
+            self.expire(int((self.now - self.config.prefix_ttl) * 1000))
+
+    def expire(self, last_ms: int) -> None:
+        """Forgets what came to be cached by this millisecond, and what hangs below it."""
+        by_block, num_cached = {block: key for key, block in self.index.items()}, self.count(BlockState.CACHED)
+        for block, age in self.ages.items():
+            if int(self.times[age] * 1000) <= last_ms:
+                self.forget(by_block[block])
+        self.num_expired += num_cached - self.count(BlockState.CACHED)
+        self.settle()
+
+    def excess(self) -> int:
+        """How many cached blocks are above the limits."""
+        cached = [key for key, block in self.index.items() if block in self.ages]
+        excess = sum(len(keys) - self.quota() for keys in self.over_quota(cached).values())
+        if self.config.max_cached_blocks is not None:
+            excess = max(excess, len(cached) - self.config.max_cached_blocks)
+        return excess
+
+    def enforce(self, max_blocks: int, gone: list[int]) -> None:
+        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
+        self.clock += 1
+        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(self.excess(), max_blocks)
+        self.evict("limits", gone)
+        self.settle()
+
+    def store_logits(self, key: Key, logits: bytes) -> None:
+        self.logits.pop(key, None)
+        self.logits[key] = logits
+        while sum(map(len, self.logits.values())) > self.config.logits_memory:
+            del self.logits[next(iter(self.logits))]
+
+    def full_hit(self, q: NaiveSequence, max_hit: int) -> bytes | None:
+        """The logits that follow the whole prompt, where it may be a hit and all of it is cached; a use of them."""
+        key, num_blocks = (q.tenant, tuple(q.tokens)), len(q.tokens) // self.block_size
+        may_hit = max_hit >= len(q.tokens) >= self.config.min_prefix_tokens and num_blocks <= self.num_shareable(q)
+        if not may_hit or key not in self.logits:
+            return None
+        self.logits[key] = self.logits.pop(key)
+        return self.logits[key]
+
+    def can_give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
+        """Whether pins end for a sequence that lacks so many blocks: it is alone, and nothing less will do."""
+        if any(other.running for other in self.holders if other is not q):
+            return False
+        if num_short <= self.count(BlockState.FENCED):
+            return False
+        in_use = {block for other in self.holders for block in other.table} | set(besides)
+        in_use |= {*self.fences, *self.quarantine}
+        return len({block for pin in self.pins.values() for block in pin.blocks} - in_use) >= num_short
+
+    def give_way(self, q: NaiveSequence, num_short: int, besides: list[int]) -> bool:
+        """Ends pins, the soonest to end first, until there is room, or changes nothing."""
+        if num_short <= 0 or not self.can_give_way(q, num_short, besides):
+            return False
+        target = self.room_beside(besides) + num_short
+        for pin_id in self.soonest_first():
+            if self.room_beside(besides) >= target:
+                break
+            self.unpin(pin_id)
+        return True
+
+    def soonest_first(self) -> list[str]:
+        return sorted(self.pins, key=lambda pin_id: self.pins[pin_id].deadline)
+
+    def room_beside(self, blocks: list[int]) -> int:
+        """Blocks that could be had if these were held."""
+        states = self.states()
+        return self.num_available() - sum(states[block] is BlockState.CACHED for block in blocks)
+
+    def clear(self) -> tuple[int, int]:
+        """Answers (blocks that came free, entries forgotten)."""
+        self.pins.clear()
+        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
+        self.index.clear()
+        self.logits.clear()
+        self.pending.clear()
+        for q in self.sequences.values():
+            q.published = 0
+        for session in self.sessions if self.config.prefix_caching else ():
+            self.clock += 1  # each session's are noted in one go
+            for q in sorted(self.of(session), key=lambda q: q.sequence_id):
+                if q.running:
+                    self.pending.append(q)
+                    q.pending_since = self.clock
+        self.settle()
+        return num_cached, num_entries
+
+    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
+        """The core says it evicted so many, and these entries are gone."""
+        states = self.states()
+        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
+        expect(answered, wanted, "blocks evicted on demand")
+        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
+        self.victims, self.num_granted = oldest_first, wanted
+        self.evict("eviction on demand", gone)
+        self.settle()

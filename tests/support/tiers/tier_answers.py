@@ -1,0 +1,221 @@
+"""What engines make of the answers of a pool with a host tier, and what must hold of every answer.
+
+A hit and a swap-in hold their tokens right now; a table is what was told; a refusal left the sequence where it was.
+"""
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.types import (
+    Executor,
+    ItemResult,
+    PoolConfig,
+    SequenceId,
+    SequenceState,
+    StartResult,
+    StepReply,
+)
+from tests.support.reference.shadow_memory import Contents
+from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, TierStep
+from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
+from tests.support.worlds.engine_model import Choose, unread
+
+
+class TierAnswers:
+    """See the module. faults: one order in so many fails, and one in four times as many is never reported."""
+
+    def __init__(self, config: PoolConfig, alphabet: int, faults: int) -> None:
+        self.config, self.alphabet, self.faults = config, alphabet, faults
+        self.manager = PoolManager(config)
+        self.memory = TierMemory(config.num_blocks, config.num_host_blocks, config.block_size)
+        self.contents = Contents()
+        self.counts = TierCounts()
+        self.written: dict[str, set[int]] = {}  # contents of each tenant
+
+    def apply(
+        self,
+        engine: TierEngine,
+        items: TierItems,
+        before: dict[int, SequenceState],
+        reply: StepReply,
+        choose: Choose,
+    ) -> None:
+        step = TierStep(engine.step_id)
+        runs_now = engine.executor is Executor.CACHE
+        for order_id, kind, source, destination in zip(
+            reply.transfer_ids.tolist(),
+            reply.transfer_kinds.tolist(),
+            reply.transfer_sources.tolist(),
+            reply.transfer_destinations.tolist(),
+            strict=True,
+        ):
+            order = TierOrder(order_id, kind, source, destination)
+            if runs_now:
+                self.memory.move(order)
+            else:
+                order.fails = choose(self.faults) == 1
+                order.silent = choose(4 * self.faults) == 1
+                self.counts.silent += order.silent
+                step.orders.append(order)
+                engine.orders.append(order)
+        copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
+        if runs_now:
+            self.memory.run(TierStep(engine.step_id, copies=copies))
+        else:
+            step.copies = copies
+        for (parent_id, child_id, num_tokens), result in zip(items.forks, reply.fork_results.tolist(), strict=True):
+            self.counts.forks += result == ItemResult.OK
+            self.counts.refused_forks += result == ItemResult.NO_ROOM
+            if result == ItemResult.OK:
+                parent = engine.sequences[parent_id]
+                tokens = parent.tokens[:num_tokens]
+                child = TierSequence(child_id, parent.tenant, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
+                child.committed = child.reserved = child.computed = num_tokens
+                child.retention = parent.retention
+                engine.sequences[child_id] = child
+        for sequence_id, num_tokens in items.truncates:
+            q = engine.sequences.get(sequence_id)
+            if q is None:  # here and below: the child of a refused fork
+                self.counts.refused_children += 1
+                continue
+            del q.tokens[max(num_tokens, 0) :]
+            q.num_known = min(q.num_known, num_tokens)
+            q.committed, q.computed = min(q.committed, num_tokens), min(q.computed, num_tokens)
+            q.reserved = min(q.reserved, num_tokens)
+            q.written = [(at, min(length, num_tokens)) for at, length in q.written]
+        for sequence_id in items.releases:
+            self.counts.refused_children += engine.sequences.pop(sequence_id, None) is None
+        self._apply_swaps(engine, items, before, reply)
+        self._apply_starts(engine, items, reply)
+        late_starts = self._apply_ready(engine, before, reply)
+        for (sequence_id, least, most), granted in zip(items.reserves, reply.reserve_reserved.tolist(), strict=True):
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert granted == 0
+                self.counts.refused_children += 1
+            elif granted >= least:
+                assert granted <= max(most, q.reserved)
+                q.reserved = granted
+        for q in engine.sequences.values():
+            view = self.manager.view(engine.session, SequenceId(q.id))
+            assert view.state == q.state, (q, view)
+            q.table = [int(block) for block in view.block_table]
+            if q.state is SequenceState.RUNNING:
+                assert view.num_reserved_tokens == q.reserved, (q, view)
+        writing = [item[0] for item in items.reserves] + [item[0] for item in items.starts] + reply.ready_ids.tolist()
+        for sequence_id in dict.fromkeys(writing):
+            q = engine.sequences.get(sequence_id)
+            if q is not None and q.state is SequenceState.RUNNING and self._may_write(q, items, reply, late_starts):
+                self._write(engine, q, step, choose)
+        if runs_now:
+            self.memory.run(step)
+        else:
+            self.memory.issue(engine.session, step)
+
+    def _may_write(self, q: TierSequence, items: TierItems, reply: StepReply, late_starts: set[int]) -> bool:
+        """A step writes only what it reserves or starts: of a sequence that is ready, the reservation comes first."""
+        for row, (sequence_id, least, _) in enumerate(items.reserves):
+            if sequence_id == q.id:
+                return int(reply.reserve_reserved[row]) >= least
+        return q.id not in reply.ready_ids.tolist() or q.id in late_starts
+
+    def _write(self, engine: TierEngine, q: TierSequence, step: TierStep, choose: Choose) -> None:
+        """Reads the context of a sequence and writes up to all of its slots; beyond its tokens it makes some up."""
+        size, upto = self.config.block_size, q.reserved - choose(2)
+        if upto <= q.computed:
+            upto = q.reserved
+        while len(q.tokens) < upto:
+            q.tokens.append(choose(self.alphabet))
+        spelled = self.contents.spell(q.tenant, q.tokens[:upto])
+        read = self._read(q, spelled[: q.computed])
+        step.reads.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), read))
+        own = self.written.setdefault(q.tenant, set())
+        own.update(spelled)
+        step.own.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), own))
+        for position in range(q.computed, upto):
+            step.writes.append((q.table[position // size], position % size, spelled[position]))
+        if upto > q.computed:
+            q.computed = upto
+            q.written.append((step.step_id, upto))
+
+    def _apply_swaps(self, engine: TierEngine, items: TierItems, before: dict[int, SequenceState], reply: StepReply) -> None:
+        ready = set(reply.ready_ids.tolist())
+        self.counts.both_swaps += len({*items.outs} & {*items.ins})
+        for sequence_id, result in zip(items.outs, reply.swap_out_results.tolist(), strict=True):
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert result == ItemResult.NO_ROOM
+                self.counts.refused_children += 1
+            elif result == ItemResult.OK:
+                q.state = SequenceState.SWAPPED
+                self.counts.swap_outs += before.get(sequence_id) is not SequenceState.SWAPPED
+                self.counts.moved_children += sequence_id not in before
+            else:
+                self.counts.refused_outs += 1
+                q.state = SequenceState.RUNNING  # where it was swapped, that had failed
+        for sequence_id, result in zip(items.ins, reply.swap_in_results.tolist(), strict=True):
+            q = engine.sequences.get(sequence_id)
+            if q is None:
+                assert result == ItemResult.NO_ROOM
+                self.counts.refused_children += 1
+            elif result == ItemResult.NO_ROOM:
+                self.counts.refused_ins += 1
+                q.state = SequenceState.SWAPPED
+            elif sequence_id not in ready and q.state is not SequenceState.RUNNING:
+                q.state = SequenceState.LOADING
+        for q in engine.sequences.values():
+            # The load of a swap-in failed, and nobody is told but who asks again.
+            if before.get(q.id) is SequenceState.LOADING and not q.is_start and q.id not in ready and q.id not in items.ins:
+                q.state = self.manager.view(engine.session, SequenceId(q.id)).state
+                assert q.state in (SequenceState.LOADING, SequenceState.SWAPPED)
+                self.counts.back_in_host += q.state is SequenceState.SWAPPED
+
+    def _apply_starts(self, engine: TierEngine, items: TierItems, reply: StepReply) -> None:
+        first = 0
+        for row, (sequence_id, _, _) in enumerate(items.starts):
+            q, result, hit = engine.sequences[sequence_id], int(reply.start_results[row]), int(reply.start_hits[row])
+            table = reply.start_block_ids[first : first + reply.start_num_blocks[row]].tolist()
+            first += int(reply.start_num_blocks[row])
+            if result == StartResult.STARTED:
+                q.state, q.reserved = SequenceState.RUNNING, int(reply.start_reserved[row])
+                self._check_hit(q, table, hit)
+            elif result == StartResult.LOADING:
+                q.state, q.is_start = SequenceState.LOADING, True
+                q.committed = hit  # for now: what it may become
+                self.counts.loading += 1
+
+    def _apply_ready(self, engine: TierEngine, before: dict[int, SequenceState], reply: StepReply) -> set[int]:
+        """Answers the starts among those that are ready."""
+        late_starts: set[int] = set()
+        first = 0
+        for row, sequence_id in enumerate(reply.ready_ids.tolist()):
+            q, state = engine.sequences[sequence_id], before.get(sequence_id, SequenceState.SWAPPED)
+            table = reply.ready_block_ids[first : first + reply.ready_num_blocks[row]].tolist()
+            first += int(reply.ready_num_blocks[row])
+            hit, reserved = int(reply.ready_hits[row]), int(reply.ready_reserved[row])
+            self.counts.ready += 1
+            q.state = SequenceState.RUNNING
+            if q.is_start:
+                self.counts.short_hits += hit < q.committed
+                q.reserved, q.committed, q.is_start = reserved, 0, False
+                late_starts.add(q.id)
+                self._check_hit(q, table, hit)
+            else:
+                self.counts.swap_ins += state is SequenceState.LOADING
+                self.counts.back_on_device += state is SequenceState.SWAPPED
+                assert reserved == q.reserved, (q, reserved)
+                if state is SequenceState.LOADING:
+                    spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
+                    assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
+        return late_starts
+
+    def _read(self, q: TierSequence, contents: list[int]) -> list[int]:
+        """The contents that attention reads, PASSED for those between sink and window."""
+        passed = unread(q.retention, len(contents))
+        return [PASSED if position in passed else content for position, content in enumerate(contents)]
+
+    def _check_hit(self, q: TierSequence, table: list[int], hit: int) -> None:
+        """Blocks hit hold the prompt right now, whatever is in flight (R4, R6)."""
+        assert hit % self.config.block_size == 0
+        assert hit < len(q.tokens)
+        fault = self.memory.fault(f"hit of {q.id}", table, self.contents.spell(q.tenant, q.tokens[:hit]))
+        assert not fault, fault
+        q.committed = q.computed = hit

@@ -1,0 +1,113 @@
+"""CoreCache: the real pure core behind the interface of NaiveCache, so that scheduler and core are tested as one."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.errors import OutOfSequences
+from kvkeeper.cache_service.core.values.types import (
+    Executor,
+    PoolConfig,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+from kvkeeper.engine_service.scheduler.plan import Plan
+from kvkeeper.engine_service.values.retention import Retention as EngineRetention
+from tests.support.reference.scheduler_cache import OutOfSequencesError
+
+_COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
+
+
+class CoreCache:
+    """One session of a pool, its own by default. Audits the core after every step, or after one of so many."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        watermark: float = 0.0,
+        manager: PoolManager | None = None,
+        session: SessionId = SessionId("s"),  # noqa: B008  # a string
+        audit_every: int = 1,
+        **config: Any,
+    ) -> None:
+        self.manager = manager or PoolManager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
+        self.session = session
+        self.manager.open_session(session, Executor.ENGINE)
+        self.num_refused_forks_to_come = 0
+        self.has_step_in_flight = False  # the last one's device work has not ended
+        self.ended_orders: tuple[list[int], list[int]] = ([], [])  # completed and failed ones, to be reported
+        self._step_id = 0
+        self._audit_every = audit_every
+
+    @property
+    def sequences(self) -> list[int]:
+        return [view.sequence_id for view in self.manager.views(self.session)]
+
+    @property
+    def num_reusable_blocks(self) -> int:
+        self._step_id += 1
+        done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
+        batch = StepBatch(self._step_id, self._step_id - 1, completed_transfers=done, failed_transfers=failed)
+        self.manager.step(self.session, batch)
+        self.manager.complete(self.session, self._step_id)
+        stats = self.manager.stats()
+        return stats.num_free_blocks + stats.num_cached_blocks
+
+    def create(
+        self,
+        sequence_id: int,
+        tokens: list[int],
+        max_len: int,
+        priority: int = 0,
+        start_number: int = 0,
+        retention: EngineRetention | None = None,
+    ) -> int:
+        token_ids = np.array(tokens, np.int32)
+        kept = None if retention is None else Retention(retention.num_sink_tokens, retention.num_window_tokens)
+        args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, "", priority, kept, start_number)
+        try:
+            self.manager.create_sequence(self.session, args)
+        except OutOfSequences:
+            raise OutOfSequencesError from None
+        return self.manager.start_number(self.session, sequence_id)
+
+    def step(self, plan: Plan) -> StepReply:
+        self._step_id += 1
+        columns = {name: getattr(plan, name) for name in _COLUMNS}
+        assert all(
+            column.dtype == (np.int64 if "ids" in name or (name.startswith("fork") and name != "fork_lens") else np.int32)
+            for name, column in columns.items()
+        )
+        completed = max(self._step_id - 1 - self.has_step_in_flight, 0)
+        done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
+        self.ended_orders = ([], [])
+        batch = StepBatch(self._step_id, completed, **columns, completed_transfers=done, failed_transfers=failed)
+        reply = self.manager.step(self.session, batch)
+        self._audit()
+        self.manager.publish_pending()
+        self._audit()
+        return reply
+
+    def report(self) -> None:
+        """The last step's device work has ended, and no other step follows for now."""
+        self.manager.complete(self.session, self._step_id)
+
+    def clear(self) -> None:
+        """As an operator does: all that is cached is forgotten."""
+        self.manager.clear_prefix_cache()
+        self._audit()
+
+    def close(self) -> None:
+        """The session ends, with nothing that still writes."""
+        self.manager.close_session(self.session, may_still_write=False)
+
+    def _audit(self) -> None:
+        if self._step_id % self._audit_every == 0:
+            assert self.manager.check_invariants() == []

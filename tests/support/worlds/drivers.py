@@ -1,0 +1,252 @@
+"""How a test reaches a pool: one small interface, so that the same machine drives the core and a live service.
+
+Owns: the interface, its core implementation and the bytes by which a step is told from another. The core driver puts the
+exactly-once gate of the session in front of the manager, as the service does.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.types import (
+    BlockId,
+    BlockState,
+    Copies,
+    Executor,
+    Int32Array,
+    PoolConfig,
+    PoolStats,
+    Retention,
+    SequenceArgs,
+    SequenceId,
+    SequenceView,
+    SessionId,
+    StepBatch,
+    StepReply,
+)
+from kvkeeper.cache_service.runtime.lease import Session, SessionTable
+from tests.support.reference.shadow_memory import ShadowMemory
+
+
+def encode(columns: StepBatch | StepReply) -> bytes:
+    """Bytes that differ when any column does."""
+    parts: list[bytes] = []
+    for name in columns._fields:
+        value = getattr(columns, name)
+        raw = value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value
+        parts += (b"%d:" % len(raw), raw)
+    return b"".join(parts)
+
+
+class Driver(Protocol):
+    """A pool with sessions. Every method raises the CacheError that the call was refused with."""
+
+    config: PoolConfig
+    publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
+    reclaim_at_once: int  # blocks given back with the end of a session; the rest by `reclaim`
+
+    def memory(self) -> ShadowMemory:
+        """What the pool's blocks hold."""
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        """Writes slots of a one-item session. False where a pool has no such call."""
+
+    def open_session(self, executor: Executor) -> SessionId: ...
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]: ...
+
+    def end_quarantine(self, session: SessionId) -> None: ...
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int: ...
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply: ...
+
+    def repeat_step(self, session: SessionId) -> bool:
+        """Sends the session's last step again. Whether the same bytes came back."""
+
+    def complete(self, session: SessionId, completed_step_id: int) -> None: ...
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
+        """None where the service ran the copies itself and does not tell them."""
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None: ...
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int) -> None: ...
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None: ...
+
+    def release(self, session: SessionId, sequence_id: int) -> int: ...
+
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None: ...
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
+
+    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
+
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
+
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None: ...
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes: ...
+
+    def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]: ...
+
+    def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int: ...
+
+    def evict_excess(self) -> int:
+        """What the service does by itself between steps."""
+
+    def stats(self) -> PoolStats: ...
+
+    def check_invariants(self) -> list[str]: ...
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        """Whether more is left."""
+
+    def reclaim(self, max_blocks: int) -> bool:
+        """Whether more is left."""
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, and what fell due by itself has happened."""
+
+    def block_states(self) -> list[BlockState] | None:
+        """None where the pool does not tell."""
+
+
+class CoreDriver:
+    """The pure core behind its own exactly-once gate; `now` is the virtual clock of whoever drives it."""
+
+    publishes_itself = False
+
+    def __init__(self, config: PoolConfig, *, max_sessions: int = 64, reclaim_at_once: int = 10**9) -> None:
+        self.config = config
+        self.reclaim_at_once = reclaim_at_once
+        self.manager = PoolManager(config)
+        self.manager.reclaim.at_once = reclaim_at_once
+        self.table = SessionTable(epoch=1, max_sessions=max_sessions)
+        self.sessions: dict[SessionId, Session] = {}
+        self._num_opened = self._num_pins = 0
+        self._last_raw: dict[SessionId, bytes] = {}
+
+    @property
+    def now(self) -> float:
+        return self.manager.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self.manager.now = seconds
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.manager.tick()
+
+    def memory(self) -> ShadowMemory:
+        return ShadowMemory(self.config.num_blocks, self.config.block_size)
+
+    def write_kv(self, session: SessionId, sequence_id: int, first_token_idx: int, contents: list[int]) -> bool:
+        return False
+
+    def open_session(self, executor: Executor) -> SessionId:
+        self._num_opened += 1
+        session_id = SessionId(f"{self._num_opened:032x}")
+        self.sessions[session_id] = self.table.open(session_id, executor, 10.0, "test", self.now)
+        self.manager.open_session(session_id, executor)
+        return session_id
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]:
+        self.table.end(self.sessions.pop(session))
+        result = self.manager.close_session(session, may_still_write=may_still_write)
+        return result.num_released_sequences, result.num_quarantined_blocks
+
+    def end_quarantine(self, session: SessionId) -> None:
+        self.manager.end_quarantine(session)
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+        return self.manager.create_sequence(session, args)
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        """A step that arrives for the first time."""
+        gate, raw = self.sessions[session], encode(batch)
+        assert gate.repeat_of(batch.step_id, raw) is None
+        gate.check_completed(batch.step_id, batch.completed_step_id)
+        reply = self.manager.step(session, batch)
+        gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
+        self._last_raw[session] = raw
+        return reply
+
+    def repeat_step(self, session: SessionId) -> bool:
+        gate = self.sessions[session]
+        return gate.repeat_of(gate.step_id, self._last_raw[session]) == gate.last_reply
+
+    def complete(self, session: SessionId, completed_step_id: int) -> None:
+        self.sessions[session].complete(completed_step_id)
+        self.manager.complete(session, completed_step_id)
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
+        return self.manager.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None:
+        self.manager.commit(session, SequenceId(sequence_id), num_tokens, first_token_idx, token_ids)
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int) -> None:
+        self.manager.fork(session, SequenceId(parent_id), SequenceId(child_id), num_tokens)
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
+        self.manager.truncate(session, SequenceId(sequence_id), num_tokens)
+
+    def release(self, session: SessionId, sequence_id: int) -> int:
+        return self.manager.release(session, SequenceId(sequence_id))
+
+    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
+        self.manager.update_sequence(session, sequence_id, retention=retention)
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
+        return self.manager.view(session, SequenceId(sequence_id))
+
+    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
+        return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]
+
+    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        self._num_pins += 1
+        return tuple(self.manager.pin_prefix(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
+
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self.manager.unpin_prefix(session, pin_id)
+
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
+        self.manager.store_logits(session, sequence_id, num_tokens, logits)
+
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
+        return self.manager.read_logits(session, sequence_id)
+
+    def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
+        result = self.manager.clear_prefix_cache()
+        return result.num_freed_blocks, result.num_forgotten_blocks
+
+    def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
+        return self.manager.evict_blocks(num_free_blocks)
+
+    def evict_excess(self) -> int:
+        return self.manager.evict_excess(1 << 30)
+
+    def stats(self) -> PoolStats:
+        return self.manager.stats()
+
+    def reclaim(self, max_blocks: int) -> bool:
+        return self.manager.reclaim_some(max_blocks)
+
+    def publish_pending(self, max_blocks: int | None) -> bool:
+        return self.manager.publish_pending(max_blocks)
+
+    def check_invariants(self) -> list[str]:
+        return self.manager.check_invariants()
+
+    def block_states(self) -> list[BlockState] | None:
+        return [self.manager.block_state(BlockId(block)) for block in range(self.config.num_blocks)]

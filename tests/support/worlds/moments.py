@@ -1,0 +1,78 @@
+"""What must hold of a pool at any moment, whatever its engines have in flight, and what the end of a session must leave.
+
+Asked between two operations of a TierWorld; changes nothing. `check_contents`: all that could be found, or read by its owner,
+is there right now. `check_crash`: an engine that dies goes on with all that it was told to copy, to load and to write, so none
+of that may be in blocks that somebody else has, or could get. `check_residue`: what an engine was told and will never do has
+left no other tenant's content behind where nobody would clear it (R8). The session ends in a twin of the pool.
+"""
+
+import copy
+
+import numpy as np
+
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, SequenceId, SequenceState, SessionId, TransferKind
+from tests.support.reference.tier_memory import PASSED
+from tests.support.tiers.tier_world import TierWorld
+from tests.support.worlds.engine_model import unread
+
+
+def check_contents(world: TierWorld) -> None:
+    size = world.config.block_size
+    for session, engine in world.engines.items():
+        for q in engine.sequences.values():
+            spelled = world.contents.spell(q.tenant, q.tokens)
+            blocks = world.manager.match_prefix(q.tenant, np.array(q.tokens, np.int32)).tolist()
+            there = blocks[: blocks.index(0)] if 0 in blocks else blocks
+            fault = world.memory.fault(f"what is cached of {q.id}", there, spelled[: len(there) * size])
+            assert not fault, fault
+            if q.state is not SequenceState.RUNNING:
+                continue
+            view, num_tokens = world.manager.readable(session, SequenceId(q.id))
+            passed = unread(q.retention, view.num_committed_tokens)
+            wanted = [PASSED if at in passed else content for at, content in enumerate(spelled[:num_tokens])]
+            fault = world.memory.fault(f"what is read of {q.id}", view.block_table.tolist(), wanted)
+            assert not fault, fault
+            assert num_tokens == view.num_committed_tokens or engine.executor is Executor.ENGINE
+
+
+def check_crash(world: TierWorld, session: SessionId) -> int:
+    """Answers the number of blocks that the engine still fills or writes to."""
+    twin = copy.deepcopy(world.manager)
+    swapping = twin.tables.swapping
+    assert swapping is not None
+    twin.close_session(session, may_still_write=True)
+    device, host = in_flight(world, session)
+    for name, pool, blocks in (("", twin.tables.pool, device), ("host ", swapping.host.pool, host)):
+        exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
+        assert not exposed, f"{name}blocks {exposed} could be had, or are shared, while an engine that died writes them"
+    assert not (wrong := twin.check_invariants()), wrong
+    twin.end_quarantine(session)
+    assert not (wrong := twin.check_invariants()), wrong
+    return len(device) + len(host)
+
+
+def check_residue(world: TierWorld, session: SessionId) -> int:
+    """Answers the number of blocks that would be cleared for whoever gets them."""
+    twin = copy.deepcopy(world.manager)
+    twin.close_session(session, may_still_write=False)
+    pool = twin.tables.pool
+    idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
+    idle[0] = False
+    for block in np.flatnonzero(idle).tolist():
+        root = int(twin.tables.last_roots[block])
+        for tenant, contents in world.written.items():
+            if root != UNKNOWN_ROOT and twin.tables.index.find_root(tenant) != root:
+                assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {tenant!r} has written"
+    return int(np.count_nonzero(twin.tables.last_roots[idle] == UNKNOWN_ROOT))
+
+
+def in_flight(world: TierWorld, session: SessionId) -> tuple[set[int], set[int]]:
+    """Device and host blocks that the session's work in flight fills or writes to."""
+    device: set[int] = set()
+    host: set[int] = set()
+    for step in world.memory.in_flight.get(session, ()):
+        for order in step.orders:
+            (host if order.kind == TransferKind.SWAP_OUT else device).add(order.destination)
+        device.update(destination for _, destination in step.copies)
+        device.update(block for block, _, _ in step.writes)
+    return device, host

@@ -1,0 +1,241 @@
+"""What bounds how much is kept cached and for how long: time to live, least length, most blocks, quotas per tenant."""
+
+import pytest
+
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.types import MatchEnd
+from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
+
+ONE, TWO, THREE = list(range(100, 108)), list(range(200, 208)), list(range(300, 308))  # two blocks of 4 each
+
+
+def cache(pool: CorePool, tokens: list[int], tenant: str = "", **args: object) -> None:
+    """A sequence computes these tokens and ends."""
+    pool.prefill(1, tokens, tenant=tenant, **args)
+    pool.step(releases=[1])
+    pool.step()
+
+
+def pass_time(pool: CorePool, seconds: float) -> bool:
+    pool.manager.now += seconds
+    is_left = pool.manager.tick()
+    pool.audit()
+    return is_left
+
+
+def cached(pool: CorePool, *prompts: list[int], tenant: str = "") -> list[int]:
+    """How many blocks of each prompt are cached."""
+    return [len(pool.matched(prompt, tenant)) for prompt in prompts]
+
+
+# Time to live
+
+
+def test_what_is_not_used_for_its_time_to_live_is_forgotten() -> None:
+    pool = CorePool(prefix_ttl=10.0)
+    cache(pool, ONE)
+    pass_time(pool, 4.0)
+    cache(pool, TWO)
+    pass_time(pool, 5.5)
+    assert cached(pool, ONE, TWO) == [2, 2]
+    pass_time(pool, 0.5)
+    assert cached(pool, ONE, TWO) == [0, 2]
+    pass_time(pool, 4.0)
+    assert cached(pool, ONE, TWO) == [0, 0]
+    stats = pool.manager.stats()
+    assert (stats.num_expired_blocks, stats.num_evicted_blocks, stats.num_free_blocks) == (4, 0, 8)
+    assert pool.manager.explain_match("", int32(ONE)).end is MatchEnd.EXPIRED
+
+
+def test_a_use_starts_the_time_anew_and_what_is_held_does_not_age() -> None:
+    pool = CorePool(prefix_ttl=10.0)
+    cache(pool, ONE)
+    pass_time(pool, 9.0)
+    pool.create(2, [*ONE, 1])
+    pool.step(starts=[(2, ALL, ALL)])
+    pass_time(pool, 100.0)
+    assert cached(pool, ONE) == [2]
+    pool.step(releases=[2])
+    pool.step()
+    pass_time(pool, 9.0)
+    assert cached(pool, ONE) == [2]
+    pass_time(pool, 1.0)
+    assert cached(pool, ONE) == [0]
+
+
+def test_a_pin_keeps_from_expiry() -> None:
+    pool = CorePool(prefix_ttl=10.0)
+    cache(pool, ONE)
+    pool.manager.pin_prefix(A, "p", "", int32(ONE[:4]), 60.0)
+    pass_time(pool, 30.0)
+    assert cached(pool, ONE) == [1]
+    pass_time(pool, 30.0)
+    assert cached(pool, ONE) == [1]  # it came to be cached just now
+    pass_time(pool, 10.0)
+    assert cached(pool, ONE) == [0]
+
+
+def test_a_clock_that_goes_back_makes_nothing_older() -> None:
+    pool = CorePool(prefix_ttl=10.0)
+    pass_time(pool, 100.0)
+    cache(pool, ONE)
+    pass_time(pool, -50.0)
+    cache(pool, TWO)
+    assert cached(pool, ONE, TWO) == [2, 2]
+    pass_time(pool, 59.0)
+    assert cached(pool, ONE, TWO) == [2, 2]
+    pass_time(pool, 1.0)
+    assert cached(pool, ONE, TWO) == [0, 0]
+
+
+def test_a_tick_forgets_a_slice_leaves_before_parents() -> None:
+    pool = CorePool(1300, 1, prefix_ttl=10.0, max_tokens_per_sequence=1300)
+    tokens = list(range(1200))
+    cache(pool, tokens)
+    left = [len(pool.matched(tokens)) for is_left in iter(lambda: pass_time(pool, 10.0), False) if is_left]
+    assert left == [688, 176]
+    assert pool.matched(tokens) == []
+
+
+def test_no_time_to_live_costs_nothing_and_ends_nothing() -> None:
+    pool = CorePool()
+    assert not pool.manager.tables.pool.limits.is_on
+    cache(pool, ONE)
+    pass_time(pool, 1e9)
+    assert cached(pool, ONE) == [2]
+
+
+# Least length
+
+
+@pytest.mark.parametrize(("least", "hit"), [(0, 4), (3, 4), (4, 4), (5, 0)])
+def test_a_match_shorter_than_the_least_is_no_hit(least: int, hit: int) -> None:
+    pool = CorePool(min_prefix_tokens=least)
+    cache(pool, ONE[:4])
+    prompt = [*ONE[:4], 9, 9]
+    assert cached(pool, prompt) == [1]  # who asks is told what there is
+    assert pool.manager.check_admission("", int32(prompt), 0, 0).num_hit_tokens == hit
+    pool.create(2, prompt)
+    assert pool.step(starts=[(2, ALL, ALL)]).start_hits.tolist() == [hit]
+    stats = pool.manager.stats()
+    assert (stats.num_hits, stats.num_misses) == ((1, 1) if hit else (0, 2))
+
+
+def test_the_least_length_is_one_of_what_a_start_may_take() -> None:
+    pool = CorePool(min_prefix_tokens=8)
+    cache(pool, ONE)
+    pool.create(2, [*ONE, 1])
+    pool.create(3, [*ONE, 2])
+    assert pool.step(starts=[(2, ALL, 7), (3, ALL, 8)]).start_hits.tolist() == [0, 8]
+
+
+# Most blocks
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 4, 5])
+def test_no_more_blocks_are_cached_than_the_most(most: int) -> None:
+    pool = CorePool(max_cached_blocks=most)
+    cache(pool, ONE)
+    cache(pool, TWO)
+    assert sum(cached(pool, ONE, TWO)) == min(most, 4)
+    assert cached(pool, TWO) == [min(most, 2)]  # the least recently used go first
+    assert pool.manager.stats().num_cached_blocks == min(most, 4)
+
+
+def test_held_blocks_do_not_count_and_the_reply_does_not_wait() -> None:
+    pool = CorePool(max_cached_blocks=0)
+    pool.prefill(1, ONE)
+    assert cached(pool, ONE) == [2]
+    reply = pool.step(publish=False, releases=[1])
+    assert reply.num_evictable == 2
+    assert pool.manager.publish_pending(1)
+    assert pool.manager.stats().num_cached_blocks == 1
+    assert not pool.manager.publish_pending(1)
+    assert pool.manager.stats().num_cached_blocks == 0
+
+
+# Quotas
+
+
+def quota_pool(**config: object) -> CorePool:
+    """8 usable blocks, 2 of them a tenant's quota."""
+    return CorePool(tenant_quota=0.25, **config)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_tenant_above_its_quota_loses_its_own_least_recently_used_blocks(policy: str) -> None:
+    pool = quota_pool(eviction_policy=policy)
+    cache(pool, THREE, "b")
+    cache(pool, ONE, "a")
+    cache(pool, TWO, "a", priority=-5)
+    assert cached(pool, ONE, TWO, tenant="a") == [0, 2]
+    assert cached(pool, THREE, tenant="b") == [2]
+    stats = pool.manager.stats()
+    assert (stats.num_quota_evictions, stats.num_evicted_blocks) == (2, 2)
+
+
+def test_a_part_of_a_prefix_goes_from_its_leaves() -> None:
+    pool = quota_pool()
+    cache(pool, [*ONE, *TWO], "a")
+    assert cached(pool, ONE, [*ONE, *TWO], tenant="a") == [2, 2]
+
+
+def test_who_is_above_its_quota_pays_before_others_even_before_it_is_looked_at() -> None:
+    pool = quota_pool()
+    cache(pool, THREE, "b")
+    pool.prefill(1, [*ONE, *TWO], tenant="a")
+    pool.create(2, range(400, 416), tenant="a")
+    # 2 blocks of b and 4 of a are cached, 2 are free: the next 4 cost a's blocks, though b's are older.
+    reply = pool.step(publish=False, releases=[1], starts=[(2, ALL, 0)])
+    assert reply.start_reserved.tolist() == [16]
+    assert cached(pool, THREE, tenant="b") == [2]
+    assert cached(pool, [*ONE, *TWO], tenant="a") == [2]
+
+
+def test_a_quota_bounds_what_is_cached_and_not_what_is_used() -> None:
+    pool = quota_pool()
+    pool.prefill(1, list(range(32)), tenant="a")  # the whole pool
+    assert cached(pool, list(range(32)), tenant="a") == [8]
+    pool.manager.pin_prefix(A, "p", "a", int32(range(16)), 60.0)
+    pool.step(releases=[1])
+    pool.step()
+    assert cached(pool, list(range(32)), tenant="a") == [6]  # 4 pinned, 2 cached
+
+
+def test_a_tenant_may_have_a_quota_of_its_own() -> None:
+    pool = CorePool(tenant_quotas=(("small", 0.125), ("none", 0.0)))
+    cache(pool, ONE, "small")
+    cache(pool, ONE, "none")
+    cache(pool, ONE, "other")
+    assert [cached(pool, ONE, tenant=tenant)[0] for tenant in ("small", "none", "other")] == [1, 0, 2]
+
+
+def test_no_tenant_keeps_another_from_its_quota() -> None:
+    """However much one tenant computes, what the other has cached within its quota is there."""
+    pool = CorePool(17, tenant_quota=0.25)
+    cache(pool, THREE, "b")
+    for first in range(1000, 3000, 100):
+        cache(pool, list(range(first, first + 32)), "a")
+    assert cached(pool, THREE, tenant="b") == [2]
+
+
+def test_a_session_that_ends_leaves_what_counts_for_its_tenant() -> None:
+    pool = quota_pool()
+    pool.prefill(1, [*ONE, *TWO], tenant="a", session=B)
+    pool.manager.close_session(B, may_still_write=False)
+    pool.audit()
+    pool.manager.publish_pending()
+    pool.audit()
+    assert cached(pool, [*ONE, *TWO], tenant="a") == [2]
+
+
+def test_clearing_and_eviction_on_demand_keep_the_counts_true() -> None:
+    pool = quota_pool(prefix_ttl=60.0, max_cached_blocks=3)
+    cache(pool, ONE, "a")
+    cache(pool, TWO, "b")
+    pool.manager.evict_blocks(6)
+    pool.audit()
+    pool.manager.clear_prefix_cache()
+    pool.audit()
+    cache(pool, ONE, "a")
+    assert cached(pool, ONE, tenant="a") == [2]

@@ -1,0 +1,267 @@
+"""Pins: what they keep, how much, until when, and for whom they give way."""
+
+import pytest
+
+from kvkeeper.cache_service.core.blocks.pins import MAX_PIN_TTL, MAX_PINS
+from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfPins, UnknownPin, UnknownSession
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
+from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
+
+PROMPT = list(range(100, 116))  # four blocks of 4
+
+
+def pinned(
+    pool: CorePool, tokens: list[int], ttl: float = 60.0, *, session: SessionId = A, pin_id: str = "p", tenant: str = ""
+) -> int:
+    """Answers the tokens that the pin keeps."""
+    result = pool.manager.pin_prefix(session, pin_id, tenant, int32(tokens), ttl)
+    pool.audit()
+    assert result.pin_id == (pin_id if result.num_tokens else "")
+    return result.num_tokens
+
+
+def cached(num_blocks: int = 9, **config: object) -> CorePool:
+    """A pool that has cached the prompt, and nothing else."""
+    pool = CorePool(num_blocks, **config)
+    pool.prefill(1, PROMPT)
+    pool.step(releases=[1])
+    pool.step()
+    return pool
+
+
+def pass_time(pool: CorePool, seconds: float) -> None:
+    pool.manager.now += seconds
+    pool.manager.tick()
+    pool.audit()
+
+
+def referenced(pool: CorePool) -> int:
+    return pool.manager.stats().num_referenced_blocks
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "clock", "priority", "longest_first", "adaptive"])
+def test_what_is_pinned_outlives_what_is_not(policy: str) -> None:
+    pool = cached(eviction_policy=policy)
+    assert pinned(pool, PROMPT[:8]) == 8
+    pool.prefill(2, range(24))  # all but the pinned blocks
+    assert len(pool.matched(PROMPT)) == 2
+    pool.step(releases=[2])
+    pool.step()
+    pool.manager.unpin_prefix(A, "p")
+    pool.prefill(3, range(1000, 1032))  # the whole pool
+    assert pool.matched(PROMPT) == []
+
+
+@pytest.mark.parametrize(("num_tokens", "num_kept"), [(3, 0), (4, 4), (5, 4), (7, 4), (8, 8), (9, 8)])
+def test_whole_blocks_are_pinned(num_tokens: int, num_kept: int) -> None:
+    assert pinned(cached(), PROMPT[:num_tokens]) == num_kept
+
+
+def test_as_much_is_pinned_as_is_cached_for_the_tenant() -> None:
+    pool = cached()
+    assert pinned(pool, [*PROMPT[:8], 7, 7, 7, 7]) == 8
+    assert pinned(pool, [7, *PROMPT], pin_id="q") == 0
+    assert pinned(pool, PROMPT, tenant="other", pin_id="q") == 0
+    assert pool.manager.stats().num_pins == 1
+
+
+def test_all_pins_together_hold_at_most_half_the_pool_and_share_what_they_share() -> None:
+    pool = cached(num_blocks=8)  # 7 usable blocks, 3 of them may be pinned
+    assert pinned(pool, PROMPT, pin_id="p") == 12
+    assert pinned(pool, PROMPT[:8], pin_id="q") == 8  # pinned already
+    assert pinned(pool, PROMPT, pin_id="r", session=B) == 12
+    pool.prefill(2, range(12))
+    assert pinned(pool, list(range(12)), pin_id="s") == 0
+    stats = pool.manager.stats()
+    assert (stats.num_pins, stats.num_pinned_blocks) == (3, 3)
+    pool.manager.unpin_prefix(A, "p")
+    pool.manager.unpin_prefix(B, "r")
+    pool.audit()
+    assert pinned(pool, list(range(12)), pin_id="s") == 4  # one block beside the two of q
+
+
+@pytest.mark.parametrize("end", ["unpin", "time", "session", "clear"])
+def test_references_drop_however_a_pin_ends(end: str) -> None:
+    pool = cached()
+    assert pinned(pool, PROMPT, session=B) == 16
+    assert referenced(pool) == 4
+    assert pool.state(pool.matched(PROMPT)[0]) is BlockState.REFERENCED
+    if end == "unpin":
+        pool.manager.unpin_prefix(B, "p")
+    elif end == "time":
+        pass_time(pool, 60.0)
+    elif end == "session":
+        pool.manager.close_session(B, may_still_write=False)
+    else:
+        assert pool.manager.clear_prefix_cache() == (4, 4)
+    pool.audit()
+    stats = pool.manager.stats()
+    assert (stats.num_referenced_blocks, stats.num_pins, stats.num_pinned_blocks) == (0, 0, 0)
+    assert stats.num_free_blocks + stats.num_cached_blocks == 8
+    if end != "session":
+        with pytest.raises(UnknownPin):
+            pool.manager.unpin_prefix(B, "p")
+
+
+def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() -> None:
+    pool = cached()
+    pool.manager.now = 100.0
+    assert pinned(pool, PROMPT, ttl=5.0) == 16
+    pass_time(pool, 4.75)
+    assert referenced(pool) == 4
+    pass_time(pool, -50.0)
+    assert referenced(pool) == 4
+    pass_time(pool, 50.25)
+    assert referenced(pool) == 0
+
+
+def test_whoever_looks_sees_the_end_without_a_tick() -> None:
+    pool = cached()
+    pinned(pool, PROMPT, ttl=5.0)
+    pool.manager.now = 5.0
+    with pytest.raises(UnknownPin):
+        pool.manager.unpin_prefix(A, "p")
+    assert referenced(pool) == 0
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, -0.001, MAX_PIN_TTL + 1, float("inf"), float("nan")])
+def test_a_time_to_live_out_of_range_is_refused(ttl: float) -> None:
+    pool = cached()
+    with pytest.raises(InvalidField):
+        pinned(pool, PROMPT, ttl=ttl)
+    assert referenced(pool) == 0
+
+
+def test_only_its_session_ends_a_pin() -> None:
+    pool = cached()
+    pinned(pool, PROMPT)
+    for pin_id in ("p", "", "q"):
+        with pytest.raises(UnknownPin):
+            pool.manager.unpin_prefix(B, pin_id)
+    with pytest.raises(UnknownSession):
+        pool.manager.unpin_prefix(SessionId("gone"), "p")
+    with pytest.raises(UnknownSession):
+        pinned(pool, PROMPT, session=SessionId("gone"))
+    assert referenced(pool) == 4
+
+
+def test_pins_are_bounded() -> None:
+    pool = cached()
+    for number in range(MAX_PINS):
+        pool.manager.pin_prefix(A, str(number), "", int32(PROMPT), 60.0 + number)
+    with pytest.raises(OutOfPins) as refused:
+        pinned(pool, PROMPT)
+    assert refused.value.metadata == {"limit": str(MAX_PINS)}
+    pass_time(pool, 60.0)  # the first one ends
+    assert pinned(pool, PROMPT) == 16
+
+
+def test_a_pin_is_no_table_that_shares_a_block() -> None:
+    pool = CorePool()
+    pool.prefill(1, PROMPT)
+    pinned(pool, PROMPT)
+    assert pool.manager.stats().num_shared_blocks == 0
+    assert pool.manager.release(A, 1) == 0  # the pin holds them
+
+
+def test_a_write_into_a_pinned_block_copies_first() -> None:
+    pool = CorePool()
+    table = pool.prefill(1, PROMPT[:8])
+    pinned(pool, PROMPT[:8])
+    reply = pool.step(truncates=[(1, 6)], reserves=[(1, 8, 8)])
+    assert reply.copy_sources.tolist() == table[1:2]
+    assert pool.matched(PROMPT[:8]) == table
+
+
+def test_pins_make_others_wait_while_somebody_runs() -> None:
+    pool = cached()  # 8 usable blocks
+    pinned(pool, PROMPT)
+    pool.prefill(1, range(12))
+    pool.create(2, range(500, 508))
+    assert pool.step(starts=[(2, 8, 0)]).start_reserved.tolist() == [4]
+    reply = pool.step(reserves=[(2, 8, 8)])
+    assert reply.reserve_reserved[0] < 8
+    assert pool.manager.stats().num_pins == 1
+
+
+def test_pins_give_way_to_a_sequence_that_runs_alone_the_soonest_to_end_first() -> None:
+    pool = cached(num_blocks=10)  # 9 usable blocks, 4 may be pinned
+    pool.prefill(1, range(16))
+    pool.step(releases=[1])
+    pool.step()
+    assert pinned(pool, PROMPT[:8], ttl=60.0, pin_id="later") == 8
+    assert pinned(pool, list(range(8)), ttl=30.0, pin_id="sooner") == 8
+    pool.create(2, range(500, 536))  # the whole pool
+    assert pool.step(starts=[(2, ALL, 0)]).start_reserved.tolist() == [20]
+    assert pool.step(reserves=[(2, 24, 28)]).reserve_reserved.tolist() == [28]
+    assert pool.matched(list(range(8))) == []
+    assert pool.manager.stats().num_pins == 1
+    assert pool.step(reserves=[(2, 36, 36)]).reserve_reserved.tolist() == [36]
+    assert pool.manager.stats().num_pins == 0
+
+
+def test_no_pin_gives_way_for_what_is_soon_lifted_or_would_not_be_enough() -> None:
+    pool = cached(num_blocks=10)
+    pinned(pool, PROMPT[:8])
+    pool.prefill(1, range(28))
+    pool.create(2, range(500, 508))
+    # What is released stays fenced: the step before may still read it.
+    assert pool.step(lag=1, releases=[1], starts=[(2, 8, 0)]).start_reserved.tolist() == [0]
+    assert pool.manager.stats().num_pins == 1
+    assert pool.step(starts=[(2, 8, 0)]).start_reserved.tolist() == [8]
+    # Beside what a session that died may still write, even all pins would not do.
+    pool.create(1, range(700, 720), session=B)
+    pool.step(B, starts=[(1, ALL, 0)])
+    pool.manager.close_session(B, may_still_write=True)
+    assert pool.step(reserves=[(2, 36, 36)]).reserve_reserved[0] < 36
+    assert pool.manager.stats().num_pins == 1
+
+
+def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_its_blocks() -> None:
+    pool = cached()  # 8 usable blocks
+    assert pinned(pool, PROMPT) == 16
+    pool.create(1, [*PROMPT, 1])
+    pool.create(2, range(500, 524))
+    assert pool.step(starts=[(1, ALL, ALL), (2, 4, 0)]).start_hits.tolist() == [16, 0]
+    # Five blocks more, where two are free and one is lifted soon: three would have to come from the pin, whose four are fenced.
+    reply = pool.step(lag=1, releases=[1], reserves=[(2, 24, 24)])
+    assert reply.reserve_reserved[0] < 24
+    assert pool.manager.stats().num_pins == 1
+    assert pool.step(reserves=[(2, 24, 24)]).reserve_reserved.tolist() == [24]  # alone, and nothing is fenced any more
+    assert pool.manager.stats().num_pins == 0
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_admission_is_told_exactly(is_pinned: bool) -> None:
+    pool = cached()
+    if is_pinned:
+        pinned(pool, PROMPT)
+    tokens = int32(range(700, 732))
+    assert pool.manager.check_admission("", tokens, 0, 0).can_now
+    pool.manager.open_session(SessionId("c"), Executor.CACHE)
+    pool.create(1, tokens.tolist(), session=SessionId("c"))
+    pool.manager.extend(SessionId("c"), 1, 32, look_up=True)
+    assert pool.manager.stats().num_pins == 0
+    pool.audit()
+
+
+def test_the_watermark_is_0_beside_nothing_but_pins() -> None:
+    pool = cached(watermark=0.3)  # 2 of 8 blocks
+    pinned(pool, PROMPT)
+    pool.create(1, range(16))
+    assert pool.step(starts=[(1, ALL, 0)]).start_reserved.tolist() == [16]
+
+
+@pytest.mark.parametrize("end", ["unpin", "time", "session"])
+def test_what_was_pinned_goes_from_its_leaves(end: str) -> None:
+    pool = cached()
+    pinned(pool, PROMPT, session=B)
+    if end == "unpin":
+        pool.manager.unpin_prefix(B, "p")
+    elif end == "time":
+        pass_time(pool, 60.0)
+    else:
+        pool.manager.close_session(B, may_still_write=False)
+    for num_left in (3, 2, 1, 0):
+        pool.manager.evict_blocks(pool.manager.stats().num_free_blocks + 1)
+        assert len(pool.matched(PROMPT)) == num_left

@@ -1,0 +1,72 @@
+"""Eviction policies on generated workloads: hits, and leaves before parents once there is something learned."""
+
+from typing import Any
+
+import pytest
+
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.types import Int32Array
+from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum, replay_policy
+from tests.support.reference.workloads import WORKLOADS, multi_turn, recency, scan, zipf
+
+# What is promised; in `phases` one thing learned is wrong in the next phase, and costs up to a turnover of the cache.
+NEVER_BELOW_LRU = [name for name in WORKLOADS if name != "phases"]
+
+
+@pytest.mark.parametrize("name", NEVER_BELOW_LRU)
+@pytest.mark.parametrize("num_blocks", [60, 250, 1000])
+def test_adaptive_is_nowhere_below_lru(name: str, num_blocks: int) -> None:
+    requests = WORKLOADS[name](7)
+    lru, adaptive = (replay_policy(requests, num_blocks, policy).hit_rate for policy in ("lru", "adaptive"))
+    assert adaptive >= lru - 0.001
+
+
+def test_adaptive_keeps_what_returns_from_a_scan() -> None:
+    """The guard of the test above: the policy does deviate, and gains by it."""
+    requests = scan(3)
+    assert replay_policy(requests, 200, "adaptive").hit_rate > 1.1 * replay_policy(requests, 200, "lru").hit_rate
+
+
+def test_adaptive_recovers_from_a_change() -> None:
+    requests = WORKLOADS["phases"](1)
+    lru, adaptive = (replay_policy(requests, 800, policy) for policy in ("lru", "adaptive"))
+    assert lru.num_hits - adaptive.num_hits < 800
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_victims_are_leaves_in_the_core(policy: str) -> None:
+    requests = [request for three in zip(zipf(1), multi_turn(1), recency(1), strict=True) for request in three][:900]
+    replay = CoreReplay(150, policy)
+    index = replay.manager.tables.index
+    forget = index.forget_blocks
+    num_forgotten = 0
+
+    def forget_leaves(blocks: Int32Array, *why: Any) -> Int32Array:
+        nonlocal num_forgotten
+        num_forgotten += len(blocks)
+        lost = forget(blocks, *why)
+        assert len(lost) == 0
+        return lost
+
+    index.forget_blocks = forget_leaves  # type: ignore[method-assign]
+    for request in requests:
+        replay.run(request)
+    assert num_forgotten > 5000
+    assert replay.manager.check_invariants() == []
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_the_fast_replay_hits_what_the_core_hits(policy: str) -> None:
+    """Up to what the block more does that the core computes into, where a request is as long as the pool."""
+    requests = zipf(2, num_requests=400)
+    core, fast = replay_core(requests, 120, policy), replay_policy(requests, 120, policy)
+    assert core.num_blocks == fast.num_blocks
+    assert core.hit_rate == pytest.approx(fast.hit_rate, abs=0.01)
+
+
+def test_nothing_beats_the_optimum() -> None:
+    requests = zipf(4, num_requests=600)
+    best = replay_optimum(requests, 200).num_hits
+    rates = {policy: replay_policy(requests, 200, policy).num_hits for policy in POLICY_NAMES}
+    assert max(rates.values()) <= best
+    assert replay_optimum(requests, 10**6).num_hits == replay_policy(requests, 10**5, "lru").num_hits

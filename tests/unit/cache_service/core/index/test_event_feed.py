@@ -1,0 +1,260 @@
+"""Whoever applies the snapshot and the events of a watch has what the index has, whatever happens meanwhile."""
+
+import random
+
+import pytest
+
+from kvkeeper.cache_service.core.index import event_feed as events
+from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel, Tier
+from tests.support.worlds.core_pool import A, CorePool, int32
+from tests.support.worlds.event_reader import SPEC_KEY, EventReader, block_name, first_parent, names_in
+
+TENANTS = ("", "a")
+
+
+class World:
+    """An index of a few blocks of one token each, its feed and its readers, driven at random."""
+
+    def __init__(self, seed: int, num_blocks: int = 14) -> None:
+        self.dice = random.Random(seed)
+        self.index = PrefixIndex(num_blocks, 1)
+        self.free = list(range(1, num_blocks))
+        self.demoted: dict[int, int] = {}  # node to the block that it had
+        self.readers: list[EventReader] = []
+        self.feed: EventFeed | None = None
+        self.num_told_late = 0  # events about what changed while a snapshot went on
+
+    def insert(self) -> None:
+        path = [self.dice.randrange(3) for _ in range(self.dice.randint(1, 5))]
+        root = self.index.root(self.dice.choice(TENANTS))
+        found = self.index.match(root, int32(path), len(path)).tolist()
+        new = path[len(found) :]
+        while len(self.free) < len(new):
+            self.forget()
+            found = self.index.match(root, int32(path), len(path)).tolist()
+            new = path[len(found) :]
+        blocks = [self.free.pop() for _ in new]
+        self.index.insert_run(found[-1] if found else root, int32(new), int32(blocks))
+
+    def forget(self) -> None:
+        used = self.index.node_of_block.nonzero()[0].tolist()
+        blocks = self.dice.sample(used, min(len(used), self.dice.randint(1, 2)))
+        lost = self.index.forget_blocks(int32(blocks)).tolist()
+        self.free += blocks + [block for block in lost if block]
+        self._settle()
+
+    def clear(self) -> None:
+        self.free += [block for block in self.index.clear().tolist() if block]
+        self._settle()
+
+    def change_tier(self) -> None:
+        nodes = self.index.node_of_block[self.index.node_of_block > 0].tolist()
+        if self.demoted and self.dice.random() < 0.5:
+            node, tier = self.dice.choice(list(self.demoted)), Tier.DEVICE
+            self.index.block_of_node[node] = self.demoted[node]
+            self.index.node_of_block[self.demoted.pop(node)] = node
+        elif nodes:
+            node, tier = self.dice.choice(nodes), Tier.HOST
+            self.demoted[node] = int(self.index.block_of_node[node])
+            self.index.node_of_block[self.demoted[node]] = self.index.block_of_node[node] = 0
+        else:
+            return
+        if self.index.journal is not None:
+            self.index.journal.tier_changed(int32([node]), tier)
+
+    def _settle(self) -> None:
+        """What was demoted and went with what was above it gives its block back too."""
+        for node in [node for node in self.demoted if self.index.key(node) is None]:
+            self.free.append(self.demoted.pop(node))
+
+    def open(self) -> None:
+        if self.feed is None or not self.feed.watches:
+            self.feed = EventFeed(self.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+        tenant = self.dice.choice(TENANTS)
+        self.readers.append(EventReader(tenant, self.feed.open(tenant)))
+
+    def close(self) -> None:
+        if self.readers:
+            assert self.feed is not None
+            self.feed.close(self.readers.pop(self.dice.randrange(len(self.readers))).watch)
+
+    def advance(self) -> None:
+        if self.feed is not None:
+            self.feed.advance(self.dice.randint(1, 6))
+        for reader in self.readers:
+            late = [event.kind for event in reader.watch._events if event.kind is not EventKind.SNAPSHOT]
+            self.num_told_late += not reader.is_complete and EventKind.REMOVED in late
+            reader.read(self.dice.randint(0, 3))
+
+    def check(self) -> None:
+        while self.feed is not None and self.feed.advance(1000):
+            pass
+        for reader in self.readers:
+            reader.read()
+            assert reader.is_complete
+            assert reader.blocks == names_in(self.index, reader.tenant)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 10))
+def test_snapshot_and_events_are_the_index_of_the_tenant(first_seed: int) -> None:
+    num_told_late = 0
+    for seed in range(first_seed, first_seed + 10):
+        world = World(seed)
+        doings = [world.insert] * 6 + [world.forget] * 3 + [world.change_tier] * 3 + [world.advance] * 6
+        doings += [world.open, world.close, world.check]
+        for _ in range(400):
+            world.dice.choice(doings)()
+            if world.dice.random() < 0.01:
+                world.clear()
+        world.check()
+        num_told_late += world.num_told_late
+    assert num_told_late > 0, "nothing was removed during a snapshot: the world is too slow for its feed"
+
+
+def test_what_steps_do_is_told_in_their_order() -> None:
+    world = CorePool(num_blocks=5, block_size=2)
+    world.prefill(1, [1, 2, 3, 4])
+    feed = EventFeed(world.manager.tables.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader = EventReader("", feed.open(""))
+    while feed.advance(1):
+        pass
+    reader.read()
+    first = block_name(first_parent(""), [1, 2])
+    second = block_name(first, [3, 4])
+    assert reader.kinds == [EventKind.SNAPSHOT, EventKind.SNAPSHOT_END]
+    assert list(reader.blocks) == [first, second]
+    world.step(A, releases=[1])
+    world.prefill(2, [1, 2, 5, 6, 7, 8, 9])  # takes the pool whole: [3, 4] is evicted
+    feed.advance(100)
+    reader.read()
+    assert reader.kinds[2:] == [EventKind.REMOVED, EventKind.PRESSURE, EventKind.STORED]
+    assert reader.pressure is PressureLevel.CRITICAL
+    third = block_name(first, [5, 6])
+    assert list(reader.blocks) == [first, third, block_name(third, [7, 8])]
+    world.manager.clear_prefix_cache()
+    feed.advance(100)
+    reader.read()
+    assert reader.blocks == {}
+
+
+def test_another_tenants_blocks_are_never_told() -> None:
+    world = CorePool(num_blocks=9, block_size=2)
+    feed = EventFeed(world.manager.tables.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    ours, theirs = (EventReader(tenant, feed.open(tenant)) for tenant in ("ours", "theirs"))
+    world.prefill(1, [1, 2, 3, 4], tenant="ours")
+    while feed.advance(1):
+        pass
+    for reader in (ours, theirs):
+        reader.read()
+    assert (len(ours.blocks), len(theirs.blocks)) == (2, 0)
+
+
+def test_nobody_watching_leaves_no_journal() -> None:
+    index = PrefixIndex(8, 1)
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    watches = [feed.open(""), feed.open("")]
+    assert index.journal is not None
+    feed.close(watches[0])
+    assert index.journal is not None
+    feed.close(watches[1])
+    assert index.journal is None
+
+
+def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING_NAMES", 10)
+    index = PrefixIndex(64, 1)
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    slow, quick = EventReader("", feed.open("")), EventReader("", feed.open(""))
+    while feed.advance(100):
+        pass
+    for token in range(11):
+        assert not slow.watch.is_lagging
+        index.insert_run(index.root(""), int32([token]), int32([token + 1]))
+        feed.advance(100)
+        quick.read()
+    assert slow.watch.is_lagging
+    assert slow.watch.take() is None
+    assert not quick.watch.is_lagging
+    assert quick.blocks == names_in(index, "")
+
+
+def test_a_snapshot_waits_for_its_reader_instead_of_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING_NAMES", 10)
+    monkeypatch.setattr(events, "_SNAPSHOT_AHEAD", 5)
+    index = PrefixIndex(64, 1)
+    index.insert_run(index.root(""), int32(range(50)), int32(range(1, 51)))
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader = EventReader("", feed.open(""))
+    rounds = 0
+    while not reader.is_complete:
+        while feed.advance(3):
+            pass
+        reader.read(1)
+        rounds += 1
+    assert rounds > 5
+    assert not reader.watch.is_lagging
+    assert reader.blocks == names_in(index, "")
+
+
+@pytest.mark.parametrize("by", ["the snapshot", "a block stored below"])
+def test_a_slice_is_no_longer_than_its_budget_however_deep_a_block_is(by: str) -> None:
+    index = PrefixIndex(64, 1)
+    index.insert_run(index.root(""), int32(range(50)), int32(range(1, 51)))
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader = EventReader("", feed.open(""))
+    reader.watch.next_node = 50  # as if the deepest block had the first number
+    if by == "a block stored below":
+        index.insert_run(index.match(index.root(""), int32(range(50)), 50)[-1], int32([50]), int32([51]))
+    for num_told in range(5, 50, 5):
+        assert feed.advance(5)
+        reader.read()
+        assert len(reader.blocks) == num_told
+    while feed.advance(5):
+        pass
+    reader.read()
+    assert reader.blocks == names_in(index, "")
+
+
+def test_changes_that_nobody_reads_are_bounded() -> None:
+    index = PrefixIndex(8, 1)
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None, max_unread=20)
+    watch = feed.open("")
+    for _ in range(30):
+        index.insert_run(index.root(""), int32([1]), int32([1]))
+        index.forget_blocks(int32([1]), MatchEnd.EVICTED)
+    assert index.journal is not None
+    assert len(index.journal) <= 20
+    assert feed.advance(1) is False
+    assert watch.is_lagging
+
+
+def test_the_level_comes_with_the_end_of_the_snapshot_and_then_by_itself() -> None:
+    index = PrefixIndex(8, 1)
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader = EventReader("", feed.open(""))
+    assert index.journal is not None
+    index.journal.pressure_changed(PressureLevel.HIGH)
+    while feed.advance(1):
+        pass
+    index.journal.pressure_changed(PressureLevel.MEDIUM)
+    reader.read(1)
+    assert (reader.kinds, reader.pressure) == ([EventKind.SNAPSHOT_END], PressureLevel.HIGH)
+    feed.advance(1)
+    reader.read()
+    assert (reader.kinds[1:], reader.pressure) == ([EventKind.PRESSURE], PressureLevel.MEDIUM)
+
+
+def test_the_feed_is_woken_by_the_first_change_of_a_row_only() -> None:
+    index = PrefixIndex(8, 1)
+    calls: list[None] = []
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: calls.append(None))
+    feed.open("")
+    for token in (1, 2):
+        index.insert_run(index.root(""), int32([token]), int32([token]))
+    assert len(calls) == 1
+    while feed.advance(5):
+        pass
+    index.forget_blocks(int32([1]))
+    assert len(calls) == 2

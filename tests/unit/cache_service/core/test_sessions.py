@@ -1,0 +1,261 @@
+"""PROTOCOL 3 (exactly once) and 6 (sessions): gates, leases, epochs, death and quarantine, in the core."""
+
+import pytest
+
+from kvkeeper.cache_service.core.values.errors import (
+    InvalidField,
+    OutOfSessions,
+    StaleEpoch,
+    StepConflict,
+    StepGap,
+    UnknownSession,
+    WrongMode,
+)
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
+from kvkeeper.cache_service.runtime.lease import Session, SessionMode, SessionTable
+from tests.support.worlds.core_pool import ALL, A, B, CorePool
+
+
+def open_session(executor: Executor = Executor.ENGINE, ttl: float = 10.0) -> tuple[SessionTable, Session]:
+    table = SessionTable(epoch=100, max_sessions=2)
+    return table, table.open(SessionId("a"), executor, ttl, "test", now=0.0)
+
+
+# Exactly once
+
+
+def test_once_a_repeat_gets_the_same_bytes_and_a_new_step_none() -> None:
+    _, session = open_session()
+    assert session.repeat_of(1, b"one") is None
+    session.record(1, 0, b"one", b"answer")
+    assert session.repeat_of(1, b"one") == b"answer"
+    assert session.repeat_of(2, b"two") is None
+
+
+def test_once_the_same_id_with_other_contents_is_a_conflict() -> None:
+    _, session = open_session()
+    session.record(1, 0, b"one", b"answer")
+    with pytest.raises(StepConflict) as refused:
+        session.repeat_of(1, b"other")
+    assert refused.value.metadata == {"expected_step_id": "2"}
+    assert session.repeat_of(1, b"one") == b"answer"
+
+
+@pytest.mark.parametrize("step_id", [-1, 0, 1, 4, 2**53])
+def test_once_a_gap_or_an_older_id_tells_what_is_expected(step_id: int) -> None:
+    _, session = open_session()
+    for done in (1, 2):
+        session.record(done, done - 1, b"%d" % done, b"answer")
+    with pytest.raises(StepGap) as refused:
+        session.repeat_of(step_id, b"1")
+    assert refused.value.metadata == {"expected_step_id": "3"}
+
+
+def test_once_before_the_first_step_nothing_is_a_repeat() -> None:
+    _, session = open_session()
+    with pytest.raises(StepGap):
+        session.repeat_of(0, b"")
+
+
+def test_once_at_most_two_steps_are_in_flight_and_completions_do_not_shrink() -> None:
+    _, session = open_session()
+    for step_id, completed in ((1, 0), (2, 0), (3, 1), (4, 3)):
+        session.check_completed(step_id, completed)
+        session.record(step_id, completed, b"", b"")
+    for completed in (2, 5, -1):
+        with pytest.raises(InvalidField):
+            session.check_completed(5, completed)
+    session.complete(4)
+    session.complete(2)  # by RenewSession: an old one is ignored
+    session.check_completed(5, 3)  # a step that was lost comes again with the same bytes
+    session.record(5, 3, b"", b"")
+    assert session.completed_step_id == 4
+    session.check_completed(6, 4)
+    for completed in (6, -1):
+        with pytest.raises(InvalidField):
+            session.complete(completed)
+
+
+def test_once_where_the_service_copies_steps_do_not_overlap() -> None:
+    _, session = open_session(Executor.CACHE)
+    session.check_completed(1, 0)
+    session.record(1, 0, b"", b"")
+    with pytest.raises(InvalidField):
+        session.check_completed(2, 0)
+    session.check_completed(2, 1)
+
+
+def test_once_a_session_steps_or_calls_but_not_both() -> None:
+    _, session = open_session()
+    session.use_mode(SessionMode.STEPS)
+    session.use_mode(SessionMode.STEPS)
+    with pytest.raises(WrongMode) as refused:
+        session.use_mode(SessionMode.ONE_ITEM)
+    assert refused.value.metadata == {"mode": "steps"}
+
+
+# Leases and epochs
+
+
+def test_6_epochs_strictly_increase_and_only_an_equal_one_is_accepted() -> None:
+    table, first = open_session()
+    second = table.open(SessionId("b"), Executor.ENGINE, 10.0, "", now=0.0)
+    assert 100 < first.epoch < second.epoch
+    assert table.require("a", first.epoch, 1.0) is first
+    for epoch in (first.epoch - 1, second.epoch, 0, -1):
+        with pytest.raises(StaleEpoch) as refused:
+            table.require("a", epoch, 1.0)
+        assert refused.value.metadata == {"current_epoch": str(second.epoch)}
+
+
+def test_6_a_session_that_ended_never_returns() -> None:
+    table, session = open_session()
+    table.end(session)
+    table.end(session)  # whoever ends it first
+    with pytest.raises(UnknownSession):
+        table.require("a", session.epoch, 0.0)
+    again = table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
+    assert again.epoch > session.epoch
+    assert (again.step_id, again.last_reply) == (0, b"")
+
+
+def test_6_a_lease_ends_with_its_ttl_unless_messages_renew_it() -> None:
+    table, session = open_session(ttl=10.0)
+    for now in (9.9, 19.8, 29.7):
+        assert table.expired(now) == []
+        table.renew(table.require("a", session.epoch, now), now)
+    assert table.next_deadline() == pytest.approx(39.7)
+    table.require("a", session.epoch, 39.0)  # to be asked for is not to be renewed
+    assert table.expired(39.8) == [session]
+    with pytest.raises(UnknownSession):
+        table.require("a", session.epoch, 39.8)
+    assert len(table) == 1  # until its owner has reclaimed it
+
+
+def test_6_an_idle_session_that_renews_is_never_reaped() -> None:
+    table, session = open_session(ttl=10.0)
+    now = 0.0
+    for _ in range(30 * 24 * 360):  # 30 days, a heartbeat every 10 s but a little
+        now += 9.999
+        assert not table.expired(now)
+        table.renew(session, now)
+
+
+def test_6_a_lost_stream_leaves_half_a_second_and_a_message_ends_the_grace() -> None:
+    table, session = open_session()
+    table.start_grace(session, 5.0)
+    assert table.next_deadline() == 5.5
+    assert table.expired(5.4) == []
+    table.renew(table.require("a", session.epoch, 5.4), 5.4)
+    assert table.expired(15.3) == []
+    table.start_grace(session, 15.3)
+    assert table.expired(15.4) == [session]  # a grace does not lengthen the lease
+    table.renew(session, 15.3)
+    table.start_grace(session, 16.0)
+    assert table.expired(16.5) == [session]
+
+
+def test_6_sessions_run_out_with_the_limit() -> None:
+    table, session = open_session()
+    table.open(SessionId("b"), Executor.ENGINE, 10.0, "", now=0.0)
+    with pytest.raises(OutOfSessions) as refused:
+        table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
+    assert refused.value.metadata == {"limit": "2"}
+    table.end(session)
+    table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
+    assert SessionTable(1, 0).next_deadline() is None
+
+
+# Death and quarantine
+
+
+def test_6_the_committed_cache_survives_its_session() -> None:
+    pool = CorePool(num_blocks=9)
+    blocks = pool.prefill(1, range(10))
+    result = pool.manager.close_session(A, may_still_write=True)
+    pool.audit()
+    assert result.num_released_sequences == 1
+    assert [pool.state(block) for block in blocks] == [BlockState.CACHED, BlockState.CACHED, BlockState.QUARANTINED]
+    pool.create(2, range(10), session=B)
+    assert pool.step(B, starts=[(2, ALL, ALL)]).start_hits.tolist() == [8]
+
+
+@pytest.mark.parametrize("reserved", [8, 9, 12, 13, 16])
+def test_6_what_a_dead_session_may_still_write_is_not_reused_before_quarantine_ends(reserved: int) -> None:
+    pool = CorePool(num_blocks=5)
+    pool.prefill(1, range(6))
+    pool.step(reserves=[(1, reserved, reserved)])
+    writable = pool.table(1)[1:]
+    result = pool.manager.close_session(A, may_still_write=True)
+    assert result.num_quarantined_blocks == len(writable)
+    pool.create(2, range(50, 66), session=B)
+    granted = pool.step(B, starts=[(2, ALL, 0)]).start_block_ids.tolist()
+    assert not set(granted) & set(writable)
+    assert pool.manager.end_quarantine(A) == len(writable)
+    pool.audit()
+    assert pool.manager.end_quarantine(A) == 0
+    reply = pool.step(B, reserves=[(2, 1, 16)])
+    assert reply.reserve_reserved.tolist() == [16]
+
+
+def test_6_a_block_cut_short_under_a_running_step_is_quarantined() -> None:
+    """The step in flight writes behind the cut, though nothing behind it is reserved any more."""
+    pool = CorePool(num_blocks=3)
+    pool.prefill(1, range(5))
+    pool.step(reserves=[(1, 8, 8)])
+    pool.step(lag=1, truncates=[(1, 5)])
+    written = pool.table(1)[1]
+    pool.manager.close_session(A, may_still_write=True)
+    assert pool.state(written) is BlockState.QUARANTINED
+
+
+def test_6_fenced_blocks_that_nothing_caches_are_quarantined_and_cached_ones_stay_cached() -> None:
+    pool = CorePool(num_blocks=9)
+    blocks = pool.prefill(1, range(6))
+    pool.step(reserves=[(1, 8, 8)])
+    pool.step(lag=1, releases=[1])
+    pool.manager.close_session(A, may_still_write=True)
+    pool.audit()
+    assert [pool.state(block) for block in blocks] == [BlockState.CACHED, BlockState.QUARANTINED]
+
+
+def test_6_a_drained_session_leaves_nothing_behind() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.prefill(1, range(6))
+    pool.step(reserves=[(1, 20, 20)])
+    pool.step(lag=1, truncates=[(1, 7)])
+    result = pool.manager.close_session(A, may_still_write=False)
+    assert result.num_quarantined_blocks == 0
+    pool.audit()
+    stats = pool.manager.stats()
+    assert (stats.num_free_blocks, stats.num_cached_blocks, stats.num_running_sequences) == (7, 1, 0)
+
+
+def test_6_one_sessions_end_is_nothing_to_another() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.prefill(1, range(6))
+    pool.prefill(1, range(6), session=B)
+    before = pool.table(1, session=B), pool.counters(1, session=B)
+    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.end_quarantine(A)
+    assert (pool.table(1, session=B), pool.counters(1, session=B)) == before
+    manager = pool.manager
+    for call in (lambda: pool.create(2, [1]), lambda: pool.view(1), lambda: manager.close_session(A, may_still_write=True)):
+        with pytest.raises(UnknownSession):
+            call()
+    pool.audit()
+
+
+def test_a_large_session_is_gone_at_once_and_given_back_in_slices() -> None:
+    pool = CorePool(num_blocks=17)
+    pool.manager.reclaim.at_once = 1
+    tables = [pool.prefill(i, range(10 * i, 10 * i + 8)) for i in (1, 2, 3)]
+    assert pool.manager.close_session(A, may_still_write=False).num_released_sequences == 3
+    with pytest.raises(UnknownSession):
+        pool.view(2)
+    for num_given_back in (1, 2, 3):
+        pool.audit()
+        states = [{pool.state(block) for block in table} for table in tables]
+        assert states == [{BlockState.CACHED}] * num_given_back + [{BlockState.REFERENCED}] * (3 - num_given_back)
+        assert pool.manager.reclaim_some(1) == (num_given_back < 2)
+    assert pool.matched(range(20, 28)) == tables[1]

@@ -1,0 +1,142 @@
+"""The loop's edges that no good cache service shows: refused steps, broken text, and what the scheduler may import."""
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
+from kvkeeper.engine_service.values.request import FinishReason
+from tests.support.models.odd_models import odd_model
+from tests.support.processes.service_pair import Services, generate, services, toy_output
+
+
+@pytest.mark.parametrize("module", ["scheduler", "batch"])
+def test_the_scheduler_is_pure(module: str) -> None:
+    check = f"import kvkeeper.engine_service.{module}, sys; print({{'grpc', 'asyncio', 'torch', 'google'}} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=".")
+    assert found.stdout == "set()\n"
+
+
+async def test_a_refused_step_ends_its_requests_and_the_next_ones_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "a bug of ours")]
+    step = KvMemory.step
+
+    async def refuse_once(memory: KvMemory, *args: Any) -> StepResult:
+        if refusals and memory.session.step_id == 3:
+            raise refusals.pop()
+        return await step(memory, *args)
+
+    monkeypatch.setattr(KvMemory, "step", refuse_once)
+    async with services() as world:
+        await world.start_cache()
+        client = await world.client(await world.start_engine())
+        with pytest.raises(KvkeeperError) as failed:
+            await generate(client, [1, 2, 3], 20)
+        assert failed.value.reason == "REQUEST_FAILED"
+        assert not refusals
+        await serves_again(world)
+
+
+async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = AsyncCacheSession.create_sequence
+
+    async def refuse_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
+        if token_ids[0] == 7:
+            raise KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "no sevens")
+        return await create(session, sequence_id, token_ids, *args, **named)
+
+    monkeypatch.setattr(AsyncCacheSession, "create_sequence", refuse_sevens)
+    async with services() as world:
+        await world.start_cache()
+        client = await world.client(await world.start_engine())
+        good = asyncio.create_task(generate(client, [1, 2, 3], 20))
+        with pytest.raises(KvkeeperError) as failed:
+            await generate(client, [7, 8])
+        assert failed.value.reason == "REQUEST_FAILED"
+        assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
+
+
+async def test_text_that_fails_ends_its_request_alone() -> None:
+    class Broken:
+        def push(self, token_id: int) -> tuple[str, bool]:
+            raise ValueError("no such token")
+
+        def flush(self) -> str:
+            return ""
+
+    class Text:
+        tokenizer = None
+
+        def output(self, prompt: list[int], stops: tuple[str, ...]) -> Any:
+            return Broken() if prompt[0] == 7 else good_text.output(prompt, stops)
+
+    model = odd_model()
+    good_text = model.text
+    async with services() as world:
+        await world.start_cache()
+        engine = await world.start_engine(dataclasses.replace(model, text=Text()))
+        client = await world.client(engine)
+        good = asyncio.create_task(generate(client, [1, 2, 3], 20))
+        with pytest.raises(KvkeeperError) as failed:
+            await generate(client, [7, 8], n=2)
+        assert (failed.value.reason, "such" in failed.value.message) == ("REQUEST_FAILED", False)
+        assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
+        assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def test_health_follows_the_session() -> None:
+    async with services() as world:
+        await world.start_cache()
+        engine = await world.start_engine(lease_ms=500)
+        async with grpc.aio.insecure_channel(engine.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(service="kvkeeper.engine.v1.EngineService"), timeout=20
+            )
+            seen = []
+            async for answer in watch:
+                seen.append(answer.status)
+                if len(seen) == 1:
+                    await world.stop_cache()
+                if len(seen) == 2:
+                    await world.start_cache()
+                if len(seen) == 3:
+                    watch.cancel()
+                    break
+        assert seen == [1, 2, 1], "serving, not serving, serving"
+
+
+async def serves_again(world: Services) -> None:
+    client = await world.client(await world.start_engine())
+    assert (await generate(client, [1, 2, 3])).token_ids == [toy_output([1, 2, 3], 8)]
+
+
+def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
+    usage = Usage(1, 0, 4, 0, 0)
+    pieces = [
+        OutputChunk(0, "a", (1,)),
+        OutputChunk(0, "b", (2,)),
+        OutputChunk(1, "c", (3,)),
+        OutputChunk(0, "", (4,), FinishReason.LENGTH),
+        OutputChunk(1, "d", (), FinishReason.STOP, usage),
+    ]
+    assert coalesce(pieces) == [OutputChunk(0, "ab", (1, 2)), *pieces[2:]]
+    assert coalesce([*pieces[:2], pieces[3]]) == [OutputChunk(0, "ab", (1, 2, 4), FinishReason.LENGTH)]
+    assert coalesce([]) == []
+
+
+def test_every_column_of_a_plan_is_sent() -> None:
+    from kvkeeper.engine_service.scheduler.plan import Plan
+
+    sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
+    unused = {"truncate_ids", "truncate_lens"}
+    added_by_memory = {"completed_transfers", "failed_transfers"}
+    assert set(StepItems.__dataclass_fields__) - sent == unused | added_by_memory

@@ -1,0 +1,212 @@
+"""Teacher-forced logits through the paged cache against transformers, with hand-made block tables.
+
+The arena is NaN wherever nothing was written, block ids are shuffled, and prefix hits, forks with a copied tail and
+preemptions happen on the way. The bound is RELIABILITY's: 1e-5, and 5 times transformers' own eager-against-SDPA
+difference in the same run; a dropped token must exceed it 1,000 times.
+"""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.model.decoder import Decoder
+from kvkeeper.engine_service.model.loader import load_model
+from tests.support.models.tiny_models import (
+    TINY_MODELS,
+    NumericsCase,
+    ReferenceLogits,
+    TinyModel,
+    build_model_folder,
+    logits_of,
+    numerics_cases,
+    random_tokens,
+    reference_logits,
+)
+from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
+
+torch.set_num_threads(1)
+
+BLOCK_SIZES = (4, 16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """A loaded model, the cases, and transformers' logits of them."""
+
+    model: Decoder
+    block_size: int
+    cases: tuple[NumericsCase, ...]
+    reference: ReferenceLogits
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
+def folder(request, tmp_path_factory):
+    return build_model_folder(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module", params=BLOCK_SIZES)
+def world(request, folder):
+    cases = numerics_cases(request.param)
+    model, _ = load_model(folder, progress=False)
+    return World(model, request.param, cases, reference_logits(folder, cases))
+
+
+class HandTables:
+    """A runner on a plain tensor, with block tables made by hand: what the cache service will do, without one."""
+
+    def __init__(self, model, block_size, num_blocks=200, fill=float("nan")):
+        self.block_size = block_size
+        layout = kv_layout_of(model.config, model.dtype, block_size)
+        view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
+        self.runner = ModelRunner(model, view, layout)
+        self.free = (np.random.default_rng(0).permutation(num_blocks - 1) + 1).tolist()
+        self.num_copies = 0
+
+    def take(self, num_blocks):
+        return [self.free.pop() for _ in range(num_blocks)]
+
+    def table_for(self, case: NumericsCase, parent_table):
+        """The block table that the case starts with, and how many of its tokens are in the cache already."""
+        table, shared = [], max(case.hit_len, case.fork_len)
+        if shared:
+            table = list(parent_table[: -(-shared // self.block_size)])
+            if shared % self.block_size:  # copy-on-write of the partial tail
+                (own,) = self.take(1)
+                self.runner.copy_blocks([(table[-1], own)])
+                table[-1] = own
+                self.num_copies += 1
+        table += self.take(-(-len(case.tokens) // self.block_size) - len(table))
+        return np.array(table, dtype=np.int32), shared
+
+    def compute(self, cases, chunk_size):
+        """All logits of all cases [len(tokens), vocab_size] in chunks; every case in one batch as soon as it can be."""
+        found = [[] for _ in cases]
+        tables, done = {}, {}
+        preempt_at = {index: case.preempt_at for index, case in enumerate(cases)}
+        while len(tables) < len(cases) or any(done[i] < len(cases[i].tokens) for i in tables):
+            for index, case in enumerate(cases):
+                shared = max(case.hit_len, case.fork_len)
+                if index not in tables and (not shared or done.get(case.parent, 0) >= shared):
+                    tables[index], done[index] = self.table_for(case, tables.get(case.parent))
+                    if shared:
+                        found[index].append(torch.cat(found[case.parent])[:shared])
+            rows, members = [], []
+            for index, table in tables.items():
+                tokens, start = cases[index].tokens, done[index]
+                stop = min(start + chunk_size, preempt_at[index] or len(tokens))
+                if start < stop:
+                    rows.append(ScheduledRow(tokens[start:stop], start, table, WantLogits.ALL))
+                    members.append(index)
+            batch = build_batch(rows, self.block_size)
+            logits = self.runner.forward(batch)
+            for member, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
+                found[member].append(logits[first:last])
+                done[member] += int(last - first)
+                if done[member] == preempt_at[member]:
+                    tables[member] = np.array(self.take(len(tables[member])), dtype=np.int32)
+                    done[member], found[member], preempt_at[member] = 0, [], None
+        return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, "block size", 64])
+def test_logits_are_those_of_transformers(world, chunk_size):
+    tables = HandTables(world.model, world.block_size)
+    found = tables.compute(world.cases, world.block_size if chunk_size == "block size" else chunk_size)
+    error = world.reference.error(found)
+    assert error <= world.reference.bound
+    assert tables.num_copies == 2
+
+
+def test_the_noise_is_not_nothing(world):
+    """Where transformers has both kinds of attention; for capped scores it has eager alone."""
+    has_both = world.model.config.attention_soft_cap is None
+    assert (1e-7 < world.reference.noise < 1e-5) if has_both else world.reference.noise == math.inf
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])
+def test_16_bit_computation_is_close(folder, dtype, bound):
+    """Far below what a dropped token does (see below), in the same paths."""
+    model, _ = load_model(folder, dtype=dtype, progress=False)
+    cases = numerics_cases(4)
+    reference = reference_logits(folder, cases)
+    if model.config.embed_scale is not None:  # larger numbers, larger errors: held to what transformers errs by itself
+        bound = 1.5 * reference.error(logits_of(folder, cases, getattr(torch, dtype)))
+    assert reference.error(HandTables(model, 4).compute(cases, 7)) < bound
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_a_dropped_token_exceeds_the_bound_a_thousand_times(world, chunk_size, monkeypatch):
+    cases, reference = world.cases, world.reference
+    (index,) = [i for i, case in enumerate(cases) if case.fork_len == 3 * world.block_size - 1]
+    case = NumericsCase(cases[index].tokens)
+    dropped = len(case.tokens) - 3
+
+    def drop(batch):
+        slots = np.where(batch.positions == dropped, -1, batch.slot_mapping)
+        return dataclasses.replace(batch, slot_mapping=slots)
+
+    tables = HandTables(world.model, world.block_size, fill=0.0)
+    forward = tables.runner.forward
+    monkeypatch.setattr(tables.runner, "forward", lambda batch: forward(drop(batch)))
+    (found,) = tables.compute([case], chunk_size)
+    errors = (found - reference.eager[index]).abs().amax(dim=1)
+    assert float(errors[:dropped].max()) <= reference.bound
+    assert float(errors[dropped:].min()) > 1000 * reference.bound
+
+
+def test_a_prompt_longer_than_the_first_rotary_table(tmp_path):
+    """The table of cosines starts at 1,024 positions and grows."""
+    model_of = next(model for model in TINY_MODELS if model.name == "mistral_window")
+    folder = build_model_folder(tmp_path, model_of)
+    cases = [NumericsCase(random_tokens(1100))]
+    reference = reference_logits(folder, cases)
+    tables = HandTables(load_model(folder, progress=False)[0], 4, num_blocks=300)
+    assert reference.error(tables.compute(cases, 500)) <= reference.bound
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_factor": 1.3},
+        {"mscale": 0.7, "mscale_all_dim": 1.2},
+        {"beta_fast": 8, "beta_slow": 2},
+        {"truncate": False},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": 4096},
+    ],
+)
+def test_yarn_is_that_of_transformers_beyond_the_original_length(changes, tmp_path):
+    """A config that names a factor alone, as model cards advise, is served to the length that this gives."""
+    kind = TinyModel("qwen2", "Qwen2", {"max_position_embeddings": 64, "rope_parameters": YARN | changes})
+    folder = build_model_folder(tmp_path, kind)
+    cases = [NumericsCase(random_tokens(200))]
+    reference = reference_logits(folder, cases)
+    model, config = load_model(folder, progress=False)
+    assert config.max_position == int(config.rope.factor * config.rope.original_max_position)
+    assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound
+
+
+def test_an_original_length_beside_the_rope_has_the_last_word(tmp_path):
+    """As in transformers, for all kinds of scaling."""
+    llama3 = next(model for model in TINY_MODELS if model.name == "llama_llama3_rope").overrides["rope_parameters"]
+    for index, rope in enumerate((YARN, llama3)):
+        overrides = {"rope_parameters": dict(rope), "original_max_position_embeddings": 16}
+        folder = build_model_folder(tmp_path / str(index), TinyModel("llama", "Llama", overrides))
+        path = folder / "config.json"  # the library writes its own decision there
+        raw = json.loads(path.read_text())
+        raw["rope_parameters"]["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        path.write_text(json.dumps(raw | {"original_max_position_embeddings": 16}))
+        cases = [NumericsCase(random_tokens(40))]
+        reference = reference_logits(folder, cases)
+        model, config = load_model(folder, progress=False)
+        assert config.rope.original_max_position == 16
+        assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound

@@ -1,0 +1,78 @@
+"""Steps that overlap: planned while the last one is computed, on tokens that have not come and sequences that may end."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeeper.engine_service.values.request import SequenceState
+from tests.support.worlds.core_cache import CoreCache
+from tests.support.worlds.scheduler_world import World, make_request
+
+
+def overlapping(num_blocks: int = 64, block_size: int = 2, **options: object) -> World:
+    return World(num_blocks, block_size, make_cache=CoreCache, overlap=True, **options)  # type: ignore[arg-type]
+
+
+def test_it_computes_what_it_would_have() -> None:
+    world = overlapping(chunk_size=4)
+    world.submit(make_request([1, 2, 0, 1, 2, 0, 1], 6, n=2))
+    world.submit(make_request([2, 2], 5))
+    world.run()
+    world.check_outputs()
+    assert max(world.computed.values()) == 1, "nothing twice"
+
+
+def test_a_known_end_is_not_planned_past() -> None:
+    world = overlapping()
+    world.submit(make_request([1, 2, 0], 4))
+    world.run()
+    assert len(world.computed) == 3 + 4 - 1
+
+
+def test_what_was_cancelled_while_its_first_tokens_are_computed_stays_ended() -> None:
+    world = overlapping()
+    request = world.submit(make_request([1, 2, 0], 5, n=3))
+    world.step()
+    world.cancel(request)
+    for _ in range(4):
+        world.step()
+        assert {sequence.state for sequence in request.sequences} == {SequenceState.ENDED}
+    assert not world.scheduler.running.by_id
+    assert not world.cache.sequences
+
+
+def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
+    world = overlapping()
+    request = world.submit(make_request([1, 2, 0], 20))
+    other = world.submit(make_request([0, 1], 9))
+    world.stop_after[request.sequences[0]] = 3
+    world.run()
+    world.check_outputs()
+    assert len(world.outputs[other.sequences[0]]) == 9
+    assert sum(count for (arrival, _, _), count in world.computed.items() if arrival == 0) == 3 + 3 - 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(12, 40),
+    block_size=st.integers(1, 4),
+    requests=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=6),
+)
+def test_stops_cancellations_forks_and_preemptions_discovered_late(
+    seed: int, num_blocks: int, block_size: int, requests: list[tuple[int, int, int]]
+) -> None:
+    """Every read goes through the tables as they were when the step was planned, and runs after the next one was asked for."""
+    dice = random.Random(seed)
+    world = overlapping(num_blocks, block_size, chunk_size=dice.choice([2, 8]))
+    for length, new, n in requests:
+        if length + new <= world.limits.max_len:
+            request = world.submit(make_request([dice.randrange(3) for _ in range(length)], new, n=n))
+            for sequence in request.sequences:
+                if dice.random() < 0.3:
+                    world.stop_after[sequence] = dice.randint(1, new)
+            if dice.random() < 0.2:
+                world.cancel(request, after=dice.randint(1, 12))
+    world.run()
+    world.check_outputs()

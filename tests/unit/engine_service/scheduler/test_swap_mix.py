@@ -1,0 +1,97 @@
+"""Any mix of requests that swap, on the real core with its audit on: every token right, nothing left behind.
+
+A seed replays everything: forks, stops, cancellations, late arrivals, guesses, a host tier too small, transfers that fail.
+"""
+
+import random
+from collections import Counter
+
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions
+from kvkeeper.engine_service.scheduler.plan import Work
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.values.retention import Retention
+from tests.support.worlds.beam_world import BeamWorld
+from tests.support.worlds.core_cache import CoreCache
+from tests.support.worlds.scheduler_world import World, make_request, tiered
+
+NUM_SEEDS = 120
+
+
+def mixed(dice: random.Random) -> World:
+    """A world in which transfers fail and the cache is cleared now and then, and its requests."""
+    overlap, chunk_size = dice.random() < 0.5, dice.choice([2, 64])
+    sizes = (dice.randint(12, 30), dice.randint(1, 4), dice.choice([2, 5, 12, 60]))
+    way = dice.choice(list(Preemption))
+    world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, preemption=way)
+    world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
+    share = dice.choice([0, 0, 0.1])
+    world.fails = lambda order_id, kind: dice.random() < share
+    how_often = dice.choice([0, 0, 0.1, 0.5])
+    world.clears = lambda: dice.random() < how_often
+    if guesses := not overlap and chunk_size == 64:
+        world.guess = lambda tokens, index: [dice.randrange(3) for _ in range(dice.randrange(4))]
+    for _ in range(dice.randint(2, 7)):
+        for _ in range(dice.choice([0, 0, 1, 3])):
+            world.step()
+        length, new = dice.randint(1, 9), dice.randint(1, 12)
+        kept = Retention(dice.randint(0, 4), dice.randint(1, 5)) if dice.random() < 0.3 else None
+        if length + new > world.limits.max_len_of(kept):
+            continue
+        prompt, n, priority = [dice.randrange(3) for _ in range(length)], dice.randint(1, 3), dice.choice([0, 0, 1, 1000])
+        request = world.submit(make_request(prompt, new, n, priority, look_up=dice.random() < 0.6, retention=kept))
+        for sequence in request.sequences:
+            if dice.random() < 0.2 and not guesses:
+                world.stop_after[sequence] = dice.randint(1, new)
+        if dice.random() < 0.25:
+            world.cancel(request, after=dice.randint(1, 20))
+    return world
+
+
+def test_any_mix_ends_with_the_right_tokens() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        world = mixed(random.Random(seed))
+        step = world.step
+
+        def note(step: object = step, world: World = world) -> Work:
+            work: Work = step()  # type: ignore[operator]
+            happened["in"] += len(work.news.swapped_in)
+            happened["recomputed"] += len(work.news.preempted)
+            return work
+
+        world.step = note  # type: ignore[method-assign]
+        world.run()
+        world.check_outputs()
+        assert world.cache.manager.stats().num_held_host_blocks == 0, seed
+        happened["out"] += world.scheduler.num_swapped_out
+        happened["failed"] += world.num_failed
+        happened["cancelled"] += len(world.cancelled)
+        happened["cleared"] += world.num_cleared
+    names = ("out", "in", "recomputed", "failed", "cancelled", "cleared")
+    assert min(happened[name] for name in names) > 15, happened
+
+
+def test_searches_beside_others_find_what_they_would_alone() -> None:
+    num_swapped_out = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        sizes = (dice.randint(14, 26), dice.choice([1, 2, 4]))
+        tier = {"num_host_blocks": dice.choice([5, 60]), "preemption": Preemption.SWAP}
+        world = BeamWorld(*sizes, chunk_size=3, overlap=dice.random() < 0.5, make_cache=CoreCache, **tier)
+        how_often = dice.choice([0, 0, 0.1, 0.5])
+        world.clears = lambda dice=dice, share=how_often: dice.random() < share  # type: ignore[misc]
+        for _ in range(4):
+            for _ in range(dice.choice([0, 0, 1, 4])):
+                world.step()
+            prompt, new = [dice.randrange(1, 3) for _ in range(dice.randint(1, 6))], dice.randint(1, 6)
+            if dice.random() < 0.6:
+                request = world.submit_search(prompt, new, BeamOptions(dice.randint(2, 4)))
+            else:
+                request = world.submit(make_request(prompt, new, 2, look_up=False))
+            if dice.random() < 0.2:
+                world.cancel(request, after=dice.randint(1, 15))
+        world.run()
+        world.check_searches()
+        assert world.cache.manager.stats().num_held_host_blocks == 0, seed
+        num_swapped_out += world.scheduler.num_swapped_out
+    assert num_swapped_out > 10

@@ -1,0 +1,135 @@
+"""Every launch that is compiled: the wrappers, called with tensors of a real model's shapes that have no memory."""
+
+from collections.abc import Callable
+
+import torch
+
+import kvkeeper.kernels.gpu.paged_attention_decode as gpu_decode
+from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.gather_blocks import gather_blocks
+from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.rms_norm import rms_norm
+from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
+from kvkeeper.kernels.scatter_blocks import scatter_blocks
+from kvkeeper.kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.store_kv import store_kv
+from tests.unit.kernels.gpu.pretend import nowhere
+
+LAUNCHES: dict[str, Callable[[], object]] = {}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NUM_BLOCKS, _NUM_LAYERS = 20_000, 32
+
+
+def _arena(head_dim: int, block_size: int, dtype: torch.dtype, num_kv_heads: int = 8) -> torch.Tensor:
+    layout = KvLayout(_NUM_LAYERS, num_kv_heads, head_dim, dtype, block_size)
+    return nowhere(_NUM_BLOCKS, *layout.view_shape, dtype=dtype)
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return nowhere(*shape, dtype=torch.int32)
+
+
+def _store(head_dim: int, num_tokens: int, dtype: torch.dtype) -> None:
+    layer = _arena(head_dim, 16, dtype)[:, 1]
+    qkv = nowhere(num_tokens, 48 * head_dim, dtype=dtype)
+    k, v = (qkv[:, first * head_dim : (first + 8) * head_dim].unflatten(1, (8, head_dim)) for first in (32, 40))
+    store_kv(k, v, layer, _ints(num_tokens))
+
+
+def _rotary(head_dim: int, dtype: torch.dtype) -> None:
+    qkv, table = nowhere(4096, 48, head_dim, dtype=dtype), nowhere(4096, head_dim, dtype=dtype)
+    rotary(qkv[:, :40], table, table)
+    rotary_store_kv(qkv[:, :40], qkv[:, 40:], table, table, _arena(head_dim, 16, dtype)[:, 1], _ints(4096))
+
+
+def _rows(length: int, dtype: torch.dtype) -> None:
+    x, weight = nowhere(4096, length, dtype=dtype), nowhere(length, dtype=dtype)
+    rms_norm(x, weight, 1e-5)
+    rms_norm(x, weight, 1e-5, x)
+    silu_and_mul(x)
+    gelu_and_mul(x)
+
+
+def _head_norm(head_dim: int, dtype: torch.dtype) -> None:
+    rms_norm(nowhere(4096, 48, head_dim, dtype=dtype)[:, :40], nowhere(40, head_dim, dtype=dtype), 1e-5)
+
+
+def _attend(
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    *,
+    num_seqs: int = 16,
+    num_queries: int | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+) -> None:
+    """Decode, or with num_queries prefill."""
+    q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
+    tensors = (q, _arena(head_dim, block_size, dtype)[:, 1], _ints(num_seqs, 8192 // block_size), _ints(num_seqs))
+    options = {"scale": 0.1, "window": window, "soft_cap": cap}
+    options |= {"retention": (_ints(num_seqs), _ints(num_seqs)), "q_sink": q} if sinks else {}
+    if num_queries is None:
+        paged_attention_decode(*tensors, **options)
+    else:
+        paged_attention_prefill(*tensors, _ints(num_seqs + 1), **options)
+
+
+def _swap() -> None:
+    arena = _arena(128, 16, torch.bfloat16)
+    staged = nowhere(2, *arena.shape[1:])
+    gather_blocks(arena, [1, 2], staged)
+    scatter_blocks(staged, [1, 2], arena)
+
+
+def _sample(vocab_size: int) -> None:
+    doubles = [nowhere(128, dtype=torch.float64) for _ in range(5)]
+    params = SamplingTensors(doubles[0], nowhere(128, dtype=torch.int64), *doubles[1:4])
+    sample_rows(nowhere(128, vocab_size, dtype=torch.float32), params, doubles[4])
+
+
+def _add(name: str, launch: Callable[..., object], *args: object, **options: object) -> None:
+    LAUNCHES[name] = lambda: launch(*args, **options)
+
+
+# Every head dim with every block size and dtype; every set of features where registers are scarcest.
+gpu_decode.num_multiprocessors = lambda device: 132
+for head_dim in (64, 80, 96, 128, 256):
+    for label, dtype in DTYPES.items():
+        for num_tokens in (64, 4096):
+            _add(f"store_kv d{head_dim} t{num_tokens} {label}", _store, head_dim, num_tokens, dtype)
+        for block_size in (16, 32, 64) if label == "bf16" else (16,):
+            _add(f"decode d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype)
+            _add(f"prefill d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype, num_queries=8192)
+    base = (head_dim, 16, torch.bfloat16)
+    _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256)
+    _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64)
+_FEATURES: dict[str, dict] = {
+    "cap": {"cap": 30.0},
+    "sinks": {"sinks": True},
+    "cap sinks": {"cap": 30.0, "sinks": True},
+    "window": {"window": 1024},
+    "cap window": {"cap": 30.0, "window": 1024},
+}
+for head_dim in (128, 256):
+    for label, features in _FEATURES.items():
+        _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
+        if "window" not in features:  # decode has one kernel for any window
+            _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
+for label, dtype in DTYPES.items():
+    for head_dim in (64, 80, 96, 128, 256):
+        _add(f"rotary d{head_dim} {label}", _rotary, head_dim, dtype)
+    for length in (1024, 4096, 14336):
+        _add(f"rows of {length} {label}", _rows, length, dtype)
+    for head_dim in (64, 128, 256):
+        _add(f"norm of heads d{head_dim} {label}", _head_norm, head_dim, dtype)
+_add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
+_add("gather and scatter blocks", _swap)
+for vocab_size in (32_000, 50_257, 131_072, 262_144):
+    _add(f"sample {vocab_size}", _sample, vocab_size)

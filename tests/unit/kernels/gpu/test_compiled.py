@@ -1,0 +1,82 @@
+"""The machine code of every launch, compiled for sm_90 without a device: gates, and a table that may not get worse.
+
+`python -m tests.unit.kernels.gpu.compiling > tests/unit/kernels/gpu/compiled.json` writes the table anew.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.unit.kernels.gpu.launches import LAUNCHES
+
+_TABLE = Path(__file__).parent / "compiled.json"
+_TABLE_TRITON = "3.7"  # another compiler allocates other registers
+_WORSE = 1.1
+_MOST_SHARED = 227 * 1024
+_WIDE = {
+    "store_kv_kernel",
+    "move_blocks_kernel",
+    "rms_norm_kernel",
+    "rotary_kernel",
+    "rotary_store_kv_kernel",
+    "gate_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(pytestconfig):
+    """{launch: figures of each kernel}; see tests.unit.kernels.gpu.compiling."""
+    cache = pytestconfig.cache.mkdir("triton")
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling"]
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled):
+    """(launch, figures) of every kernel of every launch."""
+    return [(launch, figures) for launch, several in compiled.items() for figures in several]
+
+
+def test_every_launch_compiles(compiled):
+    assert compiled.keys() == LAUNCHES.keys()
+    assert all(compiled.values())
+
+
+def test_nothing_spills_and_all_fits(kernels):
+    for launch, figures in kernels:
+        assert figures["stack"] == figures["STL"] == figures["LDL"] == 0, (launch, figures)
+        assert figures["shared"] <= _MOST_SHARED, (launch, figures)
+
+
+def test_what_moves_memory_moves_16_bytes_at_a_time(kernels):
+    moving = [(launch, figures) for launch, figures in kernels if figures["kernel"] in _WIDE]
+    assert {figures["kernel"] for _, figures in moving} == _WIDE
+    for launch, figures in moving:
+        assert figures["LDG.128"] and figures["STG.128"], (launch, figures)
+
+
+@pytest.mark.parametrize(("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA")])
+def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
+    attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]
+    assert attending
+    for launch, figures in attending:
+        assert figures[instruction] and figures["LDGSTS"], (launch, figures)
+
+
+def test_no_kernel_got_worse(compiled):
+    if not triton.__version__.startswith(_TABLE_TRITON):
+        pytest.skip(f"the table was made with triton {_TABLE_TRITON}, this is {triton.__version__}")
+    table = json.loads(_TABLE.read_text())
+    assert table.keys() == compiled.keys()
+    for launch, before in table.items():
+        for old, new in zip(before, compiled[launch], strict=True):
+            for figure in ("registers", "shared", "instructions"):
+                assert new[figure] <= old[figure] * _WORSE, (launch, figure, old, new)

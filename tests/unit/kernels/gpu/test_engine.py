@@ -1,0 +1,104 @@
+"""An engine on a pool in CUDA memory, both services and all kernels, as far as it goes without a device.
+
+The runtime is one of files, tensors claim to be on CUDA, and the kernels are interpreted; all else is what runs on a GPU.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.memory.cuda import CudaMemory
+from kvkeeper.cache_service.server import start_server as start_cache
+from kvkeeper.client import AsyncCacheClient
+from kvkeeper.cuda import runtime
+from kvkeeper.engine_service.cache_session import kv_memory
+from kvkeeper.engine_service.compute.served_model import load_served_model
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.service.process import StartError
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.service_pair import Services, generate, services
+from tests.support.stand_ins.fake_cuda import FakeCuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_model_on_cuda
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+PROMPTS = [list(random_tokens(20, seed)) for seed in range(2)]
+
+
+class _Shown:
+    """Device memory as numpy takes it, and keeps alive what lent it, as torch does."""
+
+    def __init__(self, lent):
+        self.lent = lent
+        self.__array_interface__ = lent.__cuda_array_interface__
+
+
+@pytest.fixture
+def engine_runtime(tmp_path, monkeypatch):
+    """The engine's own CUDA runtime, beside the cache service's."""
+    before, mine = runtime.cuda_runtime(), FakeCuda(tmp_path, "engine")
+    runtime.use_runtime(mine)
+    pretend_model_on_cuda(monkeypatch)
+    on_host = kv_memory.arena_tensor
+
+    def arena_tensor(arena):
+        if not arena.is_on_device:
+            return on_host(arena)
+        return on_cuda(torch.from_numpy(np.asarray(_Shown(arena.device_bytes()))))[0]
+
+    monkeypatch.setattr(kv_memory, "arena_tensor", arena_tensor)
+    yield mine
+    runtime.use_runtime(before)
+
+
+async def start_cuda_cache(world: Services, tmp_path) -> FakeCuda:
+    device = FakeCuda(tmp_path, "service")
+    config = CacheConfig(
+        listen=f"unix:{world.folder}/cache", runtime_dir=world.folder / "run", num_blocks=16, num_host_blocks=8, drain_timeout=0
+    )
+    world.cache = await start_cache(config, memory=CudaMemory(device, 0))
+    return device
+
+
+async def outputs(world: Services, model) -> list[list[int]]:
+    engine = await world.start_engine(model, block_size=16, chunk_size=12)
+    client = await world.client(engine)
+    found = [(await generate(client, prompt, 5)).token_ids[0] for prompt in PROMPTS]
+    found.append((await generate(client, PROMPTS[0], 3, n=2)).token_ids[1])  # cached, forked and copied on write
+    await engine.stop()
+    return found
+
+
+async def test_it_says_what_an_engine_on_the_cpu_says(engine_runtime, tmp_path):
+    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    served = load_served_model(EngineConfig(model=str(folder), progress=False))
+    async with services() as world:
+        await world.start_cache(num_blocks=16)
+        expected = await outputs(world, served)
+    on_device = dataclasses.replace(served, device=torch.device("cuda"))
+    async with services() as world:
+        device = await start_cuda_cache(world, tmp_path)
+        try:
+            assert await outputs(world, on_device) == expected
+            assert engine_runtime.num_opens == 1
+            assert (engine_runtime.opened, engine_runtime.pinned) == ({}, set()), "unmapped, and every view let go"
+            async with AsyncCacheClient(world.cache.address) as client:
+                assert list((await client.check_invariants()).violations) == []
+                (pool,) = (await client.stats()).pools
+            assert pool.num_copies_on_write > 0
+            assert pool.num_hit_tokens > 0
+        finally:
+            await world.cache.stop()
+        assert device.num_freed == 1
+
+
+async def test_an_engine_on_the_cpu_is_told_to_use_the_device(engine_runtime, tmp_path):
+    async with services() as world:
+        await start_cuda_cache(world, tmp_path)
+        try:
+            with pytest.raises(StartError, match="pools are in CUDA memory: start this engine with --device cuda"):
+                await world.start_engine()
+        finally:
+            await world.cache.stop()

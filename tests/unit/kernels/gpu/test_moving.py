@@ -1,0 +1,74 @@
+"""store_kv and copy_blocks on the Triton path against their references, interpreted."""
+
+import pytest
+import torch
+
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.copy_blocks import copy_blocks, independent_runs
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.store_kv import store_kv
+from tests.unit.kernels.gpu.pretend import on_cuda
+from tests.unit.kernels.worlds import make_world
+
+
+def same_bytes(one, other):
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def tokens(num_tokens, world):
+    heads, head_dim, dtype = world.layout.num_kv_heads, world.layout.head_dim, world.layout.dtype
+    qkv = torch.randn(num_tokens, 4, heads, head_dim).to(dtype)  # strided, as a fused projection gives them
+    return qkv[:, 1], qkv[:, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "index"), [(80, torch.int32), (64, torch.int64)])
+def test_store_writes_exactly_the_named_slots(dtype, head_dim, index):
+    world, expected = (make_world([9], head_dim=head_dim, dtype=dtype) for _ in range(2))
+    k, v = tokens(5, world)
+    slots = torch.tensor([3, -1, 16, 9, -7], dtype=index)
+    store_kv(*on_cuda(k, v, world.layer, slots))
+    reference.store_kv(k, v, expected.layer, slots)
+    assert same_bytes(world.arena, expected.arena)
+    assert torch.equal(world.layer[4, 1, 0], v[2])
+
+
+def test_a_program_of_several_tokens_stores_what_one_of_one_does(monkeypatch):
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MANY_TOKENS", 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MOST_COLS", 32)
+    world, expected = make_world([9], head_dim=20), make_world([9], head_dim=20)
+    k, v = tokens(6, world)
+    slots = torch.tensor([3, -1, 16, 9, 10, 0])
+    store_kv(*on_cuda(k, v, world.layer, slots))
+    reference.store_kv(k, v, expected.layer, slots)
+    assert same_bytes(world.arena, expected.arena)
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -7]])
+def test_only_padding_writes_nothing(slots):
+    world = make_world([3])
+    before = world.arena.clone()
+    store_kv(*on_cuda(*tokens(len(slots), world), world.layer, torch.tensor(slots, dtype=torch.int64)))
+    assert same_bytes(before, world.arena)
+
+
+def test_store_refuses_heads_with_gaps():
+    world = make_world([3])
+    k, v = tokens(2, world)
+    with pytest.raises(KernelArgumentError, match="contiguous"):
+        store_kv(*on_cuda(k, v.transpose(1, 2).contiguous().transpose(1, 2), world.layer, torch.tensor([0, 1])))
+
+
+@pytest.mark.parametrize("block", [(3, 5), (2, 3000)])
+@pytest.mark.parametrize("pairs", [[(1, 2)], [(1, 2), (2, 3), (3, 4)], [(1, 2), (3, 1), (5, 4), (5, 3)], []])
+def test_copies_run_in_order(pairs, block):
+    arena = torch.randn(6, *block).half()
+    expected = arena.clone()
+    reference.copy_blocks(expected, pairs)
+    copy_blocks(*on_cuda(arena), pairs)
+    assert torch.equal(arena, expected)
+
+
+def test_one_launch_holds_no_pair_that_must_come_after_another():
+    assert list(independent_runs([(1, 2), (1, 3), (4, 1), (4, 5)], at_once=True)) == [[(1, 2), (1, 3)], [(4, 1), (4, 5)]]
+    assert list(independent_runs([(1, 2), (4, 1)])) == [[(1, 2), (4, 1)]]
