@@ -21,9 +21,9 @@ _GAUGES = {"used_bytes", "peak_used_bytes"}  # of 64 bits, and not sums
 _PREFIX = "kvkeeper_cache_"
 
 
-def cache_metrics(keeper: SessionManager) -> Iterator[Metric]:
+def cache_metrics(session_manager: SessionManager) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that owns the core."""
-    rows = [((pool.info.spec.model_id, str(place)), pool.stats()) for place, pool in enumerate(keeper.registry.pools)]
+    rows = [((pool.info.spec.model_id, str(place)), pool.stats()) for place, pool in enumerate(session_manager.registry.pools)]
     for field in _FIELDS:
         name, text = _PREFIX + field.name.removeprefix("num_"), COMMENTS[f"PoolStats.{field.name}"]
         is_sum = field.type == FieldDescriptor.TYPE_INT64 and field.name not in _GAUGES
@@ -31,11 +31,11 @@ def cache_metrics(keeper: SessionManager) -> Iterator[Metric]:
         for labels, stats in rows:
             family.add_metric(labels, getattr(stats, field.name))
         yield family
-    yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(keeper.sessions))
+    yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(session_manager.sessions))
     for field_name, count in (
-        ("num_opened_sessions", keeper.num_opened),
-        ("num_reaped_sessions", keeper.num_reaped),
-        ("num_replaced_pools", keeper.registry.num_replaced),
+        ("num_opened_sessions", session_manager.num_opened),
+        ("num_reaped_sessions", session_manager.num_reaped),
+        ("num_replaced_pools", session_manager.registry.num_replaced),
     ):
         name = _PREFIX + field_name.removeprefix("num_")
         yield CounterMetricFamily(name, COMMENTS[f"GetStatsResponse.{field_name}"], value=count)

@@ -41,7 +41,7 @@ class RunningServer:
     """A cache service that answers. address is what a client's channel takes."""
 
     attach_path: Path
-    keeper: SessionManager
+    session_manager: SessionManager
     drain_timeout: float
     _endpoint: Endpoint
     _attach: AttachServer
@@ -55,26 +55,26 @@ class RunningServer:
 
     async def drain(self) -> None:
         """Refuses new sessions, and waits for the live ones to close, but no longer than configured."""
-        self.keeper.start_draining()
+        self.session_manager.start_draining()
         await self._endpoint.drain()
         try:
             async with asyncio.timeout(self.drain_timeout):
-                await self.keeper.no_session.wait()
+                await self.session_manager.no_session.wait()
         except TimeoutError:
-            log.warning("drain_timeout", num_sessions=len(self.keeper.sessions))
+            log.warning("drain_timeout", num_sessions=len(self.session_manager.sessions))
 
     async def stop(self) -> None:
         """Ends what still runs, gives the memory back and removes the sockets. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        self.keeper.start_draining()
-        self.keeper.stop()
+        self.session_manager.start_draining()
+        self.session_manager.stop()
         if self.metrics is not None:
             await self.metrics.stop()
         await self._endpoint.stop()
         await self._attach.close()
-        self.keeper.registry.close()
+        self.session_manager.registry.close()
         self._endpoint.release()
         if self._clock is not None:
             self._clock.close()
@@ -93,11 +93,13 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         registry = PoolRegistry(config, memory or memory_of(config.device))
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
-        keeper = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
-        attach = AttachServer(_attach_path(config, endpoint.address), keeper, timing)
+        session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
+        attach = AttachServer(_attach_path(config, endpoint.address), session_manager, timing)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, keeper))
-        door = make_door(CacheService(config, keeper, str(attach.path), (clock or loop).time), StepHandler(keeper))
+            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
+        door = make_door(
+            CacheService(config, session_manager, str(attach.path), (clock or loop).time), StepHandler(session_manager)
+        )
         await endpoint.start(door, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -120,7 +122,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, keeper, config.drain_timeout, endpoint, attach, metrics, own_clock)
+    return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock)
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:

@@ -138,8 +138,8 @@ class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, Vic
         num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
         has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
         limit = self.config.limit_with(retention)
-        self.tables.progress.pass_time(self.now)
-        if self.tables.progress.would_be_younger(priority=0):
+        self.tables.claims.pass_time(self.now)
+        if self.tables.claims.would_be_younger(priority=0):
             num_room, has_room = 0, False  # an elder one waits, and nobody starts before it
         can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
@@ -159,8 +159,8 @@ class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, Vic
         """What is wrong, one sentence each; empty when all is well."""
         owners = [*self._owners.values(), *self.reclaim.owners]
         wrong = invariants.violations(self.tables, owners, list(self._quarantines.values()))
-        if self.tables.swapping is not None and not wrong:
-            wrong = tier_audit.violations(self.tables, self.tables.swapping)
+        if self.tables.swapper is not None and not wrong:
+            wrong = tier_audit.violations(self.tables, self.tables.swapper)
         return wrong
 
     def block_state(self, block: BlockId) -> BlockState:
@@ -180,7 +180,7 @@ class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, Vic
             num_hit_tokens=int(seqs.num_hit[slot]),
             num_accesses=int(seqs.num_accesses[slot]),
             block_table=table,
-            num_host_blocks=self.tables.swapping.host.num_blocks_of(slot) if self.tables.swapping is not None else 0,
+            num_host_blocks=self.tables.swapper.host.num_blocks_of(slot) if self.tables.swapper is not None else 0,
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             idle_seconds=max(0.0, self.now - float(seqs.last_access[slot])),

@@ -56,11 +56,11 @@ class PoolState:
     @property
     def now(self) -> float:
         """Seconds of a monotone clock, set by whoever calls before the call."""
-        return self.tables.index.gone.now
+        return self.tables.index.eviction_log.now
 
     @now.setter
     def now(self, seconds: float) -> None:
-        self.tables.index.gone.now = seconds
+        self.tables.index.eviction_log.now = seconds
 
     def tick(self) -> bool:
         """What falls due by itself; called about once a second while the pool stands, after `now` was set.
@@ -69,14 +69,14 @@ class PoolState:
         """
         pool, limits = self.tables.pool, self.tables.pool.limits
         self.revision += self.tables.pins.expire(self.now) > 0
-        self.tables.progress.pass_time(self.now)
+        self.tables.claims.pass_time(self.now)
         if not limits.is_on:
             self._note_change()
             return False
         before = len(self.tables.index)
         is_left = limits.expire(pool, _TICK_BLOCKS) | limits.enforce(pool, _TICK_BLOCKS)
-        if self.tables.swapping is not None:
-            host = self.tables.swapping.host.pool
+        if self.tables.swapper is not None:
+            host = self.tables.swapper.host.pool
             is_left |= host.limits.expire(host, _TICK_BLOCKS)
         self.revision += len(self.tables.index) != before
         self._note_change()
@@ -134,10 +134,10 @@ class PoolState:
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
-        self.tables.progress.forget_all(slots)
+        self.tables.claims.forget_all(slots)
         self.reclaim.end(owner)
         self.tables.pins.end_of(session)
-        if self.tables.swapping is not None:
+        if self.tables.swapper is not None:
             self._end_transfers(owner, may_still_write=may_still_write)
         del self._owners[session]
         self._note_change()
@@ -151,18 +151,18 @@ class PoolState:
 
     def end_some_transfers(self, max_orders: int) -> bool:
         """Goes on with long reports of orders that have ended, about so many of them. Whether any are left."""
-        swapping = self.tables.swapping
-        if swapping is None or not swapping.mover.transfers.has_reported:
+        swapper = self.tables.swapper
+        if swapper is None or not swapper.offloader.transfers.has_reported:
             return False
         self.revision += 1
-        is_left = swapping.end_some(max_orders)
+        is_left = swapper.end_some(max_orders)
         self._note_change()
         return is_left
 
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
-        if self.tables.swapping is not None:
-            self.tables.swapping.end_quarantine(session)
+        if self.tables.swapper is not None:
+            self.tables.swapper.end_quarantine(session)
         blocks = self._quarantines.pop(session, None)
         if blocks is None:
             return 0
@@ -182,19 +182,19 @@ class PoolState:
 
     def num_give_back(self, session: SessionId) -> int:
         """Blocks that the eldest claim misses, where the session runs younger sequences."""
-        progress = self.tables.progress
-        if not progress.claims:
+        claims = self.tables.claims
+        if not claims.claims:
             return 0
-        progress.pass_time(self.now)
-        return progress.num_give_back(self._owner(session))
+        claims.pass_time(self.now)
+        return claims.num_give_back(self._owner(session))
 
     def _note_change(self) -> PressureLevel:
         """Blocks were taken, or came free."""
         return self.gauge.update(self.tables.pool.num_used)
 
     def _tell_pressure(self, level: PressureLevel) -> None:
-        if self.tables.index.journal is not None:
-            self.tables.index.journal.pressure_changed(level)
+        if self.tables.index.change_log is not None:
+            self.tables.index.change_log.pressure_changed(level)
 
     def _num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
@@ -212,9 +212,9 @@ class PoolState:
         """
         seqs, first = self.tables.sequences, int(self.tables.sequences.num_committed[slot])
         if seqs.states[slot] == SequenceState.LOADING:
-            swapping = self.tables.swapping
-            assert swapping is not None, "a load without a host tier"
-            hit_len = swapping.moves[slot].hit_len
+            swapper = self.tables.swapper
+            assert swapper is not None, "a load without a host tier"
+            hit_len = swapper.moves[slot].hit_len
             if hit_len is None:
                 return NO_INT32
             first = hit_len
@@ -224,8 +224,8 @@ class PoolState:
 
     def _end_transfers(self, owner: SessionState, *, may_still_write: bool) -> None:
         """Orders of a session that ends: whatever they fill is kept from reuse with the rest that it may still write."""
-        assert self.tables.swapping is not None
-        blocks = self.tables.swapping.end_session(owner, may_still_write=may_still_write)
+        assert self.tables.swapper is not None
+        blocks = self.tables.swapper.end_session(owner, may_still_write=may_still_write)
         if len(blocks):
             self._quarantines[owner.session] = np.concatenate([self._quarantines[owner.session], blocks])
 

@@ -15,10 +15,10 @@ from .convert import sequences as convert
 class PrefixService:
     """See the module."""
 
-    _keeper: SessionManager
+    _session_manager: SessionManager
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         convert.check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
         tenant, tokens = convert.tenant(request.tenant), convert.token_ids(request.token_ids)
         ttl = request.ttl_ms / 1000
@@ -26,17 +26,17 @@ class PrefixService:
         return pb.PinPrefixResponse(pin_id=result.pin_id, num_pinned_tokens=result.num_tokens)
 
     async def unpin_prefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         live.pool.manager.unpin_prefix(live.core.id, request.pin_id)
         return pb.UnpinPrefixResponse()
 
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
         live.pool.manager.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
         return pb.StoreLogitsResponse()
 
     async def read_logits(self, request: pb.ReadLogitsRequest) -> pb.ReadLogitsResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
         return pb.ReadLogitsResponse(logits=live.pool.manager.read_logits(live.core.id, sequence_id))

@@ -42,9 +42,11 @@ class _OfSession(Protocol):
 class CacheService(Questions, PrefixService):
     """See the module. attach_path is where OpenSession sends processes that want to map the arena."""
 
-    def __init__(self, config: CacheConfig, keeper: SessionManager, attach_path: str, time: Callable[[], float]) -> None:
+    def __init__(
+        self, config: CacheConfig, session_manager: SessionManager, attach_path: str, time: Callable[[], float]
+    ) -> None:
         """time: monotone seconds that also pass while the service is held up, for what it tells of itself."""
-        super().__init__(keeper)
+        super().__init__(session_manager)
         self._config = config
         self._attach_path = attach_path
         self._time = time
@@ -53,7 +55,7 @@ class CacheService(Questions, PrefixService):
     async def get_capabilities(self, _: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
         return pb.GetCapabilitiesResponse(
             version=VERSION,
-            epoch=self._keeper.epoch,
+            epoch=self._session_manager.epoch,
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
             min_ttl_ms=_ms(MIN_TTL),
@@ -62,13 +64,13 @@ class CacheService(Questions, PrefixService):
             max_sequences=self._config.max_sequences,
             max_tokens_per_sequence=self._config.most_tokens,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
-            pools=[pool.info for pool in self._keeper.registry.pools],
+            pools=[pool.info for pool in self._session_manager.registry.pools],
             max_sessions=self._config.max_sessions,
             logits_memory_bytes=self._config.logits_memory,
         )
 
     async def check_admission(self, request: pb.CheckAdmissionRequest) -> pb.CheckAdmissionResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         tokens = convert.token_ids(request.token_ids) if request.token_ids else None
         if tokens is None:
             convert.check_range("num_prompt_tokens", request.num_prompt_tokens, 1, 2**31 - 1)
@@ -96,7 +98,7 @@ class CacheService(Questions, PrefixService):
         if request.executor not in convert.EXECUTORS:
             raise InvalidField("an executor of Executor is wanted", field="executor")
         spec = kv_spec.checked_spec(request.spec)
-        live = await self._keeper.open(spec, convert.EXECUTORS[request.executor], ttl_ms / 1000, request.client_name)
+        live = await self._session_manager.open(spec, convert.EXECUTORS[request.executor], ttl_ms / 1000, request.client_name)
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,
@@ -108,7 +110,7 @@ class CacheService(Questions, PrefixService):
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:
         report = convert.transfer_report(request)
-        live = self._keeper.require(request.session_id, request.epoch, published=False)
+        live = self._session_manager.require(request.session_id, request.epoch, published=False)
         live.core.check_complete(request.completed_step_id)
         if request.completed_step_id or len(report[0]) or len(report[1]):
             live.pool.manager.complete(live.core.id, request.completed_step_id, *report)
@@ -121,13 +123,13 @@ class CacheService(Questions, PrefixService):
         )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
-        result = self._keeper.close(request.session_id, request.epoch, drained=request.drained)
+        result = self._session_manager.close(request.session_id, request.epoch, drained=request.drained)
         return pb.CloseSessionResponse(
             num_released_sequences=result.num_released_sequences, num_quarantined_blocks=result.num_quarantined_blocks
         )
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         args = convert.sequence_args(request)
         num_matched = live.pool.manager.create_sequence(live.core.id, args)
         start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
@@ -167,7 +169,7 @@ class CacheService(Questions, PrefixService):
         return pb.TruncateSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def update_sequence(self, request: pb.UpdateSequenceRequest) -> pb.UpdateSequenceResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
         priority = request.priority if request.HasField("priority") else None
         retention = convert.retention(request)
@@ -186,7 +188,7 @@ class CacheService(Questions, PrefixService):
         return pb.SwapInSequenceResponse(sequence=await self._swap(request, PoolManager.swap_in))
 
     async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
         view = live.pool.manager.view(live.core.id, sequence_id)
         if not request.include_tokens:
@@ -202,7 +204,7 @@ class CacheService(Questions, PrefixService):
         return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 
     async def select_victims(self, request: pb.SelectVictimsRequest) -> pb.SelectVictimsResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         convert.check_one_target(request)
         policy = convert.victim_policy(request.policy)
         share = request.max_utilization if request.HasField("max_utilization") else None
@@ -211,18 +213,18 @@ class CacheService(Questions, PrefixService):
         return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
 
     async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         blocks = live.pool.manager.match_prefix(convert.tenant(request.tenant), convert.token_ids(request.token_ids))
         return pb.MatchPrefixResponse(
             num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks[blocks > 0].tolist()
         )
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         result = live.pool.manager.clear_prefix_cache()
         live.pool.publish_soon()  # what runs is published anew
         return pb.ClearPrefixCacheResponse(
@@ -230,7 +232,7 @@ class CacheService(Questions, PrefixService):
         )
 
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         convert.check_one_target(request)
         await self._copies_done(request)
         manager = live.pool.manager
@@ -250,20 +252,20 @@ class CacheService(Questions, PrefixService):
         )
 
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
-        now = self._keeper.now()
-        pools, sessions = self._keeper.registry.pools, self._keeper.sessions
+        now = self._session_manager.now()
+        pools, sessions = self._session_manager.registry.pools, self._session_manager.sessions
         return pb.GetStatsResponse(
-            epoch=self._keeper.epoch,
+            epoch=self._session_manager.epoch,
             uptime_seconds=self._time() - self._started,
             pools=[pool.stats() for pool in pools],
             sessions=[convert.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in sessions],
-            num_opened_sessions=self._keeper.num_opened,
-            num_reaped_sessions=self._keeper.num_reaped,
-            num_replaced_pools=self._keeper.registry.num_replaced,
+            num_opened_sessions=self._session_manager.num_opened,
+            num_reaped_sessions=self._session_manager.num_reaped,
+            num_replaced_pools=self._session_manager.registry.num_replaced,
         )
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         sequence_id = convert.sequence_id(request.sequence_id)
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
@@ -299,7 +301,7 @@ class CacheService(Questions, PrefixService):
 
     async def check_invariants(self, _: pb.CheckInvariantsRequest) -> pb.CheckInvariantsResponse:
         response = pb.CheckInvariantsResponse()
-        for pool in self._keeper.registry.pools:
+        for pool in self._session_manager.registry.pools:
             response.violations.extend(pool.manager.check_invariants())
             response.num_checked_blocks += pool.info.num_blocks
             response.num_checked_sequences += sum(1 for _ in pool.manager.views(None))
@@ -308,7 +310,7 @@ class CacheService(Questions, PrefixService):
     @contextlib.contextmanager
     def _one_item(self, request: _OfSession) -> Iterator[LiveSession]:
         """The session of a one-item call. The first such call that succeeds fixes the session's mode. Raises WrongMode."""
-        live = self._keeper.require(request.session_id, request.epoch)
+        live = self._session_manager.require(request.session_id, request.epoch)
         if live.core.executor is Executor.ENGINE:
             raise WrongMode("an engine that executes its copies steps: a one-item call cannot hand it any", mode="steps")
         mode = live.core.mode
@@ -336,17 +338,17 @@ class CacheService(Questions, PrefixService):
 
     async def _copies_done(self, request: _OfSession) -> None:
         """Waits until no large copy runs in the session's pool; see Pool.copy."""
-        while (copying := self._keeper.require(request.session_id, request.epoch).pool.copying) is not None:
+        while (copying := self._session_manager.require(request.session_id, request.epoch).pool.copying) is not None:
             await asyncio.shield(copying)
 
     def _views(self, session_id: str) -> Iterator[SequenceView]:
         """Of one session or of all, ordered by (session, sequence)."""
         if session_id:
-            live = next((live for live in self._keeper.sessions if live.core.id == session_id), None)
+            live = next((live for live in self._session_manager.sessions if live.core.id == session_id), None)
             if live is None:
                 raise UnknownSession("no live session has this id")
             return live.pool.manager.views(SessionId(session_id))
-        return heapq.merge(*(pool.manager.views(None) for pool in self._keeper.registry.pools), key=paging.position)
+        return heapq.merge(*(pool.manager.views(None) for pool in self._session_manager.registry.pools), key=paging.position)
 
 
 def _shown(live: LiveSession, sequence_id: SequenceId) -> pb.SequenceInfo:

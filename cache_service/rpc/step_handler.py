@@ -45,8 +45,8 @@ class StepStream:
 class StepHandler:
     """Step and StreamSteps."""
 
-    def __init__(self, keeper: SessionManager) -> None:
-        self._keeper = keeper
+    def __init__(self, session_manager: SessionManager) -> None:
+        self._session_manager = session_manager
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
@@ -67,7 +67,9 @@ class StepHandler:
                     live, reply = self.apply(raw, stream.live)
                     if stream.live is None:
                         stream.live = live
-                        self._keeper.take_stream(live, stream, StreamReplaced("another stream of this session took over"))
+                        self._session_manager.take_stream(
+                            live, stream, StreamReplaced("another stream of this session took over")
+                        )
                     answer = reply if isinstance(reply, bytes) else await reply
                 except Exception:
                     is_lost = False  # this service ends the stream; its client is there
@@ -82,7 +84,7 @@ class StepHandler:
             raise stream.error from None
         finally:
             if stream.live is not None:
-                self._keeper.lose_stream(stream.live, stream, with_grace=is_lost)
+                self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
         """Applies one request, of the bound session if there is one; the reply is awaitable where copies take their time.
@@ -103,7 +105,7 @@ class StepHandler:
     def _apply(
         self, request: pb.StepRequest, raw: bytes, bound: LiveSession | None
     ) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
-        live = self._keeper.require(request.session_id, request.epoch, published=False)
+        live = self._session_manager.require(request.session_id, request.epoch, published=False)
         if live is not bound and bound is not None:
             raise InvalidField("a stream carries the steps of one session", field="session_id")
         if live.pool.copying is not None:

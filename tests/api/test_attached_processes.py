@@ -34,7 +34,7 @@ async def test_the_memory_is_shared(api: Api, processes: Processes) -> None:
     assert (await api.stats()).sessions[0].num_attached_processes == 1
     await child.tell(f"write {3 * BLOCK_BYTES + 5} 200")
     await child.says("written")
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     assert blocks_of(pool)[3, 5] == 200
 
 
@@ -59,7 +59,7 @@ async def test_a_killed_process_ends_its_open_stream(api: Api, processes: Proces
     await stream.read()
     child = await processes.attach(session)
     child.process.kill()
-    await asyncio.wait_for(api.server.keeper.no_session.wait(), DEADLINE)
+    await asyncio.wait_for(api.server.session_manager.no_session.wait(), DEADLINE)
     stream.cancel()
 
 
@@ -123,7 +123,7 @@ async def test_a_session_outlives_its_mapping(api: Api, processes: Processes) ->
     await api.until(lambda stats: stats.sessions[0].num_attached_processes == 0)
     await session.step(3)
     child.process.kill()
-    await asyncio.wait_for(api.server.keeper.no_session.wait(), DEADLINE)  # its process is still what drives it
+    await asyncio.wait_for(api.server.session_manager.no_session.wait(), DEADLINE)  # its process is still what drives it
     assert (await api.stats()).pools[0].num_quarantined_blocks == 0
 
 

@@ -115,7 +115,7 @@ async def test_it_stays_mapped_while_a_view_of_it_lives(api: Api, client: AsyncC
     assert engine.opened == {}
     with pytest.raises(ValueError, match="closed"):
         arena.device_bytes()
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     await api.until(lambda _: not pool.mappings)
 
 
@@ -164,7 +164,7 @@ async def test_a_process_without_the_device_is_told(api: Api, client: AsyncCache
     with pytest.raises(KvkeeperError, match="not visible") as refused:
         await session.attach()
     assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     await api.until(lambda _: not pool.mappings)
 
 

@@ -56,7 +56,7 @@ async def test_a_bug_is_answered_without_details(api: Api, monkeypatch: pytest.M
     def fails(*_: object, **__: object) -> None:
         raise AssertionError("secret")
 
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     for name in ("step", "view", "writable_slots"):
         monkeypatch.setattr(pool.manager, name, fails)
     key = bytes(12)

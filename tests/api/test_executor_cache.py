@@ -34,7 +34,7 @@ async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
 
 
 def blocks_of(api: Api) -> np.ndarray:
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     return cache_api.blocks_of(pool)
 
 
@@ -184,7 +184,7 @@ async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_a
 
 async def test_a_quarantine_ends_also_when_other_copies_begin_at_once(api: Api, slow: SlowCopies, clock: ManualClock) -> None:
     session, _ = await forked(api, ttl_ms=1000)
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     stepping = asyncio.ensure_future(api.raw_step(reserve_child(session)))
     await begun(api, slow)
     assert pool.copying is not None

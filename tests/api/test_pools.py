@@ -49,7 +49,7 @@ async def test_the_least_recently_used_idle_pool_makes_room() -> None:
     async with serving(memory=MemoryOf(allocate)) as api:
         for revision in ("a", "b", "a"):
             session = await api.open(spec=spec_of(revision=revision))
-            (pool,) = [pool for pool in api.server.keeper.registry.pools if pool.info.spec.revision == revision]
+            (pool,) = [pool for pool in api.server.session_manager.registry.pools if pool.info.spec.revision == revision]
             blocks_of(pool)[:] = 7
             await session.call("CloseSession")
         assert len(made) == 2
@@ -61,7 +61,7 @@ async def test_the_least_recently_used_idle_pool_makes_room() -> None:
 
 async def test_a_quarantine_keeps_its_pool(api: Api) -> None:
     session = await api.open()
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     pool.quarantines.add(session.opened.session_id)
     await session.call("CloseSession")
     await api.open(spec=spec_of(revision="b"))
@@ -98,7 +98,7 @@ async def test_a_cancelled_opening_leaves_nothing() -> None:
         assert await asyncio.to_thread(begun.wait, DEADLINE)
         opening.cancel()
         await asyncio.wait({opening})
-        await api.until(lambda _: not api.server.keeper.registry._making.locked())  # the service knows
+        await api.until(lambda _: not api.server.session_manager.registry._making.locked())  # the service knows
         may_go_on.set()
         await api.open()
         stats = await api.stats()
@@ -182,7 +182,7 @@ async def test_openings_that_are_refused(api: Api, fields: dict[str, object], fi
 async def test_a_pool_that_made_room_leaves_no_memory_behind() -> None:
     async with serving(num_pools=1) as api:
         session = await api.open()
-        gone = weakref.ref(api.server.keeper.registry.pools[0].manager.tables)
+        gone = weakref.ref(api.server.session_manager.registry.pools[0].manager.tables)
         await session.call("CloseSession")
         await api.open(spec=spec_of(revision="b"))
         assert gone() is None

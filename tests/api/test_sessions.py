@@ -133,7 +133,7 @@ async def test_a_stopping_service_refuses_new_sessions_and_ends_streams(clock: M
         await stream.read()
         draining = asyncio.create_task(api.server.drain())
         async with asyncio.timeout(DEADLINE):
-            while not api.server.keeper.is_draining:
+            while not api.server.session_manager.is_draining:
                 await api.stats()
         error = await refusal(api.open())
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -188,7 +188,7 @@ async def test_stats_show_sessions_and_pools(api: Api, clock: ManualClock) -> No
 
 async def test_the_core_is_told_the_time_with_each_call_and_each_second(api: Api, clock: ManualClock) -> None:
     session = await api.open(ttl_ms=60_000)
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     ticks: list[float] = []
     pool.manager.tick = lambda: ticks.append(pool.manager.now) or len(ticks) == 2  # type: ignore[method-assign,func-returns-value]
     clock.advance(0.25)

@@ -66,7 +66,7 @@ async def test_a_lease_does_not_end_across_a_stall(stalling: Api, clock: ManualC
 
 async def test_a_grace_does_not_end_across_a_stall(stalling: Api, clock: ManualClock) -> None:
     session = await stalling.open(ttl_ms=60_000)
-    keeper = stalling.server.keeper
+    keeper = stalling.server.session_manager
     (live,) = keeper.sessions
     await _lose_stream(stalling, session)
     assert live.core.grace_deadline is not None
@@ -79,7 +79,7 @@ async def test_a_grace_does_not_end_across_a_stall(stalling: Api, clock: ManualC
 
 async def _lose_stream(api: Api, session: Session, step_id: int = 1) -> None:
     """Its client goes away."""
-    (live,) = api.server.keeper.sessions
+    (live,) = api.server.session_manager.sessions
     stream = api.raw_stream()
     await stream.write(session.step_bytes(step_id))
     await stream.read()

@@ -285,4 +285,4 @@ async def test_a_failed_call_fixes_no_mode(api: Api) -> None:
 
 
 def _has_grace(api: Api) -> bool:
-    return any(live.core.grace_deadline is not None for live in api.server.keeper.sessions)
+    return any(live.core.grace_deadline is not None for live in api.server.session_manager.sessions)

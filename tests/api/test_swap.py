@@ -45,7 +45,7 @@ async def computed(session: Session, sequence_id: int, num_tokens: int, *, salt:
 
 def spoil(api: Api) -> None:
     """Whatever nobody needs any more on the device is overwritten."""
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     for block in range(1, pool.info.num_blocks):
         if pool.manager.block_state(block).value == "free":
             blocks_of(pool)[block] = 255
@@ -160,9 +160,9 @@ async def test_a_long_report_goes_on_by_itself_in_slices(tiers: Api, monkeypatch
     await tiers.raw_step(session.start_bytes(1, 1))
     orders = await session.step(2, swap_out_sequence_ids=le64(1))
     assert len(orders.transfer_ids) == 4 * 8
-    (pool,) = tiers.server.keeper.registry.pools
-    assert pool.manager.tables.swapping is not None
-    pool.manager.tables.swapping.at_once = 1
+    (pool,) = tiers.server.session_manager.registry.pools
+    assert pool.manager.tables.swapper is not None
+    pool.manager.tables.swapper.at_once = 1
     monkeypatch.setattr(registry, "_SLICE_ORDERS", 1)
     await session.call("RenewSession", completed_step_id=2, completed_transfer_ids=orders.transfer_ids)
     assert (await tiers.until(lambda stats: not stats.pools[0].num_referenced_blocks)).pools[0].num_held_host_blocks == 4

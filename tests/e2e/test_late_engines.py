@@ -95,8 +95,8 @@ async def _under_way(world: Services) -> tuple[_Late, "asyncio.Task[Output]"]:
 async def _give_to_others(late: _Late) -> None:
     """The session ends, and somebody else writes into every block that can be had."""
     late.cache_clock.advance(LEASE_S + 1)
-    assert not late.cache.keeper.sessions, "its lease has ended"
-    (pool,) = late.cache.keeper.registry.pools
+    assert not late.cache.session_manager.sessions, "its lease has ended"
+    (pool,) = late.cache.session_manager.registry.pools
     other = await (await late.world.cache_client()).open_session(pool.info.spec)
     stats = await late.world.pool()
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks
@@ -113,7 +113,7 @@ async def test_a_step_that_outlived_its_lease_is_computed_again(world: Services)
     late.engine_clock.advance(LEASE_S + 1)
     late.gate.set()
     assert (await request).token_ids == [toy_output(PROMPT, 8)]
-    assert late.cache.keeper.num_opened == 3, "the engine's two sessions and the other's"
+    assert late.cache.session_manager.num_opened == 3, "the engine's two sessions and the other's"
     await world.wait_idle()
 
 
@@ -131,5 +131,5 @@ async def test_a_step_that_took_long_is_told_where_its_session_lives(world: Serv
     late.engine_clock.advance(LEASE_S + 1)
     late.gate.set()
     assert (await request).token_ids == [toy_output(PROMPT, 8)]
-    assert late.cache.keeper.num_opened == 1
+    assert late.cache.session_manager.num_opened == 1
     assert len(renewals) <= 2, "one for the late step, one when it has nothing to do"

@@ -37,8 +37,8 @@ async def test_requests_outlive_a_session_that_is_lost(world: Services) -> None:
     client = await world.client(engine)
     _, rest = await begin(client)
     before = (await client.stats()).cache_session_id
-    (session,) = cache.keeper.sessions
-    cache.keeper.close(session.core.id, session.core.epoch, drained=False)
+    (session,) = cache.session_manager.sessions
+    cache.session_manager.close(session.core.id, session.core.epoch, drained=False)
     assert await rest == toy_output(PROMPT, 120)
     assert (await client.stats()).cache_session_id != before
     pool = await world.wait_idle()

@@ -161,8 +161,8 @@ async def test_a_lost_session_ends_its_steps_spans(world: Services, spans: Spans
         return (await client.stats()).num_running_requests == 1
 
     await until(runs)
-    (session,) = cache.keeper.sessions
-    cache.keeper.close(session.core.id, session.core.epoch, drained=False)
+    (session,) = cache.session_manager.sessions
+    cache.session_manager.close(session.core.id, session.core.epoch, drained=False)
 
     async def has_lost_it() -> bool:
         return (await client.stats()).cache_session_id == ""

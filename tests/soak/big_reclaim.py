@@ -44,7 +44,7 @@ async def _run(rng: random.Random, num_sequences: int) -> Counts:
         gc.freeze()
         delays = [await _step(stepping, step_id) for step_id in range(1, _STEPS_BEFORE)]
         closing = asyncio.ensure_future(dying.call("CloseSession"))
-        (pool,) = api.server.keeper.registry.pools
+        (pool,) = api.server.session_manager.registry.pools
         step_id, num_meanwhile, worst = _STEPS_BEFORE, 0, 0.0
         while not closing.done() or pool.manager.stats().num_referenced_blocks or step_id < 2 * _STEPS_BEFORE:
             worst = max(worst, await _step(stepping, step_id))
@@ -58,8 +58,8 @@ async def _run(rng: random.Random, num_sequences: int) -> Counts:
 
 def _fill(api: Api, session: Session, num_sequences: int, length: int, rng: random.Random) -> None:
     """Sequences that hold a million blocks, some of them committed; in the core, to save the time of the wire."""
-    (pool,) = api.server.keeper.registry.pools
-    (live,) = [live for live in api.server.keeper.sessions if live.core.id == session.opened.session_id]
+    (pool,) = api.server.session_manager.registry.pools
+    (live,) = [live for live in api.server.session_manager.sessions if live.core.id == session.opened.session_id]
     ids = range(1, num_sequences + 1)
     for sequence_id in ids:
         tokens = int32(range(sequence_id, sequence_id + length))

@@ -101,7 +101,7 @@ async def _wire(rng: random.Random) -> Counts:
         await calling.call("CommitSequence", sequence_id=1, num_tokens=6)
         await calling.call("ForkSequence", parent_id=1, child_id=4)
         await calling.call("ReleaseSequence", sequence_id=2)
-        (pool,) = api.server.keeper.registry.pools
+        (pool,) = api.server.session_manager.registry.pools
         before = state_hash(pool.manager)
         for _ in range(_NUM_PER_WIRE_SEED):
             error = await refusal(_wrong_release(rng, stepping, calling))

@@ -105,7 +105,7 @@ class _Round:
             self.clock.advance(0.6 if how == "disconnect" else 10.1)
 
     def _is_in_grace(self) -> bool:
-        return all(live.core.grace_deadline is not None for live in self.api.server.keeper.sessions)
+        return all(live.core.grace_deadline is not None for live in self.api.server.session_manager.sessions)
 
 
 async def _rounds(api: Api, clock: ManualClock | None, rng: random.Random, count: int) -> int:

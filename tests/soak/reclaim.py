@@ -68,10 +68,10 @@ async def _dies(api: Api, lively: Session, session: Session, child: Attached) ->
 
 async def _hangs(api: Api, lively: Session, session: Session, child: Attached) -> None:
     """Stopped; its lease is as short as may be from now on. What it may write stays in quarantine until it is killed."""
-    live = next(live for live in api.server.keeper.sessions if live.core.id == session.opened.session_id)
+    live = next(live for live in api.server.session_manager.sessions if live.core.id == session.opened.session_id)
     live.core.ttl = TTL
     await session.call("RenewSession")
-    api.server.keeper._watch_deadlines()
+    api.server.session_manager._watch_deadlines()
     child.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     await asyncio.wait_for(live.over.wait(), HANG_WITHIN)
@@ -82,7 +82,7 @@ async def _hangs(api: Api, lively: Session, session: Session, child: Attached) -
 
 async def _is_gone(api: Api, lively: Session, session: Session, within: float) -> None:
     """Session and blocks are back in time, while the lively one goes on."""
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     async with asyncio.timeout(within):
         while session.opened.session_id in pool.sessions | pool.quarantines:
             await lively.call("RenewSession")
@@ -99,7 +99,7 @@ async def _idle(rng: random.Random) -> Counts:
     num_faults = 0
     async with serving(clock=clock) as api:
         sessions = [await api.open(ttl_ms=int(1000 * _LEASE)) for _ in range(3)]
-        keeper = api.server.keeper
+        keeper = api.server.session_manager
         ids = [(session.opened.session_id, session.opened.epoch) for session in sessions]
         end = clock.time() + DAYS * _DAY
         while clock.time() < end:

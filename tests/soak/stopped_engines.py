@@ -103,14 +103,14 @@ async def _cycle(api: Api, children: list[_Child], rng: random.Random, result: _
     for child, answer in zip(children, working, strict=True):
         assert isinstance(answer["blocks"], list)
         child.blocks = answer["blocks"]
-    by_id = {live.core.id: live for live in api.server.keeper.sessions}
+    by_id = {live.core.id: live for live in api.server.session_manager.sessions}
     lives = [by_id[str(answer["session"])] for answer in working]
     for child in children:
         child.process.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(DEADLINE):
         for live in lives:
             await live.over.wait()
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     other = await api.open(ttl_ms=60_000)
     taken = await _take_all(other)
     late = [block for child in children for block in child.blocks]

@@ -106,5 +106,5 @@ async def _run(rng: random.Random) -> Counts:
 
 async def _reader(api: Api, is_engine: bool, rng: random.Random) -> _Reader:
     session = await api.open(engine=is_engine)
-    (pool,) = api.server.keeper.registry.pools
+    (pool,) = api.server.session_manager.registry.pools
     return _Reader(session, is_engine, blocks_of(pool), rng)

@@ -70,16 +70,16 @@ class EvictionCalls(StepApplier):
 
         Others hear of orders with a step only: for them it is forgotten.
         """
-        owner, swapping, result = self._owner(session), self.tables.swapping, Demotion()
-        if swapping is None or owner.executor is Executor.ENGINE:
+        owner, swapper, result = self._owner(session), self.tables.swapper, Demotion()
+        if swapper is None or owner.executor is Executor.ENGINE:
             yield result
             return
         orders: list[TransferOrder] = []
-        before = swapping.mover.num_demoted
-        swapping.begin(owner, orders)
+        before = swapper.offloader.num_demoted
+        swapper.begin(owner, orders)
         yield result
-        swapping.finish(owner)
-        result.num_blocks, result.copies = swapping.mover.num_demoted - before, copies_from([], [], orders)
+        swapper.finish(owner)
+        result.num_blocks, result.copies = swapper.offloader.num_demoted - before, copies_from([], [], orders)
 
     def _num_above(self, share: float) -> int:
         """How many of the held and cached blocks are above this share of the pool."""

@@ -46,8 +46,8 @@ class VictimCalls(StepApplier):
         """Frees what is due, and blocks behind the known tokens of sequences that no step writes."""
         caller, pool, seqs = self._owner(session), self.tables.pool, self.tables.sequences
         num_free, num_pins, num_expired = len(pool.free), len(self.tables.pins), pool.limits.num_expired
-        swapping = self.tables.swapping
-        num_free_hosts = len(swapping.host.pool.free) if swapping is not None else 0
+        swapper = self.tables.swapper
+        num_free_hosts = len(swapper.host.pool.free) if swapper is not None else 0
         self._publish()
         while self.tick():
             pass
@@ -74,7 +74,7 @@ class VictimCalls(StepApplier):
             num_expired_blocks=pool.limits.num_expired - num_expired,
             num_expired_pins=num_pins - len(self.tables.pins),
             num_trimmed_blocks=num_trimmed,
-            num_freed_host_blocks=len(swapping.host.pool.free) - num_free_hosts if swapping is not None else 0,
+            num_freed_host_blocks=len(swapper.host.pool.free) - num_free_hosts if swapper is not None else 0,
         )
 
 

@@ -38,7 +38,7 @@ class SequenceUpdates(StepApplier):
         if priority is not None and priority != seqs.priorities[slot]:
             self.revision += 1
             seqs.priorities[slot] = priority
-            self.tables.progress.change_age(slot)
+            self.tables.claims.change_age(slot)
         if retention is not None and retention != seqs.retention(slot):
             self.revision += 1
             self._narrow(session, slot, retention)

@@ -64,7 +64,7 @@ _MOST_PENDING = 2048  # blocks of which news are put off
 class _Head(NamedTuple):
     """The block that has waited longest of a class."""
 
-    worth: float
+    hit_density: float
     row: int
     stamp: int
 
@@ -84,8 +84,8 @@ class AdaptivePolicy:
         self._chosen_stamps: Int64Array = NO_INT64
         self._num_ahead = min(_MOST_AHEAD, num_blocks // _AHEAD_SHARE)
         self._ghosts = Ghosts(num_blocks, _GHOSTS_PER_BLOCK * num_blocks)
-        self._worth = HitDensity()
-        self._shadow = LruShadow(num_blocks)
+        self._hit_density = HitDensity()
+        self._lru_shadow = LruShadow(num_blocks)
         self._num_waiting = 0
         self._gain = 0.0  # recent hits here less those that LRU would have had
         self._next_lesson = self._lesson_len = max(_LEAST_LESSON, num_blocks // 2)
@@ -123,7 +123,7 @@ class AdaptivePolicy:
         if len(blocks):
             self._catch_up()
             waited = blocks[self._stamps.newest[blocks] > 0]
-            self._shadow.leave(self._stamps.newest[waited])
+            self._lru_shadow.leave(self._stamps.newest[waited])
             self._end_wait(waited)
             self._history.forget(blocks)
 
@@ -175,17 +175,17 @@ class AdaptivePolicy:
         if self._new_uses:
             found = self._history.record(self._new_uses, self._ghosts, now)
             self._new_uses = []
-            self._worth.saw_reuse(found, now)
-            self._gain -= np.count_nonzero(self._shadow.leave(found.stamps[found.uses > 0]))
+            self._hit_density.saw_reuse(found, now)
+            self._gain -= np.count_nonzero(self._lru_shadow.leave(found.stamps[found.uses > 0]))
         if self._added:
             self._queue_added(now)
         if self._reused:
             for traces, then in self._reused:
-                self._worth.saw_reuse(traces, then)
+                self._hit_density.saw_reuse(traces, then)
             stamps = np.concatenate([traces.stamps for traces, _ in self._reused])
-            self._gain += np.count_nonzero(~self._shadow.leave(stamps))
+            self._gain += np.count_nonzero(~self._lru_shadow.leave(stamps))
             self._reused = []
-        self._shadow.shrink(self._num_waiting)
+        self._lru_shadow.shrink(self._num_waiting)
         self._num_pending = 0
         if now >= self._next_lesson:
             self._learn()
@@ -197,14 +197,14 @@ class AdaptivePolicy:
         uses = self._history.uses[victims]
         known = uses > 0
         lost = self._ghosts.put(self._history.hashes[victims[known]], uses[known], stamps[known], now)
-        self._worth.lost_sight(lost, now)
+        self._hit_density.lost_sight(lost, now)
         self._history.forget(victims)
 
     def _queue_added(self, now: int) -> None:
         blocks = np.concatenate([blocks for blocks, _ in self._added])
         stamps = np.concatenate([stamps for _, stamps in self._added])
         self._added = []
-        self._shadow.enter(stamps)
+        self._lru_shadow.enter(stamps)
         self._gain *= max(0, 1 - len(blocks) / (_GAIN_SPAN * self._num_blocks))
         live = self._stamps.are_live(blocks, stamps)
         blocks, stamps = blocks[live], stamps[live]
@@ -222,7 +222,7 @@ class AdaptivePolicy:
         waits = stamps > 0
         cached = Traces(self._history.uses[first::every][waits], stamps[waits])
         ghosts = self._ghosts.sample(first, every, now)
-        self._worth.learn([(cached, every), (ghosts, every)], now, self._request_len)
+        self._hit_density.learn([(cached, every), (ghosts, every)], now, self._request_len)
         self._num_lessons += 1
         self._next_lesson = now + self._lesson_len
 
@@ -247,7 +247,7 @@ class AdaptivePolicy:
         """The class whose head goes next, and the last stamp up to which its blocks follow without another comparison."""
         now = self._stamps.clock
         there = [
-            _Head(self._worth.table[row][age_idx(now - stamp)], row, stamp)
+            _Head(self._hit_density.table[row][age_idx(now - stamp)], row, stamp)
             for row, stamp in enumerate(heads)
             if stamp is not None
         ]
@@ -256,7 +256,7 @@ class AdaptivePolicy:
         lowest = min(there)  # the fewest uses among equals
         oldest = min(there, key=lambda head: head.stamp)
         may_overrule = self._gain >= -_ALLOWED_LOSS * self._request_len
-        if may_overrule and lowest.worth < _OVERRULES_BELOW * oldest.worth:
+        if may_overrule and lowest.hit_density < _OVERRULES_BELOW * oldest.hit_density:
             head, until = lowest, now
         else:
             head, until = oldest, min((other.stamp for other in there if other is not oldest), default=now)

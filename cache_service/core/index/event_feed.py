@@ -102,7 +102,7 @@ class EventFeed:
         self._spec_key = spec_key
         self._pressure = pressure
         self._num_nodes = len(index.block_of_node)
-        self._journal = index.journal = Journal(max_unread or 2 * self._num_nodes + 65_536, wake)
+        self._change_log = index.change_log = Journal(max_unread or 2 * self._num_nodes + 65_536, wake)
         self._names = _zeros(self._num_nodes * _NAME_BYTES, np.uint8)
         self._named = _zeros(self._num_nodes, np.uint8)
         self._roots = _zeros(self._num_nodes, np.int32)  # of the nodes looked at so far, else 0
@@ -124,13 +124,13 @@ class EventFeed:
         """Nobody reads this watch any more; the last one takes the journal along."""
         self.watches.remove(watch)
         if not self.watches:
-            self._index.journal = None
+            self._index.change_log = None
 
     def advance(self, budget: int) -> bool:
         """Tells the watches of about `budget` blocks. Answers whether more can be told now."""
         if not self.watches:
             return False
-        if self._journal.has_overflowed:
+        if self._change_log.has_overflowed:
             for watch in self.watches:
                 watch.is_lagging = True
             return False
@@ -138,16 +138,16 @@ class EventFeed:
             if not watch.root:
                 watch.root = self._index.find_root(watch.tenant)
                 self._root_names[watch.root] = sha256(self._spec_key + b"\0" + watch.tenant.encode()).digest()
-        while budget > 0 and len(self._journal):
-            node, change = self._journal.peek()
+        while budget > 0 and len(self._change_log):
+            node, change = self._change_log.peek()
             cost, is_done = self._tell_change(node, change, budget)
             budget -= cost
             if is_done:
-                self._journal.advance()
+                self._change_log.advance()
         for watch in self.watches:
             while budget > 0 and watch.wants_snapshot:
                 budget -= self._tell_snapshot(watch, budget)
-        return len(self._journal) > 0 or any(watch.wants_snapshot for watch in self.watches)
+        return len(self._change_log) > 0 or any(watch.wants_snapshot for watch in self.watches)
 
     def _tell_change(self, node: int, change: Change, budget: int) -> tuple[int, bool]:
         """(cost, whether the change has been told whole: blocks above it may have to be told of first)."""
@@ -251,7 +251,7 @@ class EventFeed:
 
     def _key(self, node: int) -> bytes:
         """The key of a node at the eldest unread change."""
-        key = self._journal.gone_key(node) or self._index.key(node)
+        key = self._change_log.gone_key(node) or self._index.key(node)
         assert key is not None, "only nodes that are there are asked for"
         return key
 

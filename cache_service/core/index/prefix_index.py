@@ -50,8 +50,8 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
-        self.gone = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
-        self.journal: Journal | None = None  # while somebody watches
+        self.eviction_log = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
+        self.change_log: Journal | None = None  # while somebody watches
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
         # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
@@ -70,7 +70,7 @@ class PrefixIndex:
         """The root of a tenant's tree, made when it is first asked for."""
         if tenant not in self._roots:
             self._roots[tenant] = -len(self._roots) - 1
-            self.gone.add_root(self._roots[tenant])
+            self.eviction_log.add_root(self._roots[tenant])
         return self._roots[tenant]
 
     def has_room_for(self, tenant: str) -> bool:
@@ -106,7 +106,7 @@ class PrefixIndex:
         raw, width, find = rows.tobytes(), self._key_len, self._nodes.get
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
         nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
-        self.gone.add_each(nodes, parents, rows[:, 1:])
+        self.eviction_log.add_each(nodes, parents, rows[:, 1:])
         if self.root_of_node is not None:
             self.root_of_node[nodes] = np.where(parents < 0, parents, self.root_of_node[np.maximum(parents, 0)])
         self._link(nodes, parents, blocks)
@@ -127,7 +127,7 @@ class PrefixIndex:
         result = np.array(nodes, np.int32)
         if len(nodes):
             parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
-            self.gone.add_run(result, first_parent, tokens)
+            self.eviction_log.add_run(result, first_parent, tokens)
             if self.root_of_node is not None:
                 self.root_of_node[result] = first_parent if first_parent < 0 else self.root_of_node[first_parent]
             self._link(result, parents, blocks)
@@ -165,7 +165,7 @@ class PrefixIndex:
                     stack.append(int(self._first_child[below]))
                 below_them.append(below)
                 self._remove(below, key, removed)
-        self.gone.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
+        self.eviction_log.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
         return self._clear_columns(np.array(removed, np.int32))
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
@@ -180,14 +180,14 @@ class PrefixIndex:
         nodes = self.node_of_block[blocks]
         self.block_of_node[nodes] = 0
         self.node_of_block[blocks] = NO_NODE
-        if self.journal is not None and len(nodes):
-            self.journal.tier_changed(nodes, Tier.HOST)
+        if self.change_log is not None and len(nodes):
+            self.change_log.tier_changed(nodes, Tier.HOST)
 
     def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
         """Gives nodes that had none blocks on the device."""
         self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
-        if self.journal is not None and len(nodes):
-            self.journal.tier_changed(nodes, Tier.DEVICE)
+        if self.change_log is not None and len(nodes):
+            self.change_log.tier_changed(nodes, Tier.DEVICE)
 
     def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
         """Gives nodes that had none host copies."""
@@ -197,11 +197,11 @@ class PrefixIndex:
     def clear(self) -> Int32Array:
         """Forgets everything but the roots. Answers the blocks that had a node."""
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
-        self.gone.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
+        self.eviction_log.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
         blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
-        if self.journal is not None:
-            self.journal.cleared(self._nodes)
+        if self.change_log is not None:
+            self.change_log.cleared(self._nodes)
         self.logits.by_node.clear()
         self._unused.extend(nodes.tolist())
         for node in nodes.tolist():
@@ -290,12 +290,12 @@ class PrefixIndex:
         self.node_of_block[blocks] = nodes
         is_new = self.host_of_node[nodes] == 0  # one that was in the host tier only has its place already
         if np.count_nonzero(is_new) < len(is_new):
-            if self.journal is not None:
-                self.journal.tier_changed(nodes[~is_new], Tier.DEVICE)
+            if self.change_log is not None:
+                self.change_log.tier_changed(nodes[~is_new], Tier.DEVICE)
             nodes, parents = nodes[is_new], parents[is_new]
         self._link_below(nodes, parents)
-        if self.journal is not None:
-            self.journal.stored(nodes)
+        if self.change_log is not None:
+            self.change_log.stored(nodes)
 
     def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
         """Puts these distinct nodes first among their parents' children."""
@@ -329,8 +329,8 @@ class PrefixIndex:
 
     def _remove(self, node: int, key: bytes, removed: list[int]) -> None:
         """Nobody finds the node any more; its number and its columns are still taken."""
-        if self.journal is not None:
-            self.journal.removed(node, key)
+        if self.change_log is not None:
+            self.change_log.removed(node, key)
         if self.logits.by_node:
             self.logits.by_node.pop(node, None)
         del self._nodes[key]

@@ -99,11 +99,11 @@ def _end(
     if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
     index = tables.index
-    gone = index.gone.last_end(last, needed[num_matched:])
+    gone = index.eviction_log.last_end(last, needed[num_matched:])
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if gone is not None:
-        return gone[0], max(index.gone.now - gone[1], 0.0)
+        return gone[0], max(index.eviction_log.now - gone[1], 0.0)
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
         return MatchEnd.COMPUTING, None  # it is committed, and about to be published
     return MatchEnd.NEVER_STORED, None

@@ -27,7 +27,7 @@ def violations(tables: SequenceLifecycle, owners: list[SessionState], quarantine
     wrong.extend(tables.index.check())
     wrong.extend(_check_pins(tables, owners))
     wrong.extend(tables.publisher.check())
-    wrong.extend(tables.progress.check())
+    wrong.extend(tables.claims.check())
     for slot in running:
         row = tables.sequences.table(slot)
         wrong.extend(_check_sequence(tables, slot, row))

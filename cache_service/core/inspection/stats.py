@@ -32,7 +32,7 @@ def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, n
         num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
         revision=revision,
         pressure=gauge.level,
-        num_owed_blocks=tables.progress.num_owed,
+        num_owed_blocks=tables.claims.num_owed,
         num_pressure_changes=gauge.num_changes,
         num_sessions=num_sessions,
         num_misses=counters.num_look_ups - counters.num_hits,
@@ -45,29 +45,29 @@ def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, n
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
         num_tenants=tables.index.num_roots,
         num_expired_blocks=pool.limits.num_expired
-        + (tables.swapping.host.pool.limits.num_expired if tables.swapping is not None else 0),
+        + (tables.swapper.host.pool.limits.num_expired if tables.swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(tables.index.logits.by_node),
         **asdict(counters),
-        **_host_stats(tables.swapping),
+        **_host_stats(tables.swapper),
     )
 
 
-def _host_stats(swapping: SequenceSwapper | None) -> dict[str, int]:
+def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:
     """The host tier's; zeros where there is none."""
-    if swapping is None:
+    if swapper is None:
         return {}
-    host, mover = swapping.host, swapping.mover
+    host, offloader = swapper.host, swapper.offloader
     return {
         "num_free_host_blocks": len(host.pool.free),
         "num_cached_host_blocks": host.num_cached,
         "num_held_host_blocks": host.num_held,
         "num_busy_host_blocks": host.num_busy,
-        "num_swap_outs": swapping.num_swap_outs,
-        "num_swap_ins": swapping.num_swap_ins,
-        "num_demoted_blocks": mover.num_demoted,
-        "num_promoted_blocks": mover.num_promoted,
+        "num_swap_outs": swapper.num_swap_outs,
+        "num_swap_ins": swapper.num_swap_ins,
+        "num_demoted_blocks": offloader.num_demoted,
+        "num_promoted_blocks": offloader.num_promoted,
         "num_evicted_host_blocks": host.pool.num_evicted,
-        "num_transfers": mover.transfers.num_issued,
-        "num_failed_transfers": mover.transfers.num_failed,
+        "num_transfers": offloader.transfers.num_issued,
+        "num_failed_transfers": offloader.transfers.num_failed,
     }

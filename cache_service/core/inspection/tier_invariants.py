@@ -13,13 +13,13 @@ from ..values.types import Int32Array, SequenceState, TransferKind
 from .invariants import check_orders
 
 
-def violations(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
+def violations(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
     """One sentence per violation; empty when all is well."""
-    return [*_check_blocks(tables, swapping), *_check_orders(swapping), *_check_moves(tables, swapping)]
+    return [*_check_blocks(tables, swapper), *_check_orders(swapper), *_check_moves(tables, swapper)]
 
 
-def _check_blocks(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
-    host, transfers = swapping.host, swapping.mover.transfers
+def _check_blocks(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
+    host, transfers = swapper.host, swapper.offloader.transfers
     out_sources, out_destinations = transfers.ends(TransferKind.SWAP_OUT)
     in_sources, in_destinations = transfers.ends(TransferKind.SWAP_IN)
     held = [table[table > 0] for table in host.tables.values()]
@@ -41,48 +41,48 @@ def _check_blocks(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[
     return wrong
 
 
-def _check_orders(swapping: SequenceSwapper) -> list[str]:
-    mover = swapping.mover
-    in_flight = mover.transfers.in_flight
+def _check_orders(swapper: SequenceSwapper) -> list[str]:
+    offloader = swapper.offloader
+    in_flight = offloader.transfers.in_flight
     wrong = [f"order {number} does not know its id" for number, order in in_flight.items() if order.id != number]
     fills = {order.destination: order for order in in_flight.values() if order.kind is TransferKind.SWAP_OUT}
-    if not mover.transfers.are_by_owner():
+    if not offloader.transfers.are_by_owner():
         wrong.append("the orders of the sessions are not those in flight")
-    if fills != mover.fills:
+    if fills != offloader.fills:
         wrong.append("the orders that fill host blocks are not those in flight")
-    for known, kind in ((mover.loads, TransferKind.SWAP_IN), (mover.outs, TransferKind.SWAP_OUT)):
+    for known, kind in ((offloader.loads, TransferKind.SWAP_IN), (offloader.outs, TransferKind.SWAP_OUT)):
         for block, order in known.items():
             if order.source != block or order.kind is not kind or in_flight.get(order.id) is not order:
                 wrong.append(f"order {order.id} is looked up by a block that it does not read")
     return wrong
 
 
-def _check_moves(tables: SequenceLifecycle, swapping: SequenceSwapper) -> list[str]:
-    seqs, mover = tables.sequences, swapping.mover
+def _check_moves(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
+    seqs, offloader = tables.sequences, swapper.offloader
     wrong: list[str] = []
     pending: dict[int, int] = {}
-    for order in mover.transfers.in_flight.values():
+    for order in offloader.transfers.in_flight.values():
         for waiter, _ in order.waiters:
             pending[id(waiter)] = pending.get(id(waiter), 0) + 1
-    arrived = {id(waiter) for moves in swapping.arrived.values() for waiter in moves}
+    arrived = {id(waiter) for moves in swapper.arrived.values() for waiter in moves}
     for slot in seqs.live_slots().tolist():
         state, name = int(seqs.states[slot]), f"sequence {int(seqs.ids[slot])}"
-        move = swapping.moves.get(slot)
+        move = swapper.moves.get(slot)
         is_loading = state == SequenceState.LOADING
         if bool(seqs.keeps_table[slot]) != (move is not None and move.towards == SequenceState.SWAPPED):
             wrong.append(f"{name} keeps its device blocks for no swap-out")
         if is_loading != (move is not None and move.towards == SequenceState.LOADING):
             wrong.append(f"{name} and its move disagree on its state")
-        if (slot in swapping.host.tables) != (state == SequenceState.SWAPPED or (is_loading and _is_swap_in(move))):
+        if (slot in swapper.host.tables) != (state == SequenceState.SWAPPED or (is_loading and _is_swap_in(move))):
             wrong.append(f"{name} has host blocks that it should not have, or none")
         if move is not None:
             if move.num_pending != pending.get(id(move), 0) or move.is_over:
                 wrong.append(f"{name} waits for the wrong number of orders")
             if not move.num_pending and id(move) not in arrived:
                 wrong.append(f"{name} waits for nothing")
-        if slot in swapping.host.tables and len(swapping.host.tables[slot]) != seqs.num_blocks(int(seqs.num_reserved[slot])):
+        if slot in swapper.host.tables and len(swapper.host.tables[slot]) != seqs.num_blocks(int(seqs.num_reserved[slot])):
             wrong.append(f"{name} has the wrong number of host blocks")
-    if any(seqs.states[slot] == SequenceState.FREE_SLOT for slot in (*swapping.moves, *swapping.host.tables)):
+    if any(seqs.states[slot] == SequenceState.FREE_SLOT for slot in (*swapper.moves, *swapper.host.tables)):
         wrong.append("a sequence that is gone is still being moved")
     return wrong
 

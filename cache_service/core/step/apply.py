@@ -60,31 +60,31 @@ class StepApplier(CreateCalls):
 
     def _check_report(self, owner: SessionState, completed: Int64Array, failed: Int64Array) -> SequenceSwapper:
         """Who takes a report of orders, which is lawful. Raises InvalidField."""
-        swapping = self.tables.swapping
-        if swapping is None:
+        swapper = self.tables.swapper
+        if swapper is None:
             field = "completed_transfer_ids" if len(completed) else "failed_transfer_ids"
             raise InvalidField("no transfer order was ever issued", field=field)
-        swapping.mover.transfers.check_report(owner, completed, failed)
-        return swapping
+        swapper.offloader.transfers.check_report(owner, completed, failed)
+        return swapper
 
     def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
         tables, log = self.tables, StepLog()
         self.revision += 1
-        tables.progress.now = self.now
-        if tables.progress.claims:
-            tables.progress.pass_time(self.now)
+        tables.claims.now = self.now
+        if tables.claims.claims:
+            tables.claims.pass_time(self.now)
         tables.counters.num_steps += 1
         forks: list[ItemResult] = []
         starts: list[StartResult] = []
         refused: set[int] = set()
         swap_outs = swap_ins = NO_INT32
-        swapping = tables.swapping
-        if swapping is not None:
-            swapping.begin(owner, log.orders)
+        swapper = tables.swapper
+        if swapper is not None:
+            swapper.begin(owner, log.orders)
             if len(batch.completed_transfers) or len(batch.failed_transfers):
-                swapping.report(batch.completed_transfers, batch.failed_transfers)
-            if swapping.arrived:
-                log.ready.extend(swapping.wake(owner))
+                swapper.report(batch.completed_transfers, batch.failed_transfers)
+            if swapper.arrived:
+                log.ready.extend(swapper.wake(owner))
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
@@ -108,12 +108,12 @@ class StepApplier(CreateCalls):
         grants = self._reserve_all(owner, log, batch, plan, refused)
         if log.copy_destinations:
             owner.copy(tables.pool, int32_of(log.copy_destinations))
-        if swapping is not None:
-            swapping.finish(owner)
+        if swapper is not None:
+            swapper.finish(owner)
         num_give_back = 0
-        if tables.progress.claims:
-            tables.progress.end_step(owner)
-            num_give_back = tables.progress.num_give_back(owner)
+        if tables.claims.claims:
+            tables.claims.end_step(owner)
+            num_give_back = tables.claims.num_give_back(owner)
         pressure = self._note_change()
         reply = step_reply(
             *(tables, log, plan, forks, starts, grants),
@@ -166,10 +166,10 @@ class StepApplier(CreateCalls):
 
     def _load_now(self, owner: SessionState, log: StepLog, slot: int) -> bool:
         """Whether a sequence that was to load runs already, because its orders are run before the answer."""
-        swapping = self.tables.swapping
-        assert swapping is not None, "a load without a host tier"
-        swapping.run_now(owner)
-        woken = swapping.wake(owner)
+        swapper = self.tables.swapper
+        assert swapper is not None, "a load without a host tier"
+        swapper.run_now(owner)
+        woken = swapper.wake(owner)
         log.ready.extend(other for other in woken if other != slot)
         return slot in woken
 
@@ -178,41 +178,41 @@ class StepApplier(CreateCalls):
 
         A child whose fork was refused has no slot: there was no room for it, and there is none for its swaps.
         """
-        swapping, states = self.tables.swapping, self.tables.sequences.states
+        swapper, states = self.tables.swapper, self.tables.sequences.states
         outs: list[ItemResult] = []
         ins: list[ItemResult] = []
         for slot in map(owner.ids.get, batch.swap_out_ids.tolist()):
             if slot is None:
                 outs.append(ItemResult.NO_ROOM)
                 continue
-            done = states[slot] != SequenceState.RUNNING or (swapping is not None and swapping.swap_out(owner, slot))
+            done = states[slot] != SequenceState.RUNNING or (swapper is not None and swapper.swap_out(owner, slot))
             outs.append(ItemResult.OK if done else ItemResult.NO_ROOM)
-            if swapping is not None:
-                swapping.run_now(owner)
+            if swapper is not None:
+                swapper.run_now(owner)
         for slot in map(owner.ids.get, batch.swap_in_ids.tolist()):
             if slot is None:
                 ins.append(ItemResult.NO_ROOM)
                 continue
             done = True
-            if swapping is not None and states[slot] == SequenceState.SWAPPED:
-                done = self._swap_in(owner, swapping, slot)
+            if swapper is not None and states[slot] == SequenceState.SWAPPED:
+                done = self._swap_in(owner, swapper, slot)
                 if states[slot] == SequenceState.RUNNING or (done and self._load_now(owner, log, slot)):
                     log.ready.append(slot)
             ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
         return int32_of(outs), int32_of(ins)
 
-    def _swap_in(self, owner: SessionState, swapping: SequenceSwapper, slot: int) -> bool:
+    def _swap_in(self, owner: SessionState, swapper: SequenceSwapper, slot: int) -> bool:
         """A swap-in claims as a start does, and leaves alone what is kept for elder sequences."""
-        progress, num_apart = self.tables.progress, self._num_spare()
-        num_kept = progress.num_kept_from(slot) if progress.claims else 0
+        claims, num_apart = self.tables.claims, self._num_spare()
+        num_kept = claims.num_kept_from(slot) if claims.claims else 0
         # Blocks that are still on their way out would only be taken back; an elder sequence that misses some has them first.
         is_owed = num_kept > self.tables.pool.num_available and bool(self.tables.sequences.keeps_table[slot])
-        done = not is_owed and swapping.swap_in(owner, slot, num_apart + num_kept)
+        done = not is_owed and swapper.swap_in(owner, slot, num_apart + num_kept)
         if done:
-            progress.forget(slot)
+            claims.forget(slot)
         else:
-            num_missing, num_room = swapping.shortage_in(owner, slot, num_apart)
-            progress.refuse(owner, slot, max(1, num_missing + self.tables.pool.num_available - num_room))
+            num_missing, num_room = swapper.shortage_in(owner, slot, num_apart)
+            claims.refuse(owner, slot, max(1, num_missing + self.tables.pool.num_available - num_room))
         return done
 
     def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
@@ -223,7 +223,7 @@ class StepApplier(CreateCalls):
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
             if waits and (length := computing_len(tables, slot, max_hit, owners)):
-                tables.progress.forget(slot)  # it is not for want of blocks that it waits
+                tables.claims.forget(slot)  # it is not for want of blocks that it waits
                 tables.counters.num_computing_answers += 1
                 log.computing_lens[slot] = length
                 results.append(StartResult.COMPUTING)

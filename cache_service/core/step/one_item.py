@@ -39,12 +39,12 @@ class OneItemCalls(StepApplier):
             )
             if reply.reserve_reserved[0] >= num_tokens:
                 return copies_of(reply)
-            self.tables.progress.forget(slot)  # what is refused with an error leaves no trace
+            self.tables.claims.forget(slot)  # what is refused with an error leaves no trace
         elif seqs.states[slot] != SequenceState.WAITING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
             log, owner.is_one_item = StepLog(), True
-            self.tables.progress.pass_time(self.now)
+            self.tables.claims.pass_time(self.now)
             max_hit = num_tokens if look_up else 0
             if self._start_exactly(owner, log, slot, max_hit, num_tokens):
                 self.revision += 1
@@ -117,9 +117,9 @@ class OneItemCalls(StepApplier):
         owner, slot = self._find(session, sequence_id)
         reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
         if reply.swap_out_results[0] == ItemResult.NO_ROOM:
-            swapping = self.tables.swapping
+            swapper = self.tables.swapper
             num_blocks = np.count_nonzero(self.tables.sequences.table(slot))
-            requested, available = swapping.shortage(owner, slot) if swapping is not None else (int(num_blocks), 0)
+            requested, available = swapper.shortage(owner, slot) if swapper is not None else (int(num_blocks), 0)
             raise OutOfHostBlocks(f"{requested} host blocks, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
 
@@ -128,11 +128,11 @@ class OneItemCalls(StepApplier):
         owner, slot = self._find(session, sequence_id)
         reply = self._step_once(owner, swap_in_ids=np.array([sequence_id]))
         if reply.swap_in_results[0] == ItemResult.NO_ROOM:
-            swapping = self.tables.swapping
-            assert swapping is not None, "a swapped sequence without a host tier"
-            progress = self.tables.progress
-            progress.forget(slot)  # what is refused with an error leaves no trace
-            requested, room = swapping.shortage_in(owner, slot, self._num_spare() + progress.num_kept_from(slot))
+            swapper = self.tables.swapper
+            assert swapper is not None, "a swapped sequence without a host tier"
+            claims = self.tables.claims
+            claims.forget(slot)  # what is refused with an error leaves no trace
+            requested, room = swapper.shortage_in(owner, slot, self._num_spare() + claims.num_kept_from(slot))
             available = max(room, 0)
             raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
@@ -142,23 +142,23 @@ class OneItemCalls(StepApplier):
         seqs, pool = self.tables.sequences, self.tables.pool
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         if seqs.states[slot] == SequenceState.RUNNING:
-            num_room = max(0, pool.num_available - self.tables.progress.num_kept_from(slot))
+            num_room = max(0, pool.num_available - self.tables.claims.num_kept_from(slot))
             return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), num_room
         hits = self.tables.index.block_of_node[self.tables.match(slot, num_tokens if look_up else 0)]
         hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
-        if self.tables.progress.is_younger(slot):
+        if self.tables.claims.is_younger(slot):
             return num_needed - len(hits), 0
         return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
 
     def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
         """Starts a waiting sequence; what it hits in the host tier is loaded by whoever runs the copies of this call."""
-        swapping = self.tables.swapping
-        if swapping is not None:
-            swapping.begin(owner, log.orders)
+        swapper = self.tables.swapper
+        if swapper is not None:
+            swapper.begin(owner, log.orders)
         started = self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens)
-        if swapping is not None:
-            swapping.finish(owner)
-            swapping.wake(owner)
+        if swapper is not None:
+            swapper.finish(owner)
+            swapper.wake(owner)
         return started
 
     def _step_once(self, owner: SessionState, **columns: np.ndarray) -> StepReply:

@@ -22,8 +22,8 @@ class SequenceLifecycle(SequenceStarter):
     def __init__(self, config: PoolConfig) -> None:
         super().__init__(config)
         if config.num_host_blocks:
-            mover = Offloader(config, self.index, self.pool, self.last_roots, self.publisher.disown)
-            self.swapping = SequenceSwapper(self, mover)
+            offloader = Offloader(config, self.index, self.pool, self.last_roots, self.publisher.disown)
+            self.swapper = SequenceSwapper(self, offloader)
 
     def commit(
         self,
@@ -67,7 +67,7 @@ class SequenceLifecycle(SequenceStarter):
             column[child] = num_tokens
         for column in (seqs.owners, seqs.roots, seqs.max_tokens, seqs.priorities, seqs.num_hit):
             column[child] = column[parent]
-        seqs.start_numbers[child], seqs.last_access[child] = seqs.start_numbers[parent], self.progress.now
+        seqs.start_numbers[child], seqs.last_access[child] = seqs.start_numbers[parent], self.claims.now
         seqs.ids[child], seqs.parent_ids[child] = child_id, seqs.ids[parent]
         seqs.states[child] = SequenceState.RUNNING
         if seqs.num_window[parent]:
@@ -109,13 +109,13 @@ class SequenceLifecycle(SequenceStarter):
         tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
             owner.drop(self.pool, np.concatenate(tables), until=owner.step_id - 1)
-        if self.swapping is not None:
+        if self.swapper is not None:
             for slot in slots:
-                self.swapping.release(owner, slot)
+                self.swapper.release(owner, slot)
         self.publisher.forget_slots(slots)
         for slot in slots:
-            if self.progress.claims:
-                self.progress.forget(slot)
+            if self.claims.claims:
+                self.claims.forget(slot)
             owner.ids.remove(int(seqs.ids[slot]))
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.free_slot(slot)
@@ -129,14 +129,14 @@ class SequenceLifecycle(SequenceStarter):
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         total = int(num_new.sum()) if len(growing) else 0
-        seqs.note_access(slots, self.progress.now)
+        seqs.note_access(slots, self.claims.now)
         if total > self.pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
-        if self.progress.claims:
-            is_enough = total + self.progress.most_owed <= self.pool.num_available
-            if not is_enough and self.progress.are_younger(slots[growing]).any():
+        if self.claims.claims:
+            is_enough = total + self.claims.most_owed <= self.pool.num_available
+            if not is_enough and self.claims.are_younger(slots[growing]).any():
                 return self._reserve_in_order(owner, log, slots, least, wanted)
-            self.progress.forget_all(slots)
+            self.claims.forget_all(slots)
         seqs.num_reserved_before[slots] = held
         seqs.num_reserved[slots] = wanted
         seqs.last_reserve_step[slots] = owner.step_id
@@ -168,7 +168,7 @@ class SequenceLifecycle(SequenceStarter):
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array
     ) -> Grants:
         """The same, one by one: when blocks are short or owed to an elder sequence, or copies are due."""
-        seqs, pool, progress = self.sequences, self.pool, self.progress
+        seqs, pool, claims = self.sequences, self.pool, self.claims
         reserved = np.empty(len(slots), np.int32)
         item_idx: list[int] = []
         new_blocks: list[int] = []
@@ -179,8 +179,8 @@ class SequenceLifecycle(SequenceStarter):
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
             num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
-            num_kept = progress.num_kept_from(slot) if progress.claims else 0
-            may_take = not starved or (progress.claims and not num_kept)
+            num_kept = claims.num_kept_from(slot) if claims.claims else 0
+            may_take = not starved or (claims.claims and not num_kept)
             if may_take and not num_kept and num_least > pool.num_available:
                 self.pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
@@ -194,8 +194,8 @@ class SequenceLifecycle(SequenceStarter):
                 reserved[row] = min(held, low - 1)
                 self.counters.num_refusals += 1
                 continue
-            if progress.claims:
-                progress.forget(slot)
+            if claims.claims:
+                claims.forget(slot)
             if len(due):
                 self._copy_on_write(owner, log, slot, due)
             if granted > seqs.num_committed[slot]:
@@ -209,7 +209,7 @@ class SequenceLifecycle(SequenceStarter):
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
         for slot, num_blocks in refused:
-            progress.refuse(owner, slot, num_blocks)
+            claims.refuse(owner, slot, num_blocks)
         return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
 
     def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:

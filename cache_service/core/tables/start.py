@@ -43,9 +43,9 @@ class SequenceStarter(TableBase):
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
         nodes = self.index.match(root, tokens, max_blocks)
-        if self.swapping is not None and len(nodes):
+        if self.swapper is not None and len(nodes):
             hosts = self.index.host_of_node[nodes]
-            is_away = (self.index.block_of_node[nodes] == 0) & self.swapping.host.is_filling[hosts]
+            is_away = (self.index.block_of_node[nodes] == 0) & self.swapper.host.is_filling[hosts]
             if np.count_nonzero(is_away):
                 nodes = nodes[: int(np.argmax(is_away))]
         return nodes
@@ -81,8 +81,8 @@ class SequenceStarter(TableBase):
         full = self.full_hit(slot, max_hit) if self.index.logits.by_node and not exactly else None
         nodes = self.match(slot, max_hit) if full is None else self.index.node_of_block[full[0]]
         hits, joined, num_least = self.index.block_of_node[nodes], None, int(full is None)
-        if self.swapping is not None and np.count_nonzero(hits) < len(hits):
-            joined = self.swapping.join(owner, nodes, hits)
+        if self.swapper is not None and np.count_nonzero(hits) < len(hits):
+            joined = self.swapper.join(owner, nodes, hits)
         fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
         if fit.num_short and joined is not None:
             on_device = self.index.block_of_node[nodes] > 0
@@ -91,21 +91,21 @@ class SequenceStarter(TableBase):
                 nodes = NO_INT32
             hits = self.index.block_of_node[nodes]
             fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
-        is_younger = bool(self.progress.claims) and self.progress.is_younger(slot)
+        is_younger = bool(self.claims.claims) and self.claims.is_younger(slot)
         if fit.num_short and not is_younger and self.pins_give_way(slot, fit.num_short, hits):
             return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
         if fit.num_short or is_younger:
             self.counters.num_refusals += 1
             self.counters.num_refused_starts += 1
             if not exactly:
-                self.progress.refuse(owner, slot, max(1, fit.num_wanted))
+                self.claims.refuse(owner, slot, max(1, fit.num_wanted))
             return False
-        if self.progress.claims:
-            self.progress.forget(slot)
+        if self.claims.claims:
+            self.claims.forget(slot)
         num_new, most = fit.num_new, fit.num_slots
         hit_len = len(hits) * self._block_size
-        if joined is not None and self.swapping is not None:
-            self.swapping.start(owner, slot, nodes, hits, joined)
+        if joined is not None and self.swapper is not None:
+            self.swapper.start(owner, slot, nodes, hits, joined)
         else:
             pool.acquire(hits)
         seqs.tables[slot, : len(hits)] = hits
@@ -117,7 +117,7 @@ class SequenceStarter(TableBase):
         seqs.num_hit[slot] = hit_len
         seqs.num_reserved[slot] = most
         seqs.last_reserve_step[slot] = owner.step_id
-        seqs.touch(slot, self.progress.now)
+        seqs.touch(slot, self.claims.now)
         if joined is not None:
             seqs.states[slot] = SequenceState.LOADING
             return True

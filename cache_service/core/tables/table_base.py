@@ -60,13 +60,13 @@ class TableBase:
         self.prefix_caching = config.prefix_caching
         self.min_prefix_tokens = config.min_prefix_tokens
         self.sequences = SequenceTable(config)
-        self.swapping: SequenceSwapper | None = None  # where there is a host tier
+        self.swapper: SequenceSwapper | None = None  # where there is a host tier
         self.index = PrefixIndex(
             config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks, self._lose_hosts
         )
         self.pool = BlockPool(config, self.index, self._forget)
         self.pins = Pins(self.pool)
-        self.progress = Claims(self.sequences, self.pool)
+        self.claims = Claims(self.sequences, self.pool)
         self.counters = Counters()
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.last_roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # whose tokens each block held last
@@ -116,11 +116,11 @@ class TableBase:
 
     def _forget(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:
         """These leave the device: for the host tier, or for good with what is below. Answers others that lost their entry."""
-        if self.swapping is not None and why is MatchEnd.EVICTED:
-            blocks = self.swapping.mover.demote(blocks)
+        if self.swapper is not None and why is MatchEnd.EVICTED:
+            blocks = self.swapper.offloader.demote(blocks)
         return self.publisher.forget(blocks, why)
 
     def _lose_hosts(self, hosts: Int32Array) -> None:
         """Their nodes were forgotten."""
-        assert self.swapping is not None, "host copies without a host tier"
-        self.swapping.host.pool.unindex(hosts)
+        assert self.swapper is not None, "host copies without a host tier"
+        self.swapper.host.pool.unindex(hosts)

@@ -26,9 +26,9 @@ AT_ONCE = 512  # orders, about a millisecond
 class SequenceSwapper:
     """One pool's; there is none without a host tier."""
 
-    def __init__(self, tables: "SequenceLifecycle", mover: Offloader) -> None:
-        self.mover = mover
-        self.host = mover.host
+    def __init__(self, tables: "SequenceLifecycle", offloader: Offloader) -> None:
+        self.offloader = offloader
+        self.host = offloader.host
         self.moves: dict[int, Move] = {}  # slot: a swap-out whose device blocks are still held, or a load
         self.arrived: dict[int, list[Move]] = {}  # number of a session: moves to conclude in its next call
         self.at_once = AT_ONCE  # reported orders that are ended with the call that reports them
@@ -44,29 +44,29 @@ class SequenceSwapper:
     def begin(self, owner: SessionState, told: list[TransferOrder]) -> None:
         """A call of the session begins, which orders are to be told with. Without one nothing is demoted."""
         self._caller, self._told, self._num_run = owner, told, 0
-        self.mover.begin(owner, told)
+        self.offloader.begin(owner, told)
 
     def finish(self, owner: SessionState) -> None:
         """The call is over."""
         self.run_now(owner)
         self._caller, self._told = None, []
-        self.mover.finish()
+        self.offloader.finish()
 
     def run_now(self, owner: SessionState) -> None:
         """Where the cache service runs the session's orders, they are complete for whoever comes next."""
         if owner.executor is Executor.CACHE and self._num_run < len(self._told):
             ids = [order.id for order in self._told[self._num_run :]]
             self._num_run = len(self._told)
-            self._end(self.mover.transfers.take(ids), ok=True)
+            self._end(self.offloader.transfers.take(ids), ok=True)
 
     def report(self, completed: Int64Array, failed: Int64Array) -> None:
         """Orders have ended, as `Transfers.check_report` has allowed. Of many, some are left for `end_some`."""
-        self.mover.transfers.report(completed, failed)
+        self.offloader.transfers.report(completed, failed)
         self.end_some(self.at_once)
 
     def end_some(self, max_orders: int) -> bool:
         """What up to so many of the reported orders mean for blocks and sequences. Whether any are left."""
-        transfers = self.mover.transfers
+        transfers = self.offloader.transfers
         while max_orders > 0 and (reported := transfers.take_reported(max_orders)) is not None:
             orders, ok = reported
             self._end(orders, ok=ok)
@@ -90,10 +90,10 @@ class SequenceSwapper:
         index = self._tables.index
         hosts = index.host_of_node[index.node_of_block[table[places]]]
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
-            if self.mover.fills[int(hosts[at])].owner is not owner:
+            if self.offloader.fills[int(hosts[at])].owner is not owner:
                 hosts[at] = 0
-        for at in np.flatnonzero(hosts == 0).tolist() if self.mover.outs else ():
-            order = self.mover.outs.get(int(table[places[at]]))
+        for at in np.flatnonzero(hosts == 0).tolist() if self.offloader.outs else ():
+            order = self.offloader.outs.get(int(table[places[at]]))
             if order is not None and order.owner is owner:
                 hosts[at] = order.destination
         return places, hosts
@@ -117,21 +117,21 @@ class SequenceSwapper:
         hosts[~has_copy] = host.take(num_missing, held=True)
         move = self.moves[slot] = Move(slot, owner, SequenceState.SWAPPED)
         for block in hosts[has_copy & host.is_filling[hosts]].tolist():
-            self.mover.fills[block].add_waiter(move, 0)
+            self.offloader.fills[block].add_waiter(move, 0)
         blocks, copies = table[places][~has_copy], hosts[~has_copy]
         nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten some
         named = (nodes > 0) & (index.host_of_node[nodes] == 0)
         index.add_hosts(nodes[named], copies[named])
         host.pool.indexed[copies[named]] = True
-        for order in self.mover.fill(blocks, copies):
+        for order in self.offloader.fill(blocks, copies):
             order.add_waiter(move, 0)
-            self.mover.outs.setdefault(order.source, order)
+            self.offloader.outs.setdefault(order.source, order)
         host_table = np.zeros(len(table), np.int32)
         host_table[places] = hosts
         host.tables[slot] = host_table
         self._tables.unpublish(slot)
         seqs.states[slot], seqs.keeps_table[slot] = SequenceState.SWAPPED, True
-        self._tables.progress.forget(slot)
+        self._tables.claims.forget(slot)
         self.num_swap_outs += 1
         if not move.num_pending:
             self._leave_device(move)
@@ -201,10 +201,10 @@ class SequenceSwapper:
     ) -> list[tuple[TransferOrder, int]]:
         """Of a load that another session runs only a start may wait: a shorter hit is all that its failure means."""
         joined: list[tuple[TransferOrder, int]] = []
-        if self.mover.loads:
+        if self.offloader.loads:
             any_session &= owner.executor is Executor.ENGINE  # who is answered at once waits for nobody
             for at in np.flatnonzero((blocks == 0) & (hosts > 0)).tolist():
-                order = self.mover.loads.get(int(hosts[at]))
+                order = self.offloader.loads.get(int(hosts[at]))
                 if order is not None and (any_session or order.owner is owner):
                     blocks[at] = order.destination
                     joined.append((order, at))
@@ -219,7 +219,7 @@ class SequenceSwapper:
             order.add_waiter(move, at)
         if len(missing):
             root = int(self._tables.sequences.roots[move.slot])
-            blocks[missing], orders = self.mover.load(hosts[missing], root)
+            blocks[missing], orders = self.offloader.load(hosts[missing], root)
             for order, at in zip(orders, missing.tolist(), strict=True):
                 order.add_waiter(move, at)
 
@@ -238,9 +238,9 @@ class SequenceSwapper:
 
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> Int32Array:
         """After its sequences were released: its orders have failed, for whoever waits. Answers blocks in quarantine."""
-        self.end_some(self.mover.transfers.num_issued)  # what was run before it ended was run
+        self.end_some(self.offloader.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
-        blocks, orders = self.mover.end_session(owner, may_still_write=may_still_write)
+        blocks, orders = self.offloader.end_session(owner, may_still_write=may_still_write)
         self._tell_waiters(orders, ok=False)
         return blocks
 
@@ -248,7 +248,7 @@ class SequenceSwapper:
         self.host.end_quarantine(session)
 
     def _end(self, orders: list[TransferOrder], *, ok: bool) -> None:
-        self.mover.end(orders, ok=ok)
+        self.offloader.end(orders, ok=ok)
         self._tell_waiters(orders, ok=ok)
 
     def _tell_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
@@ -313,9 +313,9 @@ class SequenceSwapper:
         """From now on somebody may write the device blocks of a swap-out, so that its copies are shared no more."""
         move.is_over = True
         del self.moves[move.slot]
-        if self.mover.outs and move.towards == SequenceState.SWAPPED:
+        if self.offloader.outs and move.towards == SequenceState.SWAPPED:
             for block in self._tables.sequences.table(move.slot).tolist():
-                self.mover.outs.pop(block, None)
+                self.offloader.outs.pop(block, None)
 
     def _drop(self, owner: SessionState, table: Int32Array) -> None:
         """Gives up device blocks, deepest first; in a step of the session, that step does not touch them any more."""

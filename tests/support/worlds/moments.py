@@ -38,7 +38,7 @@ def check_contents(world: TierWorld) -> None:
 def check_crash(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that the engine still fills or writes to."""
     twin = copy.deepcopy(world.manager)
-    swapping = twin.tables.swapping
+    swapping = twin.tables.swapper
     assert swapping is not None
     twin.close_session(session, may_still_write=True)
     device, host = in_flight(world, session)

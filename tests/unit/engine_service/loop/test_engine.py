@@ -19,7 +19,7 @@ from tests.support.models.odd_models import odd_model
 from tests.support.processes.service_pair import Services, generate, services, toy_output
 
 
-@pytest.mark.parametrize("module", ["scheduler", "batch"])
+@pytest.mark.parametrize("module", ["scheduler.scheduler", "values.batch"])
 def test_the_scheduler_is_pure(module: str) -> None:
     check = f"import kvkeeper.engine_service.{module}, sys; print({{'grpc', 'asyncio', 'torch', 'google'}} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=".")

@@ -61,8 +61,8 @@ class World:
             self.index.node_of_block[self.demoted[node]] = self.index.block_of_node[node] = 0
         else:
             return
-        if self.index.journal is not None:
-            self.index.journal.tier_changed(int32([node]), tier)
+        if self.index.change_log is not None:
+            self.index.change_log.tier_changed(int32([node]), tier)
 
     def _settle(self) -> None:
         """What was demoted and went with what was above it gives its block back too."""
@@ -155,11 +155,11 @@ def test_nobody_watching_leaves_no_journal() -> None:
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     watches = [feed.open(""), feed.open("")]
-    assert index.journal is not None
+    assert index.change_log is not None
     feed.close(watches[0])
-    assert index.journal is not None
+    assert index.change_log is not None
     feed.close(watches[1])
-    assert index.journal is None
+    assert index.change_log is None
 
 
 def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_changes_that_nobody_reads_are_bounded() -> None:
     for _ in range(30):
         index.insert_run(index.root(""), int32([1]), int32([1]))
         index.forget_blocks(int32([1]), MatchEnd.EVICTED)
-    assert index.journal is not None
-    assert len(index.journal) <= 20
+    assert index.change_log is not None
+    assert len(index.change_log) <= 20
     assert feed.advance(1) is False
     assert watch.is_lagging
 
@@ -234,11 +234,11 @@ def test_the_level_comes_with_the_end_of_the_snapshot_and_then_by_itself() -> No
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     reader = EventReader("", feed.open(""))
-    assert index.journal is not None
-    index.journal.pressure_changed(PressureLevel.HIGH)
+    assert index.change_log is not None
+    index.change_log.pressure_changed(PressureLevel.HIGH)
     while feed.advance(1):
         pass
-    index.journal.pressure_changed(PressureLevel.MEDIUM)
+    index.change_log.pressure_changed(PressureLevel.MEDIUM)
     reader.read(1)
     assert (reader.kinds, reader.pressure) == ([EventKind.SNAPSHOT_END], PressureLevel.HIGH)
     feed.advance(1)

@@ -16,18 +16,18 @@ NUM_BLOCKS = 24
 def swapped_out(at_once: int) -> tuple[TierPool, list[int]]:
     """A pool whose session a has swapped out a sequence of many blocks and has run the orders. Answers their ids."""
     pool = TierPool(num_blocks=NUM_BLOCKS + 8, block_size=1, num_host_blocks=NUM_BLOCKS + 8)
-    swapping = pool.manager.tables.swapping
-    assert swapping is not None
-    swapping.at_once = at_once
+    swapper = pool.manager.tables.swapper
+    assert swapper is not None
+    swapper.at_once = at_once
     pool.prefill(1, range(NUM_BLOCKS))
     pool.fill(1)
     return pool, pool.run(pool.step(outs=[1]))
 
 
 def num_in_flight(pool: TierPool) -> int:
-    swapping = pool.manager.tables.swapping
-    assert swapping is not None
-    return len(swapping.mover.transfers.in_flight)
+    swapper = pool.manager.tables.swapper
+    assert swapper is not None
+    return len(swapper.offloader.transfers.in_flight)
 
 
 def state(pool: TierPool) -> SequenceState:
@@ -53,9 +53,9 @@ def test_a_swap_in_is_ready_when_the_last_slice_is_done() -> None:
     pool.manager.clear_prefix_cache()
     pool.scribble()
     ids = pool.run(pool.step(ins=[1]))
-    swapping = pool.manager.tables.swapping
-    assert swapping is not None
-    swapping.at_once = 10
+    swapper = pool.manager.tables.swapper
+    assert swapper is not None
+    swapper.at_once = 10
     assert pool.step(done=ids).ready_ids.tolist() == []
     assert state(pool) is SequenceState.LOADING
     while pool.manager.end_some_transfers(3):
