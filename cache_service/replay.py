@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from .core.eviction import Use, make_policy
 from .core.manager import PoolManager
-from .core.values.types import Executor, Int32Array, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from .core.values.pool_config import PoolConfig
+from .core.values.sequence_args import SequenceArgs
+from .core.values.step_columns import StepBatch
+from .core.values.types import Executor, Int32Array, SequenceId, SessionId
 
 Requests = list[list[int]]
 

@@ -20,21 +20,9 @@ from .sequences.session_state import SessionState
 from .step.one_item import OneItemCalls
 from .step.validate import wrong_state
 from .values.errors import UnknownBlock
-from .values.types import (
-    Admission,
-    BlockId,
-    BlockState,
-    BlockView,
-    Executor,
-    Int32Array,
-    PoolStats,
-    Readable,
-    Retention,
-    SequenceId,
-    SequenceState,
-    SequenceView,
-    SessionId,
-)
+from .values.sequence_args import Retention
+from .values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SequenceState, SessionId
+from .values.views import Admission, BlockView, PoolStats, Readable, SequenceView
 
 
 class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimCalls):

@@ -15,7 +15,8 @@ from .sequences.publisher import ALL_BLOCKS
 from .sequences.session_state import SessionState
 from .tables.lifecycle import SequenceLifecycle
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
-from .values.types import NO_INT32, Executor, Int32Array, PoolConfig, PressureLevel, SequenceState, SessionId
+from .values.pool_config import PoolConfig
+from .values.types import NO_INT32, Executor, Int32Array, PressureLevel, SequenceState, SessionId
 
 _TICK_BLOCKS = 512  # forgotten in one go
 

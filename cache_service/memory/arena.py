@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..core.values.types import Copies
+from ..core.values.copies import Copies
 
 ByteArray = npt.NDArray[np.uint8]
 

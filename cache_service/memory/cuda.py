@@ -16,7 +16,8 @@ from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
-from ..core.values.types import Copies, TransferKind
+from ..core.values.copies import Copies
+from ..core.values.types import TransferKind
 from .arena import Arena, ByteArray
 from .shared_memory import SharedMemoryArena, transfers_of
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from ..core.sequences.retention import check_readable
 from ..core.step.validate import wrong_state
 from ..core.values.errors import InvalidField
-from ..core.values.types import Int32Array, Readable, SequenceId, SequenceState, SessionId
+from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
+from ..core.values.views import Readable
 from ..runtime.pool_registry import Pool
 from .convert import kv_spec
 from .convert.sequences import check_range

@@ -17,8 +17,10 @@ from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
+from ..core.values.copies import Copies
 from ..core.values.errors import InvalidField, UnknownSession, WrongMode
-from ..core.values.types import Copies, Executor, SequenceId, SequenceView, SessionId
+from ..core.values.types import Executor, SequenceId, SessionId
+from ..core.values.views import SequenceView
 from ..runtime.lease import SessionMode
 from ..runtime.session_manager import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, LiveSession, SessionManager
 from ..unimplemented import UNIMPLEMENTED_METHODS

@@ -21,8 +21,10 @@ from kvkeeper.service.sizes import size
 from ..config import MAX_POOL_BLOCKS, CacheConfig
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
+from ..core.values.copies import Copies
 from ..core.values.errors import OutOfPools, PoolNotReady
-from ..core.values.types import Copies, PoolConfig, SessionId
+from ..core.values.pool_config import PoolConfig
+from ..core.values.types import SessionId
 from ..memory.arena import Arena, ByteArray
 from ..memory.shared_memory import SharedMemory, SharedMemoryArena
 from ..preflight import pools_text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.core.values.types import Copies
+from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.runtime import pool_registry as registry
 from tests.support.worlds import cache_api

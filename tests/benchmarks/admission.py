@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 
 NUM_TOKENS = 131_072
 BLOCK_SIZE = 16

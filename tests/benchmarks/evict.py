@@ -12,7 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 
 _POLICIES = ("lru", "adaptive")
 _POOLS = (10_000, 100_000, 1_000_000)

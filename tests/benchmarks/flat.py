@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StepBatch
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 
 _SESSION = SessionId("bench")

@@ -9,16 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import (
-    Executor,
-    Int64Array,
-    PoolConfig,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, Int64Array, SequenceId, SessionId
 
 _SESSION, _ID = SessionId("bench"), np.array([1], np.int64)
 _BLOCK_SIZE, _SLICE_ORDERS, _NUM_ROUNDS = 16, 512, 9

@@ -10,7 +10,9 @@ import random
 from dataclasses import dataclass, field
 
 from kvkeeper.cache_service.core.values.errors import CacheError
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.reference.naive_cache import expect, require
 from tests.support.worlds.calls_world import CallsWorld
 from tests.support.worlds.drivers import CoreDriver, encode

@@ -2,7 +2,8 @@
 
 import random
 
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.moments import check_contents, check_crash, check_residue

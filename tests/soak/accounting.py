@@ -7,7 +7,7 @@ have changed a sequence. Both compare with the naive model and with what the blo
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvkeeper.cache_service.core.values.types import PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.sim.simulation import Counts as SimulationCounts
 from tests.sim.simulation import Simulation
 from tests.soak.row import Counts

@@ -12,7 +12,8 @@ import random
 import time
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.core.values.types import SequenceArgs, SequenceId
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import SequenceId
 from tests.soak.row import Counts
 from tests.support.worlds.cache_api import Api, Session, serving
 from tests.support.worlds.core_pool import int32, step_batch

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor
 from tests.soak.prefix_hits import make_traces, run_engines
 from tests.soak.row import Counts
 from tests.soak.toy_engine import Memory, ToyEngine

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import random
 
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from kvkeeper.client.steps import decode, encode
 from tests.soak.row import Counts
 from tests.support.worlds.calls_world import CallsWorld

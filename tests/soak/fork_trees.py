@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from tests.soak.row import Counts
 from tests.support.worlds.core_pool import int32

@@ -12,15 +12,10 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import CacheError
-from kvkeeper.cache_service.core.values.types import (
-    MAX_ID,
-    Executor,
-    PoolConfig,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-    StepBatch,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import MAX_ID, Executor, SequenceId, SessionId
 from tests.soak.row import Counts
 from tests.soak.state_hash import state_hash
 from tests.support.worlds.cache_api import DEADLINE, Session, le32, le64, refusal, serving

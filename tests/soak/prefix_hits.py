@@ -8,7 +8,8 @@ import random
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor
 from tests.soak.row import Counts
 from tests.soak.toy_engine import ALPHABET, Memory, ToyEngine, Trace
 from tests.support.worlds.drivers import CoreDriver

@@ -11,16 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.core.values.errors import CacheError
-from kvkeeper.cache_service.core.values.types import (
-    Copies,
-    Executor,
-    PoolConfig,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-    TransferKind,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId, TransferKind
 from tests.soak.row import Counts
 from tests.soak.toy_engine import contents
 from tests.support.worlds.core_pool import int32

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.cache_service.core.values.types import Executor, SequenceArgs, SequenceId, SessionId, StartResult, StepReply
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId, StartResult
 from tests.support.worlds.core_pool import int32, step_batch
 from tests.support.worlds.drivers import CoreDriver
 

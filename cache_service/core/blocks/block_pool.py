@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ..eviction import EvictionPolicy, make_policy
 from ..index.prefix_index import PrefixIndex
-from ..values.types import BlockState, Int32Array, MatchEnd, PoolConfig
+from ..values.pool_config import PoolConfig
+from ..values.types import BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
 from .free_list import FreeList
 

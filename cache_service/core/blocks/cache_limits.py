@@ -15,7 +15,8 @@ import numpy as np
 
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
 from ..index.prefix_index import MAX_TENANTS, PrefixIndex
-from ..values.types import Int32Array, PoolConfig
+from ..values.pool_config import PoolConfig
+from ..values.types import Int32Array
 
 _STAMPS_PER_MS = 1 << 20
 

@@ -6,7 +6,8 @@ from ..index.prefix_index import MAX_TENANTS
 from ..pool_core import PoolState
 from ..step.validate import check_id
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
-from ..values.types import SequenceArgs, SequenceState, SessionId
+from ..values.sequence_args import SequenceArgs
+from ..values.types import SequenceState, SessionId
 
 
 class CreateCalls(PoolState):

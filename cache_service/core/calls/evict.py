@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..step.apply import StepApplier
 from ..step.reply import copies_from
 from ..tiers.transfers import TransferOrder
-from ..values.types import NO_INT32, Copies, Executor, SequenceState, SessionId
+from ..values.copies import Copies
+from ..values.types import NO_INT32, Executor, SequenceState, SessionId
 from .garbage import share_of
 
 

@@ -9,7 +9,8 @@ import math
 from typing import NamedTuple
 
 from ..step.apply import StepApplier
-from ..values.types import PoolConfig, SequenceState, SessionId
+from ..values.pool_config import PoolConfig
+from ..values.types import SequenceState, SessionId
 from .victims import VictimChooser, Victims, surplus
 
 GARBAGE_IDLE = 10.0

@@ -10,7 +10,8 @@ from ..sequences.retention import drop_outside
 from ..step.apply import StepApplier
 from ..step.validate import wrong_state
 from ..values.errors import InvalidField, UnknownSequence
-from ..values.types import Retention, SequenceState, SessionId
+from ..values.sequence_args import Retention
+from ..values.types import SequenceState, SessionId
 
 _LEAST_PRIORITY, _MOST_PRIORITY = -1000, 1000
 

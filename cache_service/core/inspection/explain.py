@@ -11,7 +11,8 @@ import numpy as np
 from ..index.prefix_index import PrefixIndex
 from ..sequences.sequence_table import SequenceTable
 from ..tables.lifecycle import SequenceLifecycle
-from ..values.types import Int32Array, MatchEnd, PoolConfig, SequenceState
+from ..values.pool_config import PoolConfig
+from ..values.types import Int32Array, MatchEnd, SequenceState
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 

@@ -7,7 +7,8 @@ import numpy as np
 from ..blocks.pressure import PressureGauge
 from ..tables.lifecycle import SequenceLifecycle
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import PoolStats, SequenceState
+from ..values.types import SequenceState
+from ..values.views import PoolStats
 
 
 def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:

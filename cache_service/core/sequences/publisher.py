@@ -13,7 +13,8 @@ import numpy as np
 from ..blocks.block_pool import BlockPool
 from ..index.prefix_index import PrefixIndex
 from ..values.counters import Counters
-from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, PoolConfig, SequenceState
+from ..values.pool_config import PoolConfig
+from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, SequenceState
 from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates
 

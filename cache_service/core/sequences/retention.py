@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..values.errors import InvalidField
-from ..values.types import NULL_BLOCK, Int64Array, Retention, SequenceState
+from ..values.sequence_args import Retention
+from ..values.types import NULL_BLOCK, Int64Array, SequenceState
 from .session_state import SessionState, TableUpdates
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from kvkeeper.service.rows import untouched
 
 from ..values.errors import InvalidField, UnknownSequence
-from ..values.types import NULL_BLOCK, Int32Array, Int64Array, PoolConfig, Retention, SequenceState
+from ..values.pool_config import PoolConfig
+from ..values.sequence_args import Retention
+from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
 
 _ALL = 2**31 - 1
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted

@@ -12,18 +12,8 @@ from ..tables.inflight_prefix import computing_len
 from ..tables.table_base import Grants, StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
-from ..values.types import (
-    NO_INT32,
-    NO_INT64,
-    Int32Array,
-    Int64Array,
-    ItemResult,
-    SequenceState,
-    SessionId,
-    StartResult,
-    StepBatch,
-    StepReply,
-)
+from ..values.step_columns import StepBatch, StepReply
+from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
 from .reply import int32_of, step_reply, with_moves
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 

@@ -5,8 +5,10 @@ import numpy as np
 from ..sequences.retention import span
 from ..sequences.session_state import SessionState
 from ..tables.table_base import StepLog
+from ..values.copies import Copies
 from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
-from ..values.types import Copies, Int32Array, ItemResult, SequenceState, SessionId, StepBatch, StepReply
+from ..values.step_columns import StepBatch, StepReply
+from ..values.types import Int32Array, ItemResult, SequenceState, SessionId
 from .apply import StepApplier
 from .reply import copies_from, copies_of
 from .validate import too_long, wrong_state

@@ -9,17 +9,9 @@ from ..sequences.session_state import SessionState
 from ..tables.lifecycle import SequenceLifecycle
 from ..tables.table_base import Grants, StepLog
 from ..tiers.transfers import TransferOrder
-from ..values.types import (
-    NO_INT32,
-    NO_INT64,
-    Copies,
-    Int32Array,
-    ItemResult,
-    PressureLevel,
-    SequenceState,
-    StartResult,
-    StepReply,
-)
+from ..values.copies import Copies
+from ..values.step_columns import StepReply
+from ..values.types import NO_INT32, NO_INT64, Int32Array, ItemResult, PressureLevel, SequenceState, StartResult
 from .validate import StepPlan
 
 

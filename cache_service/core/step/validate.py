@@ -15,7 +15,8 @@ from ..sequences.retention import Span, span
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
 from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
-from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState, StepBatch
+from ..values.step_columns import StepBatch
+from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState
 
 # These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
 # with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is

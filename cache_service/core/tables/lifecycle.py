@@ -11,7 +11,8 @@ from ..sequences.retention import drop_outside
 from ..sequences.session_state import SessionState
 from ..tiers.offload import Offloader
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, PoolConfig, SequenceState
+from ..values.pool_config import PoolConfig
+from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array, SequenceState
 from .start import SequenceStarter
 from .table_base import Grants, StepLog
 

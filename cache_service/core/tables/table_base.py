@@ -19,7 +19,8 @@ from ..sequences.session_state import SessionState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.counters import Counters
-from ..values.types import NULL_BLOCK, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, SequenceState
+from ..values.pool_config import PoolConfig
+from ..values.types import NULL_BLOCK, UNKNOWN_ROOT, Int32Array, MatchEnd, SequenceState
 
 
 @dataclass(slots=True)

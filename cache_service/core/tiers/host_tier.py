@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ..blocks.block_pool import BlockPool
 from ..index.prefix_index import PrefixIndex
-from ..values.types import NO_INT32, Int32Array, MatchEnd, PoolConfig, SessionId
+from ..values.pool_config import PoolConfig
+from ..values.types import NO_INT32, Int32Array, MatchEnd, SessionId
 
 
 class HostTier:

@@ -15,7 +15,8 @@ import numpy as np
 from ..blocks.block_pool import BlockPool
 from ..index.prefix_index import PrefixIndex
 from ..sequences.session_state import SessionState
-from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, PoolConfig, TransferKind
+from ..values.pool_config import PoolConfig
+from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, TransferKind
 from .host_tier import HostTier
 from .transfers import TransferOrder, Transfers
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 
 from ...core.values.errors import InvalidField
-from ...core.values.types import SequenceView
+from ...core.values.views import SequenceView
 
 Position = tuple[str, int]  # session id, sequence id
 

@@ -13,21 +13,10 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from ...core.index.event_feed import Event
 from ...core.inspection.explain import Explanation, in_words
 from ...core.values.errors import InvalidField
-from ...core.values.types import (
-    MAX_ID,
-    BlockState,
-    BlockView,
-    Executor,
-    Int32Array,
-    Int64Array,
-    PoolStats,
-    Retention,
-    SequenceArgs,
-    SequenceId,
-    SequenceView,
-    StepBatch,
-    StepReply,
-)
+from ...core.values.sequence_args import Retention, SequenceArgs
+from ...core.values.step_columns import StepBatch, StepReply
+from ...core.values.types import MAX_ID, BlockState, Executor, Int32Array, Int64Array, SequenceId
+from ...core.values.views import BlockView, PoolStats, SequenceView
 from ...runtime.lease import Session
 
 _LE32 = np.dtype("<i4")

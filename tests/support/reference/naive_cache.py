@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, PoolConfig, Retention
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 

@@ -8,17 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import (
-    NULL_BLOCK,
-    BlockState,
-    Executor,
-    ItemResult,
-    Retention,
-    SequenceArgs,
-    StartResult,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ItemResult, StartResult
 from tests.support.reference.naive_cache import NaiveSequence, NaiveSession, expect, require
 from tests.support.reference.naive_progress import NaiveProgress
 

@@ -6,7 +6,8 @@ writes other blocks than its sequences have.
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import ItemResult, StartResult, StepBatch, StepReply
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import ItemResult, StartResult
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 

@@ -4,15 +4,9 @@ A hit and a swap-in hold their tokens right now; a table is what was told; a ref
 """
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import (
-    Executor,
-    ItemResult,
-    PoolConfig,
-    SequenceId,
-    SequenceState,
-    StartResult,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, StartResult
 from tests.support.reference.shadow_memory import Contents
 from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, TierStep
 from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import Executor, Int64Array, Retention, SequenceState, SessionId
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import Executor, Int64Array, SequenceState, SessionId
 from tests.support.reference.tier_memory import TierOrder
 from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.engine_model import Choose

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import SequenceState, SessionId, StartResult, StepReply, TransferKind
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import SequenceState, SessionId, StartResult, TransferKind
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, step_batch
 
 

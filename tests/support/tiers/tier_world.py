@@ -8,19 +8,10 @@ or a long run.
 import numpy as np
 
 from kvkeeper.cache_service.core.values.errors import WrongState
-from kvkeeper.cache_service.core.values.types import (
-    BlockId,
-    Executor,
-    Int64Array,
-    PoolConfig,
-    Retention,
-    SequenceArgs,
-    SequenceId,
-    SequenceState,
-    SessionId,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import BlockId, Executor, Int64Array, SequenceId, SequenceState, SessionId
 from tests.support.reference.tier_memory import TierOrder
 from tests.support.reference.told_tables import ToldTables
 from tests.support.tiers.tier_answers import TierAnswers

@@ -6,16 +6,10 @@ import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import OutOfSequences
-from kvkeeper.cache_service.core.values.types import (
-    Executor,
-    PoolConfig,
-    Retention,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.values.retention import Retention as EngineRetention
 from tests.support.reference.scheduler_cache import OutOfSequencesError

@@ -9,19 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import (
-    BlockId,
-    BlockState,
-    Executor,
-    Int32Array,
-    PoolConfig,
-    SequenceArgs,
-    SequenceId,
-    SequenceView,
-    SessionId,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.views import SequenceView
 
 A, B = SessionId("a"), SessionId("b")
 ALL = 10_000  # most hit tokens of a start that may take all it finds

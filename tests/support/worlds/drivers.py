@@ -9,22 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import (
-    BlockId,
-    BlockState,
-    Copies,
-    Executor,
-    Int32Array,
-    PoolConfig,
-    PoolStats,
-    Retention,
-    SequenceArgs,
-    SequenceId,
-    SequenceView,
-    SessionId,
-    StepBatch,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.copies import Copies
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.views import PoolStats, SequenceView
 from kvkeeper.cache_service.runtime.lease import Session, SessionTable
 from tests.support.reference.shadow_memory import ShadowMemory
 

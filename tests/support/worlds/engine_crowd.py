@@ -9,7 +9,8 @@ import random
 from dataclasses import dataclass
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import SessionId
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, expected_output, make_request
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.types import PoolConfig, SessionId
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import SessionId
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.compute.sampler import SamplingParams
 from kvkeeper.engine_service.loop.engine import Engine

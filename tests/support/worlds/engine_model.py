@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import Executor, Int32Array, Int64Array, Retention, StepBatch
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import Executor, Int32Array, Int64Array
 
 Choose = Callable[[int], int]  # n -> a number from 0 to n - 1; 0 is the simplest
 

@@ -14,24 +14,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.core.values.errors import CacheError
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import (
     BlockState,
-    Copies,
     Executor,
     Int32Array,
-    PoolConfig,
-    PoolStats,
     PressureLevel,
-    Retention,
-    SequenceArgs,
     SequenceId,
     SequenceState,
-    SequenceView,
     SessionId,
-    StepBatch,
-    StepReply,
 )
+from kvkeeper.cache_service.core.values.views import PoolStats, SequenceView
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError

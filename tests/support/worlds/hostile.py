@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cache_service.core.values.types import MAX_ID, Executor, SessionId, StepBatch
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import MAX_ID, Executor, SessionId
 from tests.support.reference.naive_cache import NaiveSequence
 from tests.support.worlds.engine_model import Choose, int32, int64
 from tests.support.worlds.world import World

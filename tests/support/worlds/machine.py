@@ -7,7 +7,8 @@ audited and compared.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SessionId
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.worlds.calls_world import CallsWorld
 from tests.support.worlds.drivers import Driver
 from tests.support.worlds.engine_model import Choose

@@ -15,17 +15,10 @@ from fractions import Fraction
 import numpy as np
 
 from kvkeeper.cache_service.core.values.errors import CacheError
-from kvkeeper.cache_service.core.values.types import (
-    Executor,
-    ItemResult,
-    PoolConfig,
-    Retention,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-    StartResult,
-    StepReply,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SessionId, StartResult
 from tests.support.reference.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.reference.naive_steps import NaiveSteps
 from tests.support.reference.shadow_memory import Contents, DeviceStep, Read

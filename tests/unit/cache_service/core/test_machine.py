@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-from kvkeeper.cache_service.core.values.types import PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.values.types import Copies
+from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory

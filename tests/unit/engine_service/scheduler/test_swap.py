@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.values.types import StepReply
+from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from kvkeeper.engine_service.values.request import Request, RequestState, SequenceState

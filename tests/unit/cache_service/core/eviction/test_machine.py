@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
-from kvkeeper.cache_service.core.values.types import PoolConfig
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 

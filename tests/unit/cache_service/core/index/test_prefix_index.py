@@ -12,16 +12,9 @@ from kvkeeper.cache_service.core.index import prefix_index
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import InvalidField
-from kvkeeper.cache_service.core.values.types import (
-    BlockState,
-    Executor,
-    Int32Array,
-    MatchEnd,
-    PoolConfig,
-    SequenceArgs,
-    SequenceId,
-    SessionId,
-)
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, Int32Array, MatchEnd, SequenceId, SessionId
 from tests.support.worlds.core_pool import CorePool, int32
 
 

@@ -6,7 +6,8 @@ import pytest
 from kvkeeper.cache_service.core.index import eviction_log as gone
 from kvkeeper.cache_service.core.index.eviction_log import GoneBlocks
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
-from kvkeeper.cache_service.core.values.types import MatchEnd, Retention
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.worlds.core_pool import A, B, CorePool, int32
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # two blocks of four, and one token

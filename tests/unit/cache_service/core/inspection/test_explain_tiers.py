@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
-from kvkeeper.cache_service.core.values.types import BlockState, BlockView, MatchEnd, TransferKind
+from kvkeeper.cache_service.core.values.types import BlockState, MatchEnd, TransferKind
+from kvkeeper.cache_service.core.values.views import BlockView
 from tests.support.tiers.tier_pool import TierPool, cached, push_out
 from tests.support.worlds.core_pool import ALL, B, int32
 

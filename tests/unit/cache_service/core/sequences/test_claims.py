@@ -6,7 +6,9 @@ import pytest
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.sequences.claims import PATIENCE_SECONDS, PATIENCE_STEPS, StartNumbers
 from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfBlocks
-from kvkeeper.cache_service.core.values.types import Executor, PoolConfig, SequenceArgs, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId, StartResult
 from tests.support.worlds.core_pool import ALL, A, B, CorePool
 
 STARTED, NO_ROOM = StartResult.STARTED, StartResult.NO_ROOM

@@ -3,7 +3,8 @@
 import pytest
 
 from kvkeeper.cache_service.core.values.errors import DuplicateSequence, InvalidField, NeverFits
-from kvkeeper.cache_service.core.values.types import BlockState, Retention, SequenceId, StartResult
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import BlockState, SequenceId, StartResult
 from tests.support.reference.shadow_memory import Contents, Read, ShadowMemory
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
 from tests.support.worlds.retained import KEPT, all_blocks, grow, holes, wholly_unread

@@ -3,7 +3,8 @@
 import pytest
 
 from kvkeeper.cache_service.core.values.errors import InvalidField, UnknownSequence
-from kvkeeper.cache_service.core.values.types import BlockState, Retention
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import BlockState
 from tests.support.worlds.core_pool import ALL, A, B, CorePool
 from tests.support.worlds.retained import KEPT, all_blocks, grow, holes, wholly_unread
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.values.errors import WrongState
-from kvkeeper.cache_service.core.values.types import ItemResult, SequenceState, StepReply
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import ItemResult, SequenceState
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import ALL, A
 

@@ -3,7 +3,8 @@
 import pytest
 
 from kvkeeper.cache_service.core.values.errors import InvalidField, WrongState
-from kvkeeper.cache_service.core.values.types import Retention, SequenceState, TransferKind
+from kvkeeper.cache_service.core.values.sequence_args import Retention
+from kvkeeper.cache_service.core.values.types import SequenceState, TransferKind
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import A
 from tests.support.worlds.retained import KEPT, all_blocks, holes, wholly_unread

@@ -1,6 +1,6 @@
 """Room in the host tier that is made by forgetting what a block to be demoted hangs below."""
 
-from kvkeeper.cache_service.core.values.types import Retention
+from kvkeeper.cache_service.core.values.sequence_args import Retention
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import ALL, B
 

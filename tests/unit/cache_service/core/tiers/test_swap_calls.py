@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.core.values.errors import OutOfBlocks, OutOfHostBlocks, UnknownSequence
-from kvkeeper.cache_service.core.values.types import Copies, Executor, SequenceId, SequenceState, SessionId, TransferKind
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import ALL, B
 

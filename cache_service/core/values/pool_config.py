@@ -1,0 +1,41 @@
+"""The sizes and rules of one pool, built once and never changed."""
+
+from dataclasses import dataclass
+
+from .sequence_args import Retention
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Sizes and rules of one pool. num_blocks and num_host_blocks count the null block of their tier."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int = 256
+    max_tokens_per_sequence: int = 4096
+    watermark: float = 0.01  # share of the blocks kept free when admitting while something runs
+    eviction_policy: str = "adaptive"
+    prefix_caching: bool = True
+    num_host_blocks: int = 0  # 0: no host tier
+    evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
+    pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
+    prefix_ttl: float | None = None  # seconds that a cached block lives without being used
+    min_prefix_tokens: int = 0  # a shorter match is no hit
+    max_cached_blocks: int | None = None  # most blocks that are cached and held by nobody
+    tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
+    tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants that have another one
+    logits_memory: int = 0  # bytes of stored logits; 0 stores none
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def limit_tokens(self) -> int:
+        """Most tokens that one sequence can ever have here."""
+        return min(self.max_tokens_per_sequence, self.num_usable_blocks * self.block_size)
+
+    def limit_with(self, retention: Retention | None) -> int:
+        """The same for a sequence that gives blocks back: what it holds at once has to fit, not all that it ever held."""
+        fits = retention is not None and retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
+        return self.max_tokens_per_sequence if fits else self.limit_tokens

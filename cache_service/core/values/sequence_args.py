@@ -1,0 +1,30 @@
+"""What a client fixes when it creates a sequence."""
+
+from dataclasses import dataclass
+
+from .types import Int32Array, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (retention.py)."""
+
+    num_sink_tokens: int
+    num_window_tokens: int
+
+    def num_held_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence holds which grows by one token at a time."""
+        return -(-self.num_sink_tokens // block_size) + (self.num_window_tokens - 1) // block_size + 2
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceArgs:
+    """What CreateSequence fixes for the life of a sequence."""
+
+    sequence_id: SequenceId
+    token_ids: Int32Array
+    max_tokens: int = 0  # 0: the pool's limit
+    tenant: str = ""
+    priority: int = 0
+    retention: Retention | None = None
+    start_number: int = 0  # 0: the next one

@@ -1,0 +1,125 @@
+"""What callers are shown of a pool: sequences, blocks, admission and counts."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .sequence_args import Retention
+from .types import BlockState, Int32Array, PressureLevel, SequenceId, SequenceState, SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence as people see it. num_accesses counts the steps that named it."""
+
+    sequence_id: SequenceId
+    session_id: SessionId
+    state: SequenceState
+    num_tokens: int
+    num_committed_tokens: int
+    num_reserved_tokens: int
+    max_tokens: int
+    priority: int
+    num_hit_tokens: int
+    num_accesses: int
+    block_table: Int32Array  # NULL_BLOCK for a hole of retention
+    retention: Retention | None = None
+    num_host_blocks: int = 0
+    start_number: int = 0
+    idle_seconds: float = 0.0
+
+
+class Readable(NamedTuple):
+    """A sequence whose K and V may be read: those of its first num_tokens.
+
+    As many as are committed; fewer where an engine was told to copy what comes then, and may not have done so yet.
+    """
+
+    view: SequenceView
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block as people see it: its state, and who holds it in numbers."""
+
+    state: BlockState
+    num_references: int
+    num_fences: int
+    num_transfers: int
+    num_quarantines: int
+    indexed: bool
+    has_host_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Answer of check_admission. can_ever False is NEVER, can_now False is LATER."""
+
+    can_now: bool
+    can_ever: bool
+    num_hit_tokens: int
+    num_required_blocks: int
+    num_available_blocks: int
+    limit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counts of one pool, derived from its state, and sums over its life; names are the protocol's."""
+
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_referenced_blocks: int
+    num_fenced_blocks: int
+    num_quarantined_blocks: int
+    num_indexed_blocks: int
+    peak_used_blocks: int
+    num_shared_blocks: int
+    num_waiting_sequences: int
+    num_running_sequences: int
+    slot_utilization: float
+    num_starts: int
+    num_look_ups: int
+    num_hits: int
+    num_look_up_tokens: int
+    num_hit_tokens: int
+    num_full_hits: int
+    num_evicted_blocks: int
+    num_forks: int
+    num_copies_on_write: int
+    num_adopted_blocks: int
+    num_retention_dropped_blocks: int
+    num_steps: int
+    num_refusals: int
+    revision: int
+    pressure: PressureLevel
+    num_sessions: int
+    num_misses: int
+    hit_rate: float
+    block_utilization: float
+    num_pins: int
+    num_pinned_blocks: int
+    num_expired_blocks: int
+    num_cleared_blocks: int
+    num_tenants: int
+    num_quota_evictions: int
+    num_stored_logits: int
+    num_transfer_blocks: int = 0
+    num_loading_sequences: int = 0
+    num_swapped_sequences: int = 0
+    num_free_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_held_host_blocks: int = 0
+    num_busy_host_blocks: int = 0
+    num_swap_outs: int = 0
+    num_swap_ins: int = 0
+    num_demoted_blocks: int = 0
+    num_promoted_blocks: int = 0
+    num_evicted_host_blocks: int = 0
+    num_transfers: int = 0
+    num_failed_transfers: int = 0
+    num_refused_starts: int = 0
+    num_computing_answers: int = 0
+    num_owed_blocks: int = 0
+    num_pressure_changes: int = 0
+    num_collected_blocks: int = 0
