@@ -1,1 +1,5 @@
-"""Memory of pools and how other processes come by it: shared_memory owns an arena, attach hands it over."""
+"""The bytes of a pool, and the processes that map them.
+
+Owns arenas (shared_memory on the host, cuda on a device) and the attach socket that hands them to engines. May import
+core.values, kvkeeper.cuda and kvkeeper.service.
+"""

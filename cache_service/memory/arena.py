@@ -1,7 +1,7 @@
-"""Arena: what a pool does with its memory, wherever that is.
+"""Arena: the memory of a pool, wherever it is.
 
-The core decides about blocks by number; only here are they bytes. Of a pool's two arenas the first is on the device, the host
-tier's is always shared memory.
+The core decides about blocks by number; they are bytes only in this folder. A pool has two arenas: one on the device, and the
+host tier's, which is always shared memory.
 """
 
 from typing import Protocol
@@ -21,10 +21,10 @@ class Arena(Protocol):
     def num_bytes(self) -> int: ...
 
     def fields(self) -> dict[str, object]:
-        """How the attach socket describes it to a process that may map it; values of JSON."""
+        """The arena's description for a process that may map it, sent by the attach socket; values of JSON."""
 
     def descriptors(self) -> list[int]:
-        """What goes along with that."""
+        """File descriptors that are sent with the description."""
 
     def read(self, first: int, num_bytes: int) -> bytes:
         """Bytes [first, first + num_bytes)."""
@@ -33,10 +33,10 @@ class Arena(Protocol):
         """Bytes from first on."""
 
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        """Run copies of blocks: first those between here and hosts [num_host_blocks, block_bytes], then those within.
+        """Run copies of blocks: first those between this arena and hosts [num_host_blocks, block_bytes], then those within it.
 
-        In list order: a later copy reads what an earlier one wrote. Done when it returns.
+        In list order: a later copy reads what an earlier one wrote. All copies are complete on return.
         """
 
     def close(self, *, is_mapped: bool = False) -> None:
-        """Give the memory back. is_mapped: other processes have it mapped still."""
+        """Give the memory back. is_mapped: other processes still have it mapped."""

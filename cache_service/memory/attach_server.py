@@ -1,12 +1,11 @@
 """The attach socket: hands an arena to the process at the other end, and notices when that process or its mapping ends.
 
-Owns the listening socket and one connection per attached process. The kernel says who connects (SO_PEERCRED) and when it
-dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token and a newline, and gets one JSON line, with
-the arena's descriptor beside it and, where there is a host tier, that of its arena after it; an arena in CUDA memory has a
-handle in the line instead of a descriptor. The client keeps the connection
-open for as long as it maps them. So the end of the connection is the end of the mapping (forked children inherit both), and
-the pidfd is the end of the process that drives the session; a killed process shows both. Knows tokens and descriptors, not
-what a session is.
+Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED) and
+tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token and a newline. The answer is one
+JSON line with the descriptor of the arena and, where there is a host tier, of its arena; an arena in CUDA memory has a handle
+in the line instead of a descriptor. The client keeps the connection open for as long as it maps the arenas. So the end of the
+connection is the end of the mapping (forked children inherit both), and the pidfd is the end of the process that drives the
+session; a killed process shows both. Knows tokens and descriptors, no sessions.
 """
 
 import array
@@ -23,7 +22,7 @@ from typing import Protocol
 
 from kvkeeper.service.listen import SocketLock
 
-from ..runtime.clock import Clock, within
+from .timeouts import Clock, within
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
 _MAX_TOKEN_BYTES = 128
@@ -37,13 +36,13 @@ class AttachRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token is good for: descriptors to hand over, and whom to tell. Each callback comes at most once."""
+    """What a token grants: descriptors, and callbacks for the ends of process and mapping. Each callback runs at most once."""
 
     fields: dict[str, object]  # the line that describes the arenas
     descriptors: list[int]
     on_process_end: Callable[[], None]
     on_unmapped: Callable[[], None]
-    session_over: asyncio.Event  # set by the desk: the process is of no more interest
+    session_over: asyncio.Event  # set by the desk: the process need not be watched any more
 
 
 class AttachDesk(Protocol):
@@ -57,7 +56,7 @@ class AttachServer:
     """Serves the attach socket at path on the running loop. Raises AddressInUse."""
 
     def __init__(self, path: Path, desk: AttachDesk, clock: Clock) -> None:
-        """clock: handshakes are timed by it, so that none is too slow because this service is."""
+        """clock times the handshakes, so that none counts as slow because this service is slow."""
         self.path = path
         self._clock = clock
         self._lock = SocketLock(path)
@@ -75,7 +74,7 @@ class AttachServer:
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Ends every connection and removes the socket. Nobody is told of the ends."""
+        """Ends every connection and removes the socket, without calling the callbacks of the grants."""
         tasks = [self._accepting, *self._connections]
         for task in tasks:
             task.cancel()
@@ -88,7 +87,7 @@ class AttachServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError:  # out of descriptors: those who hold them come first
+            except OSError:  # out of descriptors: wait until open connections end
                 await asyncio.sleep(0.1)
                 continue
             if self._num_handshakes >= _MAX_HANDSHAKES:
@@ -141,7 +140,7 @@ async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
         with contextlib.suppress(ConnectionError):
             connection.sendmsg([answer], ancillary)
             while await loop.sock_recv(connection, 4096):
-                pass  # nothing more is expected; what comes anyway means nothing
+                pass  # the client has nothing more to say; bytes that come anyway are ignored
         grant.on_unmapped()
         connection.close()
         await over.wait()
@@ -168,7 +167,7 @@ def _open_process(connection: socket.socket) -> int:
         raise AttachRefused("FOREIGN_USER")
     try:
         return os.pidfd_open(process_id)
-    except OSError:  # it is gone already, or lives where this process cannot see it
+    except OSError:  # the process has ended, or lives in another PID namespace
         raise AttachRefused("UNKNOWN_PROCESS") from None
 
 

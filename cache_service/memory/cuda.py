@@ -1,7 +1,7 @@
 """CudaArena: the memory of one pool on a CUDA device, an allocation of its own that other processes open by its handle.
 
-Owns the allocation. The cache service runs no kernels and holds no torch: its context on the device is all that it costs there
-beside the arena. Engines move blocks themselves; what is copied here is for clients without kernels, one call a block.
+Owns the allocation. The cache service runs no kernels and holds no torch: beside the arena, it costs one context on the device.
+Engines move blocks themselves; the copies here are for clients without kernels, one call a block.
 
 Not yet run on a device.
 """
@@ -21,14 +21,14 @@ from ..core.values.types import TransferKind
 from .arena import Arena, ByteArray
 from .shared_memory import SharedMemoryArena, transfers_of
 
-_GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle shows all that is packed
+_GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle exposes the whole pack
 _HEADROOM = 64 << 20
 
 _generations = itertools.count(1)
 
 
 class CudaArena:
-    """[num_bytes] bytes on a device, all zero at first. Raises OutOfMemory, CudaError."""
+    """An Arena of [num_bytes] bytes on a device, all zero at first. Raises OutOfMemory, CudaError."""
 
     def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -49,26 +49,22 @@ class CudaArena:
         self._handle = ArenaHandle(uuid, handle, offset, num_bytes, next(_generations))
 
     def fields(self) -> dict[str, object]:
-        """See Arena."""
         return self._handle.as_fields()
 
     def descriptors(self) -> list[int]:
-        """None: the handle says it all."""
+        """None: the handle is enough to map the arena."""
         return []
 
     def read(self, first: int, num_bytes: int) -> bytes:
-        """See Arena."""
         data = np.empty(num_bytes, np.uint8)
         self._runtime.copy(self._device, data.ctypes.data, self._pointer + first, num_bytes)
         return data.tobytes()
 
     def write(self, first: int, data: bytes) -> None:
-        """See Arena."""
         array = np.frombuffer(data, np.uint8)
         self._runtime.copy(self._device, self._pointer + first, array.ctypes.data, len(data))
 
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        """See Arena."""
         for kind, source, destination in transfers_of(copies):
             assert hosts is not None, "a transfer without a host tier"
             if kind == TransferKind.SWAP_OUT:
@@ -83,13 +79,13 @@ class CudaArena:
         return self._pointer + block_id * block_bytes
 
     def close(self, *, is_mapped: bool = False) -> None:
-        """See Arena. What others map must not be freed (CUDA says so): the end of this process gives it up then."""
+        """Frees the memory, unless other processes map it: CUDA forbids that, so it is freed when this process ends."""
         if not is_mapped:
             self._runtime.free(self._device, self._pointer)
 
 
 class PinnedArena(SharedMemoryArena):
-    """A host tier's arena whose pages copies to and from the device take as they are."""
+    """A host tier's arena with pinned pages, which copies to and from the device use directly."""
 
     def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
         """Raises OutOfMemory, CudaError."""
@@ -102,13 +98,13 @@ class PinnedArena(SharedMemoryArena):
             raise
 
     def close(self, *, is_mapped: bool = False) -> None:
-        """See Arena."""
+        """Unpins the pages and gives them back."""
         self._runtime.unregister_host(self._device, self._pinned)
         super().close(is_mapped=is_mapped)
 
 
 class CudaMemory:
-    """A device's memory, as pools take it. Raises CudaError where there is no such device."""
+    """Allocates arenas on a CUDA device and pinned host arenas. Raises CudaError where there is no such device."""
 
     def __init__(self, runtime: CudaRuntime, device: int) -> None:
         if device >= (count := len(runtime.device_uuids())):
@@ -116,7 +112,7 @@ class CudaMemory:
         self._runtime, self._device = runtime, device
 
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
-        """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
+        """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
         if num_bytes > available:
             raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")

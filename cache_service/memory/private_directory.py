@@ -1,4 +1,4 @@
-"""private_directory: the folder of the attach socket, which only this user may enter."""
+"""private_directory: the folder of the attach socket, open to this user only."""
 
 import os
 import stat

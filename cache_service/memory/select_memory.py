@@ -1,4 +1,4 @@
-"""memory_of: where the pools of a configured device are made."""
+"""memory_of: the allocator of arenas for a configured device."""
 
 from kvkeeper.cuda.runtime import cuda_runtime
 
@@ -7,7 +7,7 @@ from .shared_memory import SharedMemory
 
 
 def memory_of(device: str) -> SharedMemory | CudaMemory:
-    """Of "cpu", "cuda" or "cuda:N". Raises CudaError where there is no such device."""
+    """device: "cpu", "cuda" or "cuda:N". Raises CudaError where there is no such device."""
     if device == "cpu":
         return SharedMemory()
     return CudaMemory(cuda_runtime(), int(device.partition(":")[2] or 0))

@@ -1,8 +1,8 @@
 """SharedMemoryArena: the memory of one pool on a CPU, a memfd that other processes map too.
 
-Owns the descriptor and this process's mapping. A memfd has no name, so nothing is left behind by a crash and no sweep or
-resource tracker can remove it; its pages are taken for real at once, so that a shortage is a refusal here and not a SIGBUS
-later. Knows blocks only as rows of bytes.
+Owns the descriptor and this process's mapping. A memfd has no name, so a crash leaves nothing behind and no sweep or resource
+tracker can remove it. Its pages are reserved at once, so that a shortage is a refusal here and not a SIGBUS later. Knows blocks
+only as rows of bytes.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from .arena import Arena, ByteArray
 
 
 class SharedMemoryArena:
-    """[num_bytes] bytes, all zero at first. Raises OutOfMemory."""
+    """An Arena of [num_bytes] bytes, all zero at first. Raises OutOfMemory."""
 
     def __init__(self, num_bytes: int) -> None:
         memory_limit.require(num_bytes)
@@ -34,7 +34,7 @@ class SharedMemoryArena:
             os.close(self.descriptor)
             raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
         self.array: ByteArray = np.frombuffer(self._mapping, np.uint8)  # [num_bytes]
-        # Also for an arena that was made in a thread while whoever waited for it was cancelled.
+        # Closes also an arena that was made in a thread for a call that was cancelled meanwhile.
         self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
 
     def blocks(self, num_blocks: int, block_bytes: int) -> ByteArray:
@@ -42,7 +42,6 @@ class SharedMemoryArena:
         return self.array[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
 
     def fields(self) -> dict[str, object]:
-        """See Arena."""
         return {"kind": "memfd", "num_bytes": self.num_bytes}
 
     def descriptors(self) -> list[int]:
@@ -50,15 +49,12 @@ class SharedMemoryArena:
         return [self.descriptor]
 
     def read(self, first: int, num_bytes: int) -> bytes:
-        """See Arena."""
         return self.array[first : first + num_bytes].tobytes()
 
     def write(self, first: int, data: bytes) -> None:
-        """See Arena."""
         self.array[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        """See Arena."""
         blocks = self.blocks(self.num_bytes // block_bytes, block_bytes)
         for kind, source, destination in transfers_of(copies):
             assert hosts is not None, "a transfer without a host tier"
@@ -70,7 +66,7 @@ class SharedMemoryArena:
             blocks[destination] = blocks[source]
 
     def close(self, *, is_mapped: bool = False) -> None:
-        """Gives up the memory here: unmapped when the last view is gone, kept by the system while others map it."""
+        """Gives up this process's mapping: unmapped with its last view, kept by the system while others map the arena."""
         del self.array, self._mapping
         self._close_descriptor()
 
@@ -82,10 +78,10 @@ def transfers_of(copies: Copies) -> list[tuple[int, int, int]]:
 
 
 class SharedMemory:
-    """The machine's memory, as pools take it."""
+    """Allocates arenas in the machine's memory."""
 
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
-        """Raises OutOfMemory where arenas of so many bytes and host tiers of so many cannot be had now."""
+        """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         memory_limit.require(num_bytes + num_host_bytes)
 
     def allocate(self, num_bytes: int) -> Arena:

@@ -7,32 +7,17 @@ looked at more often than that by itself. It never runs faster than the clock be
 early. An engine that has to know whether its lease still holds goes by a clock of its own.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Protocol
+from collections.abc import Callable
 
 import structlog
+
+from ..memory.timeouts import Clock, TimerHandle
 
 log = structlog.get_logger()
 
 MOST_S = 0.1
 _BEAT_S = 0.05
 _TOLD_S = 1.0  # a stall that is this long is told in the log
-
-
-class TimerHandle(Protocol):
-    """A callback that has not run yet."""
-
-    def cancel(self) -> object: ...
-
-
-class Clock(Protocol):
-    """Monotone seconds, and callbacks at a time or a little before. An event loop is one."""
-
-    def time(self) -> float: ...
-
-    def call_at(self, when: float, callback: Callable[[], None], /) -> TimerHandle: ...
 
 
 class RunClock:
@@ -64,24 +49,3 @@ class RunClock:
     def _beat(self) -> None:
         self.time()
         self._timer = self._clock.call_at(self._seen_at + _BEAT_S, self._beat)
-
-
-@asynccontextmanager
-async def within(clock: Clock, seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout by this clock. Raises TimeoutError."""
-    deadline = clock.time() + seconds
-    timer: TimerHandle
-
-    def look() -> None:
-        nonlocal timer
-        if clock.time() >= deadline:
-            limit.reschedule(asyncio.get_running_loop().time())
-        else:
-            timer = clock.call_at(deadline, look)
-
-    async with asyncio.timeout(None) as limit:
-        timer = clock.call_at(deadline, look)
-        try:
-            yield
-        finally:
-            timer.cancel()

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.runtime.clock import MOST_S, RunClock, within
+from kvkeeper.cache_service.memory.timeouts import within
+from kvkeeper.cache_service.runtime.clock import MOST_S, RunClock
 from tests.support.worlds.cache_api import BLOCK_SIZE, Api, ManualClock, Session, int32s, serving
 
 STALL_S = 15.7  # longer than the usual lease
