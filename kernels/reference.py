@@ -24,18 +24,6 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         arena[destination] = arena[source].clone()
 
 
-def gather_blocks(arena: torch.Tensor, block_ids: Sequence[int], staged: torch.Tensor) -> None:
-    """Reference of gather_blocks.gather_blocks."""
-    for index, block_id in enumerate(block_ids):
-        staged[index] = arena[block_id]
-
-
-def scatter_blocks(staged: torch.Tensor, block_ids: Sequence[int], arena: torch.Tensor) -> None:
-    """Reference of scatter_blocks.scatter_blocks."""
-    for index, block_id in enumerate(block_ids):
-        arena[block_id] = staged[index]
-
-
 def paged_attention_decode(
     q: torch.Tensor,
     kv_layer: torch.Tensor,

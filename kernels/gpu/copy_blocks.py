@@ -1,6 +1,6 @@
-"""copy_blocks on CUDA, and the kernel that gather_blocks and scatter_blocks share: whole blocks, 16 bytes a thread and access.
+"""copy_blocks on CUDA: whole blocks, 16 bytes a thread and access.
 
-A block is contiguous over all layers, so one launch moves any number of blocks, each in chunks over many programs.
+A block is contiguous over all layers, so one launch copies any number of blocks, each in chunks over many programs.
 """
 
 from collections.abc import Sequence
@@ -14,45 +14,29 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def move_blocks_kernel(source_ptr, target_ptr, source_ids_ptr, target_ids_ptr, block_words, num_chunks, CHUNK: tl.constexpr):
-    """Copy source[source_ids[i]] to target[target_ids[i]], chunk by chunk; ids that are None are i."""
+def copy_blocks_kernel(arena_ptr, source_ids_ptr, target_ids_ptr, block_words, num_chunks, CHUNK: tl.constexpr):
+    """Copy block source_ids[i] of the arena to block target_ids[i], chunk by chunk."""
     program = tl.program_id(0).to(tl.int64)
     pair, chunk = program // num_chunks, program % num_chunks
-    source, target = pair, pair
-    if source_ids_ptr is not None:
-        source = tl.load(source_ids_ptr + pair).to(tl.int64)
-    if target_ids_ptr is not None:
-        target = tl.load(target_ids_ptr + pair).to(tl.int64)
+    source = tl.load(source_ids_ptr + pair).to(tl.int64)
+    target = tl.load(target_ids_ptr + pair).to(tl.int64)
     words = chunk * CHUNK + tl.arange(0, CHUNK)
     live = words < block_words
-    moved = tl.load(source_ptr + source * block_words + words, mask=live)
-    tl.store(target_ptr + target * block_words + words, moved, mask=live)
-
-
-def move_blocks(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_ids: torch.Tensor | None,
-    target_ids: torch.Tensor | None,
-    num_blocks: int,
-) -> None:
-    """Copy num_blocks blocks [block...] between two contiguous tensors [n, block...]; see the kernel.
-
-    No block that is written may be read or written by another pair: programs run in any order.
-    """
-    source, target = _as_words(source), _as_words(target)
-    block_words = source.shape[1]
-    chunk = _CHUNK_BYTES // source.element_size()
-    num_chunks = triton.cdiv(block_words, chunk)
-    move_blocks_kernel[(num_blocks * num_chunks,)](
-        source, target, source_ids, target_ids, block_words, num_chunks, CHUNK=chunk, num_warps=4
-    )
+    copied = tl.load(arena_ptr + source * block_words + words, mask=live)
+    tl.store(arena_ptr + target * block_words + words, copied, mask=live)
 
 
 def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies that may run in any order, see move_blocks."""
+    """Copy whole blocks of a contiguous arena [num_blocks, block...].
+
+    No block that is written may be read or written by another pair: programs run in any order.
+    """
     ids = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(arena.device, non_blocking=True)
-    move_blocks(arena, arena, ids[0], ids[1], len(pairs))
+    blocks = _as_words(arena)
+    block_words = blocks.shape[1]
+    chunk = _CHUNK_BYTES // blocks.element_size()
+    num_chunks = triton.cdiv(block_words, chunk)
+    copy_blocks_kernel[(len(pairs) * num_chunks,)](blocks, ids[0], ids[1], block_words, num_chunks, CHUNK=chunk, num_warps=4)
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:

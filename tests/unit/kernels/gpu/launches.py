@@ -6,7 +6,6 @@ import torch
 
 import kvkeeper.kernels.gpu.paged_attention_decode as gpu_decode
 from kvkeeper.kernels.copy_blocks import copy_blocks
-from kvkeeper.kernels.gather_blocks import gather_blocks
 from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
@@ -15,7 +14,6 @@ from kvkeeper.kernels.rms_norm import rms_norm
 from kvkeeper.kernels.rotary import rotary
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
-from kvkeeper.kernels.scatter_blocks import scatter_blocks
 from kvkeeper.kernels.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.store_kv import store_kv
 from tests.unit.kernels.gpu.pretend import nowhere
@@ -81,13 +79,6 @@ def _attend(
         paged_attention_prefill(*tensors, _ints(num_seqs + 1), **options)
 
 
-def _swap() -> None:
-    arena = _arena(128, 16, torch.bfloat16)
-    staged = nowhere(2, *arena.shape[1:])
-    gather_blocks(arena, [1, 2], staged)
-    scatter_blocks(staged, [1, 2], arena)
-
-
 def _sample(vocab_size: int) -> None:
     doubles = [nowhere(128, dtype=torch.float64) for _ in range(5)]
     params = SamplingTensors(doubles[0], nowhere(128, dtype=torch.int64), *doubles[1:4])
@@ -130,6 +121,5 @@ for label, dtype in DTYPES.items():
     for head_dim in (64, 128, 256):
         _add(f"norm of heads d{head_dim} {label}", _head_norm, head_dim, dtype)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
-_add("gather and scatter blocks", _swap)
 for vocab_size in (32_000, 50_257, 131_072, 262_144):
     _add(f"sample {vocab_size}", _sample, vocab_size)

@@ -20,7 +20,7 @@ _WORSE = 1.1
 _MOST_SHARED = 227 * 1024
 _WIDE = {
     "store_kv_kernel",
-    "move_blocks_kernel",
+    "copy_blocks_kernel",
     "rms_norm_kernel",
     "rotary_kernel",
     "rotary_store_kv_kernel",
