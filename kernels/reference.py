@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .linear import LinearWeight
-from .retention import Retention
+from .activations.linear import LinearWeight
+from .attention.retention import Retention
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
+from .activations.rotary import require_tables, rotary
 from .checks import on_cuda, require, require_index, require_kv_layer
-from .rotary import require_tables, rotary
 from .store_kv import StorePlan, store_kv
 
 _OP = "rotary_store_kv"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvkeeper.kernels.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
-from kvkeeper.kernels.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
-from kvkeeper.kernels.retention import Retention
+from kvkeeper.kernels.attention.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
+from kvkeeper.kernels.attention.retention import Retention
 from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
-from kvkeeper.kernels.linear import LinearWeight, linear, pack_linear
-from kvkeeper.kernels.rms_norm import rms_norm
-from kvkeeper.kernels.rotary import rotary
-from kvkeeper.kernels.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.linear import LinearWeight, linear, pack_linear
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 
 from .attention import AttentionMetadata, attend
 from .config import ModelConfig

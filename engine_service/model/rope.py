@@ -1,4 +1,4 @@
-"""Cosines and sines of the rotary embedding, by position, in the form that kernels.rotary takes."""
+"""Cosines and sines of the rotary embedding, by position, in the form that kernels.activations.rotary takes."""
 
 import math
 

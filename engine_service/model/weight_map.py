@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeeper.kernels.linear import LinearWeight
+from kvkeeper.kernels.activations.linear import LinearWeight
 
 from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights

@@ -31,7 +31,7 @@ class Batch:
         block_tables: int32 [S, max_blocks], padded with the null block.
         logit_rows: int64 [R], tokens whose logits are wanted, ascending.
         logit_start_loc: int32 [S + 1]; row s has the logits [logit_start_loc[s], logit_start_loc[s + 1]).
-        retention: of a batch with rows that do not see all of their keys (kernels/retention.py); mostly None.
+        retention: of a batch with rows that do not see all of their keys (kernels/attention/retention.py); mostly None.
     """
 
     token_ids: npt.NDArray[np.int64]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.rms_norm import rms_norm
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of

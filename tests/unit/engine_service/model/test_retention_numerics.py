@@ -18,7 +18,7 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.rope import RotaryTable
 from kvkeeper.engine_service.model.rope_config import RopeConfig
 from kvkeeper.engine_service.values.batch import BatchRetention
-from kvkeeper.kernels.rotary import rotary
+from kvkeeper.kernels.activations.rotary import rotary
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.reference.within_cache import load_network, within_cache_logits
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch

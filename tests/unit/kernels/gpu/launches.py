@@ -5,16 +5,16 @@ from collections.abc import Callable
 import torch
 
 import kvkeeper.kernels.gpu.paged_attention_decode as gpu_decode
+from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
-from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.rms_norm import rms_norm
-from kvkeeper.kernels.rotary import rotary
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
-from kvkeeper.kernels.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.store_kv import store_kv
 from tests.unit.kernels.gpu.pretend import nowhere
 

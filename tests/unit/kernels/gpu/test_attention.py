@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.gpu.paged_attention_decode import splits_for
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode, plan_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.scratch import Scratch
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world, random_queries

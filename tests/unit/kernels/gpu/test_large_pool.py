@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.store_kv import store_kv
 from tests.unit.kernels.gpu.pretend import on_cuda

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.errors import KernelArgumentError
-from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
-from kvkeeper.kernels.rms_norm import rms_norm
-from kvkeeper.kernels.rotary import rotary
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
-from kvkeeper.kernels.silu_and_mul import silu_and_mul
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import on_cuda, require
+from ..checks import on_cuda, require
 
 _OP = "rotary"
 
@@ -24,7 +24,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     require_tables(_OP, x, cos, sin)
     if on_cuda(_OP, x):
-        from .gpu import rotary as gpu
+        from ..gpu import rotary as gpu
 
         return gpu.rotary(x, cos, sin)
     swapped = x.roll(x.shape[2] // 2, 2)

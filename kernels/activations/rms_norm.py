@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import on_cuda, require
+from ..checks import on_cuda, require
 
 _OP = "rms_norm"
 
@@ -33,7 +33,7 @@ def rms_norm(
         fits = residual.shape == x.shape and residual.dtype == x.dtype
         require(fits, _OP, "residual", "must be {} {}", x.dtype, x.shape)
     if cuda:
-        from .gpu import rms_norm as gpu
+        from ..gpu import rms_norm as gpu
 
         rows = [x] if residual is None else [x, residual]
         dense = all(row.is_contiguous() or (row.dim() == 3 and row.stride(2) == 1) for row in rows)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kvkeeper.kernels.gelu_and_mul import gelu_and_mul
-from kvkeeper.kernels.rms_norm import rms_norm
-from kvkeeper.kernels.rotary import rotary
-from kvkeeper.kernels.silu_and_mul import silu_and_mul
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 2, 16)])

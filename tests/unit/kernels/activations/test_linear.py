@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.linear import LinearWeight, linear, pack_linear
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kvkeeper.kernels.linear import LinearWeight, linear, pack_linear
 
 
 @pytest.mark.parametrize("bias", [False, True])

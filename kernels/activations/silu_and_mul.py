@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import on_cuda, require
+from ..checks import on_cuda, require
 
 _OP = "silu_and_mul"
 
@@ -17,7 +17,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     cuda = on_cuda(_OP, gate_up)
     require(gate_up.shape[-1] % 2 == 0, _OP, "gate_up", "must have an even last dimension, is {}", gate_up.shape)
     if cuda:
-        from .gpu.gates import gate as gate_on_cuda
+        from ..gpu.gates import gate as gate_on_cuda
 
         require(gate_up.is_contiguous(), _OP, "gate_up", "must be contiguous")
         return gate_on_cuda(gate_up, gelu=False)

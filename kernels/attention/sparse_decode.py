@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .checks import slot_rows
+from ..checks import slot_rows
 from .paged_rows import Int64Array
 
 with warnings.catch_warnings():  # torch says once that sparse tensors are young; tests hold what is used of them

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .checks import require
+from ..checks import require
 
 Int64Array = npt.NDArray[np.int64]
 

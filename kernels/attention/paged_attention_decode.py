@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from ..checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from ..layout import NULL_BLOCK_ID
+from ..scratch import Scratch
 from .dense_attention import dense_attention
-from .layout import NULL_BLOCK_ID
 from .paged_rows import Int64Array, kv_slot_rows, require_tables
 from .retention import Retention, kept_of, require_retention
-from .scratch import Scratch
 from .sparse_decode import SparseDecode, sparse_decode
 
 _OP = "paged_attention_decode"
@@ -183,8 +183,8 @@ def paged_attention_decode(
     if plan is None:
         plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
     if cuda:
-        from .gpu import paged_attention_decode as gpu
-        from .gpu.attention_tiles import Options
+        from ..gpu import paged_attention_decode as gpu
+        from ..gpu.attention_tiles import Options
 
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
         options = Options(scale, window, soft_cap, retention, q_sink)

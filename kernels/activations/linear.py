@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import on_cuda, require
+from ..checks import on_cuda, require
 
 _OP = "linear"
 

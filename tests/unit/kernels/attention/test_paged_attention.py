@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode, plan_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
 from tests.unit.kernels.worlds import edge_lengths, make_world, random_queries
 
 SCALE = 0.3
@@ -56,7 +56,7 @@ def test_both_in_each_dtype_and_block_size(dtype, block_size):
 @pytest.fixture
 def gathering(monkeypatch):
     """Lets no step be small enough for sparse products."""
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
 
 
 @pytest.mark.parametrize("group", [1, 2, 5])
@@ -83,7 +83,7 @@ def test_one_plan_serves_every_layer_and_number_of_heads():
 
 
 def test_decode_groups_sequences_of_unlike_length(monkeypatch, gathering):
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_decode._PADDING_ELEMENTS", 64)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._PADDING_ELEMENTS", 64)
     world = make_world([3, 40, 1, 38, 0, 4, 39])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None)
     assert len(plan.groups) > 1
@@ -146,7 +146,7 @@ def test_block_ids_do_not_matter():
 @pytest.mark.parametrize("num_queries", [7, 8, 9, 16, 17])
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_prefill_in_calls_of_some_queries(monkeypatch, num_queries, window):
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_prefill._MOST_QUERIES", 8)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_prefill._MOST_QUERIES", 8)
     for context in (0, 1, 11):
         check_prefill(make_world([num_queries + context, 3]), [num_queries, 3], 4, window)
     check_prefill(make_world([num_queries + 5]), [num_queries], 4, window, soft_cap=0.5)

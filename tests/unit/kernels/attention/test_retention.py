@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.errors import KernelArgumentError
-from kvkeeper.kernels.paged_attention_decode import paged_attention_decode, plan_decode
-from kvkeeper.kernels.paged_attention_prefill import paged_attention_prefill
 from tests.unit.kernels.worlds import World, edge_lengths, make_world, random_queries
 
 SCALE = 0.3
@@ -75,7 +75,7 @@ def check_prefill(world: World, kept: list[tuple[int, int]], num_queries: list[i
 def decode_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in which float32 is computed, by the size of the step."""
     if request.param == "gathering":
-        monkeypatch.setattr("kvkeeper.kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
+        monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
 
 
 @pytest.mark.usefixtures("decode_path")
@@ -99,7 +99,7 @@ def test_a_whole_prompt_longer_than_sink_and_window() -> None:
 
 @pytest.mark.parametrize(("sink", "window"), [(9, 3), (2, 12)])
 def test_prefill_in_calls_of_fewer_queries_than_sinks(monkeypatch: pytest.MonkeyPatch, sink: int, window: int) -> None:
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_prefill._MOST_QUERIES", 4)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_prefill._MOST_QUERIES", 4)
     lengths = edge_lengths(4, 6)
     check_prefill(make_world(lengths), [(sink, window)] * len(lengths), lengths)
     check_prefill(make_world(lengths), [(sink, window)] * len(lengths), [-(-n // 2) for n in lengths])
@@ -122,8 +122,8 @@ def test_capped_scores() -> None:
 
 
 def test_decode_keeps_retained_sequences_out_of_the_groups_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_decode._PADDING_ELEMENTS", 64)
-    monkeypatch.setattr("kvkeeper.kernels.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._PADDING_ELEMENTS", 64)
+    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
     kept = [(0, 0), (2, 5), (0, 0), (0, 3), (4, 4), (2, 30), (0, 0)]
     world = make_world([3, 40, 30, 38, 33, 31, 0])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
