@@ -26,9 +26,16 @@ from .memory.attach_server import AttachServer
 from .memory.private_directory import private_directory
 from .memory.select_memory import memory_of
 from .metrics import cache_metrics
-from .rpc.methods import make_door
-from .rpc.session_calls import CacheService
+from .rpc.eviction_calls import EvictionCalls
+from .rpc.inspection_calls import InspectionCalls
+from .rpc.kv_calls import KvCalls
+from .rpc.methods import register
+from .rpc.one_item_session import OneItemSessions
+from .rpc.prefix_calls import PrefixCalls
+from .rpc.sequence_calls import SequenceCalls
+from .rpc.session_calls import SessionCalls
 from .rpc.step_handler import StepHandler
+from .rpc.watch_streams import WatchStreams
 from .runtime.clock import Clock, RunClock
 from .runtime.pool_registry import Memory, PoolRegistry
 from .runtime.session_manager import SessionManager
@@ -90,17 +97,27 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     own_clock = RunClock(loop) if clock is None else None
     timing: Clock = clock or own_clock or loop
     try:
-        registry = PoolRegistry(config, memory or memory_of(config.device))
+        watch_streams = WatchStreams()
+        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.tell_replaced)
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
         attach = AttachServer(_attach_path(config, endpoint.address), session_manager, timing)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
-        door = make_door(
-            CacheService(config, session_manager, str(attach.path), (clock or loop).time), StepHandler(session_manager)
+        one_item = OneItemSessions(session_manager)
+        methods = register(
+            [
+                SessionCalls(config, session_manager, str(attach.path)),
+                StepHandler(session_manager),
+                SequenceCalls(session_manager, one_item),
+                PrefixCalls(session_manager),
+                EvictionCalls(session_manager, one_item),
+                KvCalls(session_manager, one_item),
+                InspectionCalls(session_manager, watch_streams, (clock or loop).time),
+            ]
         )
-        await endpoint.start(door, has_reflection=config.reflection)
+        await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
     except BaseException as error:

@@ -1,38 +1,59 @@
-"""Calls of CacheService that look closely at one pool and change nothing of it: explanations, single blocks, events.
+"""Calls that look at the service and change nothing: statistics, invariants, single blocks, events."""
 
-One method per RPC, in the proto's order, as in session_calls.py; CacheService is made of both.
-"""
-
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.values.errors import Draining
-from ..runtime.session_manager import SessionManager
-from .convert import sequences as convert
-from .watch_streams import WatchDesk
+from ..runtime.session_manager import LiveSession, SessionManager
+from .convert import checks, reports
+from .convert.checks import MAX_INT32, check_range
+from .watch_streams import WatchStreams
 
 
-class Questions:
-    """See the module."""
+class InspectionCalls:
+    """The service's uptime counts from the making of this object."""
 
-    def __init__(self, session_manager: SessionManager) -> None:
+    def __init__(self, session_manager: SessionManager, watch_streams: WatchStreams, time: Callable[[], float]) -> None:
+        """time: monotone seconds that also pass while the service is held up."""
         self._session_manager = session_manager
-        self._watches = WatchDesk()
-        session_manager.registry.on_replaced = self._watches.tell_replaced
+        self._watch_streams = watch_streams
+        self._time = time
+        self._started = time()
+
+    async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
+        manager, now = self._session_manager, self._session_manager.now()
+        return pb.GetStatsResponse(
+            epoch=manager.epoch,
+            uptime_seconds=self._time() - self._started,
+            pools=[reports.pool_stats(pool) for pool in manager.registry.pools],
+            sessions=[
+                reports.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in manager.sessions
+            ],
+            num_opened_sessions=manager.num_opened,
+            num_reaped_sessions=manager.num_reaped,
+            num_replaced_pools=manager.registry.num_replaced,
+        )
+
+    async def check_invariants(self, _: pb.CheckInvariantsRequest) -> pb.CheckInvariantsResponse:
+        response = pb.CheckInvariantsResponse()
+        for pool in self._session_manager.registry.pools:
+            response.violations.extend(pool.manager.check_invariants())
+            response.num_checked_blocks += pool.info.num_blocks
+            response.num_checked_sequences += sum(1 for _ in pool.manager.views(None))
+        return response
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
-        convert.check_range("block_id", request.block_id, 1, 2**31 - 1)
-        return convert.block_info(live.pool.manager.block_view(request.block_id))
-
-    async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
-        tenant, tokens = convert.tenant(request.tenant), convert.token_ids(request.token_ids)
-        return convert.explanation(live.pool.manager.explain_match(tenant, tokens))
+        check_range("block_id", request.block_id, 1, MAX_INT32)
+        return reports.block_info(live.pool.manager.block_view(request.block_id))
 
     def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.WatchEventsResponse]:
         live = self._session_manager.require(request.session_id, request.epoch)
         if self._session_manager.is_draining:
             raise Draining("the service is stopping")
-        return self._watches.watch(live, convert.tenant(request.tenant))
+        return self._watch_streams.watch(live, checks.tenant(request.tenant))
+
+
+def _num_sequences(live: LiveSession) -> int:
+    return sum(1 for _ in live.pool.manager.views(live.core.id))

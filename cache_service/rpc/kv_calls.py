@@ -1,19 +1,23 @@
-"""K and V of single tokens, for people, tests and clients without shared memory. Never on the path of a step.
+"""ReadKv and WriteKv: K and V of single tokens, for people, tests and clients without shared memory. Never on a step's path.
 
-Reads and writes rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment:
-nothing is remembered between two chunks, because whatever is awaited in between may change the table.
+Both read and write rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment.
+No table is kept from one chunk to the next, because a call in between may change it.
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.sequences.retention import check_readable
 from ..core.step.validate import wrong_state
 from ..core.values.errors import InvalidField
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable
-from ..runtime.pool_registry import Pool
-from .convert import kv_spec
-from .convert.sequences import check_range
+from ..runtime.pool import Pool
+from ..runtime.session_manager import SessionManager
+from .convert import checks
+from .convert.checks import check_range
+from .one_item_session import OneItemSessions
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1
@@ -21,12 +25,47 @@ _KEY, _VALUE = 0, 1
 Run = tuple[tuple[int, int], int]  # first bytes of K and of V in the arena, and how many of each
 
 
-def chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cuts a token range into (first token, number of tokens) of one message each."""
-    row_bytes = kv_spec.token_bytes(pool.info.spec)
-    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * row_bytes))
-    for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
-        yield first, min(per_chunk, first_token_idx + num_tokens - first)
+class KvCalls:
+    """WriteKv is a one-item call; ReadKv changes nothing but the sequence's access count."""
+
+    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
+        self._session_manager = session_manager
+        self._one_item = one_item
+
+    async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        sequence_id = checks.sequence_id(request.sequence_id)
+        num_layers = live.pool.info.spec.num_layers
+        if len(request.layer_idx) > num_layers:
+            raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
+        for layer_idx in request.layer_idx:
+            check_range("layer_idx", layer_idx, 0, num_layers - 1)
+        readable = live.pool.manager.readable(live.core.id, sequence_id)
+        committed, first = readable.view.num_committed_tokens, request.first_token_idx
+        check_range("first_token_idx", first, 0, committed)
+        check_range("num_tokens", request.num_tokens, 0, committed - first)
+        count = request.num_tokens or max(readable.num_tokens - first, 0)
+        check_bounds(readable, first, count)
+        live.pool.manager.note_read(live.core.id, sequence_id)
+        for layer_idx in request.layer_idx or range(num_layers):
+            for token_idx, num_tokens in _chunks(live.pool, first, count):
+                await self._one_item.wait_for_copies(request)  # a copy may fill the block that is read
+                readable = live.pool.manager.readable(live.core.id, sequence_id)
+                key, value = _read(live.pool, readable, layer_idx, token_idx, num_tokens)
+                yield pb.ReadKvResponse(
+                    layer_idx=layer_idx, first_token_idx=token_idx, num_tokens=num_tokens, key=key, value=value
+                )
+
+    async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:
+        num_chunks = num_bytes = 0
+        async for request in requests:
+            sequence_id, key, value = checks.sequence_id(request.sequence_id), request.key, request.value
+            await self._one_item.wait_for_copies(request)  # a copy may overwrite the block that is written
+            with self._one_item.session(request) as live:
+                _write(live.pool, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
+            num_chunks += 1
+            num_bytes += len(key) + len(value)
+        return pb.WriteKvResponse(num_chunks=num_chunks, num_bytes=num_bytes)
 
 
 def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> None:
@@ -35,12 +74,20 @@ def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> N
     if first_token_idx < 0 or num_tokens < 0 or first_token_idx + num_tokens > view.num_committed_tokens:
         raise InvalidField("only committed tokens are read", field="first_token_idx", limit=view.num_committed_tokens)
     if max(first_token_idx, first_token_idx + num_tokens) > arrived:
-        text = f"tokens from {arrived} on may still be on the way: read them when the last step is reported as completed"
+        text = f"tokens from {arrived} on may not be written yet: read them once the last step is reported as completed"
         raise InvalidField(text, field="first_token_idx", limit=arrived)
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
 
 
-def read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
+def _chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Cuts a token range into (first token, number of tokens) of one message each."""
+    row_bytes = pool.info.spec.token_bytes
+    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * row_bytes))
+    for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
+        yield first, min(per_chunk, first_token_idx + num_tokens - first)
+
+
+def _read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
     """K and V, [num_tokens, token_bytes] each. Raises InvalidField as check_bounds does."""
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     check_bounds(readable, first_token_idx, num_tokens)
@@ -52,11 +99,11 @@ def read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, n
     return key, value
 
 
-def write(
+def _write(
     pool: Pool, session: SessionId, sequence: SequenceId, layer_idx: int, first_token_idx: int, key: bytes, value: bytes
 ) -> None:
     """Writes K and V, [num_tokens, token_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
-    row_bytes = kv_spec.token_bytes(pool.info.spec)
+    row_bytes = pool.info.spec.token_bytes
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
@@ -75,7 +122,7 @@ def write(
 
 def _runs(pool: Pool, table: Int32Array, layer_idx: int, first_token_idx: int, num_tokens: int) -> Iterator[Run]:
     """Where a run of tokens lies, block by block; blocks are [num_layers, 2, block_size, token_bytes]."""
-    row_bytes, block_size = kv_spec.token_bytes(pool.info.spec), pool.info.block_size
+    row_bytes, block_size = pool.info.spec.token_bytes, pool.info.block_size
     token_idx, end = first_token_idx, first_token_idx + num_tokens
     while token_idx < end:
         block_idx, offset = divmod(token_idx, block_size)

@@ -1,9 +1,10 @@
-"""What comes in through the door of the cache service: the methods of CacheService, and which carry prompts or KV.
+"""The methods of CacheService on the server: how each is called, how large its messages may be, and what this build leaves out.
 
 Step and StreamSteps pass as bytes, both ways, because exactly once is a matter of bytes; WriteKv is a stream of messages.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,8 +14,9 @@ from google.protobuf.message import Message
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service.door import Context, Contract, Door
 
-from ..unimplemented import UNIMPLEMENTED_METHODS
 from .status import REFUSALS
+
+UNIMPLEMENTED_METHODS = {"HandOffSequence": "hand-off between sessions"}  # method -> feature of the NOT_IMPLEMENTED answer
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],
@@ -29,17 +31,31 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
 
 
-def make_door(service: Any, steps: Any) -> Door:
-    """`service` has a method for each of CacheService's in snake case, but for step and stream_steps, which `steps` has."""
+def register(groups: Sequence[object]) -> Door:
+    """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case."""
+    calls = SimpleNamespace(**handlers_of(groups))
     return Door(
         CONTRACT,
-        service,
+        calls,
         {
-            "Step": grpc.unary_unary_rpc_method_handler(_raw_unary(steps.step)),
-            "StreamSteps": grpc.stream_stream_rpc_method_handler(_raw_stream(steps.stream_steps)),
-            "WriteKv": grpc.stream_unary_rpc_method_handler(_write_kv(service.write_kv)),
+            "Step": grpc.unary_unary_rpc_method_handler(_raw_unary(calls.step)),
+            "StreamSteps": grpc.stream_stream_rpc_method_handler(_raw_stream(calls.stream_steps)),
+            "WriteKv": grpc.stream_unary_rpc_method_handler(_write_kv(calls.write_kv)),
         },
     )
+
+
+def handlers_of(groups: Sequence[object]) -> dict[str, Callable[..., Any]]:
+    """Handlers by the RPC's name in snake case: exactly one of each RPC, none of those that this build leaves out."""
+    handlers = {}
+    for rpc in CONTRACT.service.methods:
+        name = "".join("_" + letter.lower() if letter.isupper() else letter for letter in rpc.name).lstrip("_")
+        found = [getattr(group, name) for group in groups if hasattr(group, name)]
+        num_wanted = 0 if rpc.name in UNIMPLEMENTED_METHODS else 1
+        assert len(found) == num_wanted, f"{rpc.name} has {len(found)} handlers, not {num_wanted}"
+        if found:
+            handlers[name] = found[0]
+    return handlers
 
 
 def _raw_unary(function: Callable[[bytes], Awaitable[bytes]]) -> Any:

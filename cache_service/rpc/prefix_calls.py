@@ -1,7 +1,4 @@
-"""The part of CacheService that keeps prefixes: pins and stored logits.
-
-Like session_calls.py: one method per RPC, in the proto's order, each a thin wrapper over the core.
-"""
+"""Calls on cached prefixes: look-ups and their explanation, pins, stored logits, and forgetting all of them."""
 
 import secrets
 
@@ -9,18 +6,33 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.blocks.pins import MAX_PIN_TTL
 from ..runtime.session_manager import SessionManager
-from .convert import sequences as convert
+from .convert import checks, sequences
+from .convert.checks import check_range
+from .convert.reports import explanation
 
 
-class PrefixService:
-    """See the module."""
+class PrefixCalls:
+    """A prefix is named by tenant and tokens, or by a sequence that has it."""
 
-    _session_manager: SessionManager
+    def __init__(self, session_manager: SessionManager) -> None:
+        self._session_manager = session_manager
+
+    async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        blocks = live.pool.manager.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
+        return pb.MatchPrefixResponse(
+            num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks[blocks > 0].tolist()
+        )
+
+    async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
+        return explanation(live.pool.manager.explain_match(tenant, tokens))
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
-        convert.check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
-        tenant, tokens = convert.tenant(request.tenant), convert.token_ids(request.token_ids)
+        check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
+        tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
         ttl = request.ttl_ms / 1000
         result = live.pool.manager.pin_prefix(live.core.id, secrets.token_hex(16), tenant, tokens, ttl)
         return pb.PinPrefixResponse(pin_id=result.pin_id, num_pinned_tokens=result.num_tokens)
@@ -32,11 +44,19 @@ class PrefixService:
 
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
-        sequence_id = convert.sequence_id(request.sequence_id)
+        sequence_id = checks.sequence_id(request.sequence_id)
         live.pool.manager.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
         return pb.StoreLogitsResponse()
 
     async def read_logits(self, request: pb.ReadLogitsRequest) -> pb.ReadLogitsResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
-        sequence_id = convert.sequence_id(request.sequence_id)
+        sequence_id = checks.sequence_id(request.sequence_id)
         return pb.ReadLogitsResponse(logits=live.pool.manager.read_logits(live.core.id, sequence_id))
+
+    async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        result = live.pool.manager.clear_prefix_cache()
+        live.pool.publish_soon()  # running sequences are published anew
+        return pb.ClearPrefixCacheResponse(
+            num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
+        )

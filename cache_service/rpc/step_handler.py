@@ -21,7 +21,7 @@ from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
 from ..runtime.session_manager import LiveSession, SessionManager
-from .convert import sequences as convert
+from .convert.step import step_batch, step_response
 from .methods import EOF
 
 _parse = pb.StepRequest.FromString
@@ -116,7 +116,7 @@ class StepHandler:
         if recorded is not None:
             return live, recorded
         session.check_completed(step_id, completed_step_id)
-        batch = convert.step_batch(request)
+        batch = step_batch(request)
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
@@ -124,7 +124,7 @@ class StepHandler:
         except Exception:
             session.mode = mode
             raise
-        answer = convert.step_response(reply, step_id, session.epoch, session.executor)
+        answer = step_response(reply, step_id, session.epoch, session.executor)
         session.record(step_id, completed_step_id, raw, answer)
         if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
             copying = live.pool.copy(copies_of(reply))

@@ -16,9 +16,9 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from ..core.index.event_feed import Event, EventFeed, Watch
 from ..core.values.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
 from ..core.values.types import EventKind
-from ..runtime.pool_registry import Pool
+from ..runtime.pool import Pool, PoolInfo
 from ..runtime.session_manager import LiveSession
-from .convert import sequences as convert
+from .convert.reports import watch_event
 
 log = structlog.get_logger()
 
@@ -28,27 +28,27 @@ _REST_S = 0.001
 _LINGER_S = 0.002
 
 
-class WatchDesk:
+class WatchStreams:
     """Opens watches; one feed for each pool that somebody watches."""
 
     def __init__(self) -> None:
         self._num_open = 0  # calls that have not ended, also those whose reader takes nothing any more
-        self._pumps: dict[Pool, _Pump] = {}
+        self._feeds: dict[Pool, _PoolFeed] = {}
 
-    def tell_replaced(self, replaced: pb.PoolInfo) -> None:
+    def tell_replaced(self, replaced: PoolInfo) -> None:
         """All watches hear that an idle pool made room. It has none of its own any more: they ended with its sessions."""
-        for pump in self._pumps.values():
-            pump.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
+        for feed in self._feeds.values():
+            feed.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
     async def watch(self, live: LiveSession, tenant: str) -> AsyncIterator[pb.WatchEventsResponse]:
         """The messages of one watch, until it is ended. Raises OutOfWatches, WatchLagged, and what its session ends with."""
         if self._num_open >= MAX_WATCHES:
             raise OutOfWatches(f"all {MAX_WATCHES} watches are in use", limit=MAX_WATCHES)
         self._num_open += 1
-        pump = self._pumps.get(live.pool)
-        if pump is None:
-            pump = self._pumps[live.pool] = _Pump(live.pool)
-        reader = pump.add(tenant)
+        feed = self._feeds.get(live.pool)
+        if feed is None:
+            feed = self._feeds[live.pool] = _PoolFeed(live.pool)
+        reader = feed.add(tenant)
         live.watches.add(reader)
         try:
             while True:
@@ -56,17 +56,17 @@ class WatchDesk:
         finally:
             self._num_open -= 1
             live.watches.discard(reader)
-            pump.remove(reader)
-            if not pump.readers and self._pumps.get(live.pool) is pump:
-                del self._pumps[live.pool]
+            feed.remove(reader)
+            if not feed.readers and self._feeds.get(live.pool) is feed:
+                del self._feeds[live.pool]
 
 
 class WatchReader:
     """One call of WatchEvents."""
 
-    def __init__(self, pump: "_Pump", watch: Watch) -> None:
+    def __init__(self, feed: "_PoolFeed", watch: Watch) -> None:
         self.watch = watch
-        self._pump = pump
+        self._feed = feed
         self._revision = 0
         self._error: CacheError | None = None
         self._news = asyncio.Event()
@@ -74,7 +74,7 @@ class WatchReader:
     def end(self, error: CacheError) -> None:
         """Ends the watch with this refusal, at once as far as the service is concerned; what was not sent is dropped."""
         self._error = self._error or error
-        self._pump.remove(self)
+        self._feed.remove(self)
         self._news.set()
 
     def tell(self) -> None:
@@ -87,15 +87,15 @@ class WatchReader:
             self._news.clear()
             event = self.watch.take()
             if self.watch.wants_snapshot:  # there is room for more of it
-                self._pump.wake()
+                self._feed.wake()
             if event is not None:
                 self._revision += 1
-                return convert.watch_event(event, self._revision)
+                return watch_event(event, self._revision)
             await self._news.wait()
         raise self._error
 
 
-class _Pump:
+class _PoolFeed:
     """The feed of one pool and its readers."""
 
     def __init__(self, pool: Pool) -> None:

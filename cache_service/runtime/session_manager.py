@@ -15,15 +15,15 @@ from typing import Protocol
 
 import structlog
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
-
 from ..core.pool_core import CloseResult
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
+from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Executor, SessionId
 from ..memory.attach_server import AttachRefused, Grant
 from .clock import Clock, TimerHandle
 from .lease import Session, SessionTable
-from .pool_registry import Pool, PoolRegistry
+from .pool import Pool
+from .pool_registry import PoolRegistry
 
 log = structlog.get_logger()
 
@@ -92,7 +92,7 @@ class SessionManager:
     def sessions(self) -> list[LiveSession]:
         return list(self._live.values())
 
-    async def open(self, spec: pb.KvSpec, executor: Executor, ttl: float, client_name: str) -> LiveSession:
+    async def open(self, spec: KvSpec, executor: Executor, ttl: float, client_name: str) -> LiveSession:
         """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")

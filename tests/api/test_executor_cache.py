@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.cache_service.runtime import pool_registry as registry
+from kvkeeper.cache_service.runtime import pool as running_pool
 from tests.support.worlds import cache_api
 from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
 
@@ -56,7 +56,7 @@ class SlowCopies:
             copy(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(SharedMemoryArena, "copy", slowly)
-        monkeypatch.setattr(registry, "_MAX_INLINE_COPY_BYTES", 0)
+        monkeypatch.setattr(running_pool, "_MAX_INLINE_COPY_BYTES", 0)
 
 
 @pytest.fixture

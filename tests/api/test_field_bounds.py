@@ -16,7 +16,7 @@ import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.cache_service.rpc.methods import UNIMPLEMENTED_METHODS
 from kvkeeper.client.errors import error_of
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
 from tests.support.worlds.field_bounds import BOUNDS, COMMON, Bound

@@ -9,6 +9,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
+from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
 from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
@@ -49,7 +50,8 @@ async def test_the_least_recently_used_idle_pool_makes_room() -> None:
     async with serving(memory=MemoryOf(allocate)) as api:
         for revision in ("a", "b", "a"):
             session = await api.open(spec=spec_of(revision=revision))
-            (pool,) = [pool for pool in api.server.session_manager.registry.pools if pool.info.spec.revision == revision]
+            pools = api.server.session_manager.registry.pools
+            (pool,) = [pool for pool in pools if kv_spec_message(pool.info.spec).revision == revision]
             blocks_of(pool)[:] = 7
             await session.call("CloseSession")
         assert len(made) == 2

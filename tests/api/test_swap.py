@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.runtime import pool_registry as registry
+from kvkeeper.cache_service.runtime import pool as running_pool
 from kvkeeper.client import AsyncCacheClient
 from tests.support.worlds.cache_api import (
     BLOCK_BYTES,
@@ -163,6 +163,6 @@ async def test_a_long_report_goes_on_by_itself_in_slices(tiers: Api, monkeypatch
     (pool,) = tiers.server.session_manager.registry.pools
     assert pool.manager.tables.swapper is not None
     pool.manager.tables.swapper.at_once = 1
-    monkeypatch.setattr(registry, "_SLICE_ORDERS", 1)
+    monkeypatch.setattr(running_pool, "_SLICE_ORDERS", 1)
     await session.call("RenewSession", completed_step_id=2, completed_transfer_ids=orders.transfer_ids)
     assert (await tiers.until(lambda stats: not stats.pools[0].num_referenced_blocks)).pools[0].num_held_host_blocks == 4

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
 from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.client import AsyncCacheSession
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
@@ -97,7 +98,7 @@ async def _give_to_others(late: _Late) -> None:
     late.cache_clock.advance(LEASE_S + 1)
     assert not late.cache.session_manager.sessions, "its lease has ended"
     (pool,) = late.cache.session_manager.registry.pools
-    other = await (await late.world.cache_client()).open_session(pool.info.spec)
+    other = await (await late.world.cache_client()).open_session(kv_spec_message(pool.info.spec))
     stats = await late.world.pool()
     num_blocks = stats.num_free_blocks + stats.num_cached_blocks
     await other.create_sequence(1, range(1000, 1000 + BLOCK_SIZE * num_blocks))

@@ -18,7 +18,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.arena import ByteArray
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory, SharedMemoryArena
-from kvkeeper.cache_service.runtime.pool_registry import Pool
+from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.server import RunningServer, start_server
 from kvkeeper.client.errors import KvkeeperError, error_of
 

@@ -5,7 +5,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
-from kvkeeper.cache_service.rpc.convert.kv_spec import block_bytes
+from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec
 from kvkeeper.cache_service.runtime.lease import SessionTable
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
@@ -244,8 +244,9 @@ def test_a_clock_that_stands_still_or_jumps_back_reaps_nobody() -> None:
     ("dtype", "num_bytes"), [(pb.KV_DTYPE_FLOAT16, 2), (pb.KV_DTYPE_BFLOAT16, 2), (pb.KV_DTYPE_FLOAT32, 4)]
 )
 def test_a_block_weighs_k_and_v_of_all_layers(dtype: "pb.KvDtype", num_bytes: int) -> None:
-    spec = pb.KvSpec(num_layers=3, num_kv_heads=5, head_dim=7, kv_dtype=dtype, block_size=16)
-    assert block_bytes(spec) == 2 * 3 * 5 * 7 * 16 * num_bytes
+    sizes = {"num_layers": 3, "num_kv_heads": 5, "head_dim": 7, "block_size": 16}
+    spec = pb.KvSpec(model_id="m", layout=pb.KV_LAYOUT_BLOCK_MAJOR, kv_dtype=dtype, **sizes)
+    assert kv_spec(spec).block_bytes == 2 * 3 * 5 * 7 * 16 * num_bytes
 
 
 def test_what_was_swapped_under_an_id_is_not_what_its_next_owner_swaps_in() -> None:

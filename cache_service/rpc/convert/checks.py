@@ -1,0 +1,50 @@
+"""Bounds of single fields, and values that many requests carry: tenants, sequence ids, victim policies, eviction targets."""
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from ...core.values.errors import InvalidField
+from ...core.values.types import MAX_ID, SequenceId
+
+MAX_INT32 = 2**31 - 1
+
+
+def check_range(field: str, value: float, low: int, high: int) -> None:
+    """Raises InvalidField; its limit is the bound that was passed."""
+    if not low <= value <= high:
+        raise InvalidField(f"{field} is {low} to {high}", field=field, limit=low if value < low else high)
+
+
+def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
+    """Raises InvalidField."""
+    if not shortest <= len(value) <= longest:
+        raise InvalidField(f"{field} has {shortest} to {longest} characters", field=field, limit=longest)
+
+
+def tenant(value: str) -> str:
+    """Raises InvalidField."""
+    check_text("tenant", value, 64)
+    return value
+
+
+def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
+    """Raises InvalidField."""
+    check_range(field, value, 1, MAX_ID)
+    return SequenceId(value)
+
+
+def victim_policy(number: int) -> str:
+    """The policy's name. Raises InvalidField."""
+    if number not in pb.VictimPolicy.values():
+        raise InvalidField("a policy of VictimPolicy is wanted", field="policy", limit=max(pb.VictimPolicy.values()))
+    return pb.VictimPolicy.Name(number or pb.VICTIM_POLICY_PRIORITY).removeprefix("VICTIM_POLICY_").lower()
+
+
+def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -> None:
+    """At most one of the ways to say how much should come free. Raises InvalidField."""
+    names = ("num_free_blocks", "num_blocks") if isinstance(request, pb.EvictBlocksRequest) else ("num_blocks",)
+    for name in names:
+        check_range(name, getattr(request, name), 0, MAX_INT32)
+    if request.HasField("max_utilization"):
+        check_range("max_utilization", request.max_utilization, 0, 1)
+    if sum(bool(getattr(request, name)) for name in names) + request.HasField("max_utilization") > 1:
+        raise InvalidField(f"one of {', '.join(names)} and max_utilization", field=names[-1])

@@ -1,0 +1,123 @@
+"""What the service tells of itself as messages: pools, sessions, blocks, explanations, events."""
+
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
+
+from ...core.index.event_feed import Event
+from ...core.inspection.explain import Explanation, in_words
+from ...core.values.types import BlockState, Executor
+from ...core.values.views import BlockView, PoolStats
+from ...runtime.lease import Session
+from ...runtime.pool import Pool, PoolInfo
+from .kv_spec import kv_spec_message
+
+_INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "is_on_gpu"))
+_EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
+
+_BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
+
+
+class Number(NamedTuple):
+    """A number that the protocol tells, for the metrics. text is its comment in the protocol."""
+
+    name: str
+    text: str
+    is_sum: bool  # over the life of the pool or service; else it is what is true now
+
+
+def _numbers(message: str, names: list[str]) -> tuple[Number, ...]:
+    """The protocol's habit: a field of 32 bits is what is true now, one of 64 bits is a sum, but for bytes."""
+    fields = pb.DESCRIPTOR.message_types_by_name[message].fields_by_name
+    return tuple(
+        Number(
+            name, COMMENTS[f"{message}.{name}"], fields[name].type == FieldDescriptor.TYPE_INT64 and not name.endswith("_bytes")
+        )
+        for name in names
+    )
+
+
+POOL_NUMBERS = _numbers(
+    "PoolStats", [field.name for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
+)
+SERVICE_NUMBERS = _numbers(
+    "GetStatsResponse", [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields if field.name.startswith("num_")]
+)
+
+
+def pool_info(info: PoolInfo) -> pb.PoolInfo:
+    """Field names are the same on both sides, but for the spec and the kind of the arena."""
+    values = {name: getattr(info, name) for name in _INFO_NAMES}
+    kind = pb.ARENA_KIND_CUDA_IPC if info.is_on_gpu else pb.ARENA_KIND_MEMFD
+    return pb.PoolInfo(spec=kv_spec_message(info.spec), arena_kind=kind, **values)
+
+
+def pool_stats(pool: Pool) -> pb.PoolStats:
+    """Field names are the same on both sides; bytes and watches are added to the core's counts."""
+    stats, info = pool.stats(), pool.info
+    values = {name: getattr(stats, name) for name in PoolStats.__slots__}
+    num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
+    return pb.PoolStats(
+        pool=pool_info(info),
+        used_bytes=num_used * info.block_bytes,
+        peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
+        num_watches=pool.num_watches,
+        num_lagged_watches=pool.num_lagged_watches,
+        **values,
+    )
+
+
+def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:
+    """A session as people see it; ids of other sessions are no secret while there is only one role."""
+    return pb.SessionInfo(
+        session_id=session.id,
+        client_name=session.client_name,
+        executor=_EXECUTOR_NUMBERS[session.executor],
+        step_id=session.step_id,
+        completed_step_id=session.completed_step_id,
+        num_sequences=num_sequences,
+        lease_left_ms=max(0, round((session.deadline - now) * 1000)),
+        num_attached_processes=num_processes,
+    )
+
+
+def block_info(view: BlockView) -> pb.GetBlockResponse:
+    """A block as people see it."""
+    return pb.GetBlockResponse(
+        state=_BLOCK_STATES[view.state],
+        num_references=view.num_references,
+        num_fences=view.num_fences,
+        num_transfers=view.num_transfers,
+        num_quarantines=view.num_quarantines,
+        indexed=view.indexed,
+        has_host_copy=view.has_host_copy,
+    )
+
+
+def explanation(found: Explanation) -> pb.ExplainMatchResponse:
+    """In numbers and in words."""
+    return pb.ExplainMatchResponse(
+        num_matched_tokens=found.num_matched,
+        explanation=in_words(found),
+        end=int(found.end),  # type: ignore[arg-type]  # the numbers are the protocol's
+        num_host_tokens=found.num_host,
+        num_hit_tokens=found.num_hit,
+        num_common_tokens=found.num_common,
+        ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
+    )
+
+
+def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
+    """One message of a watch."""
+    return pb.WatchEventsResponse(
+        revision=revision,
+        kind=int(event.kind),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
+        block_names=event.names,
+        parent_names=event.parents,
+        tier=int(event.tier or 0),  # type: ignore[arg-type]
+        pressure=int(event.pressure or 0),  # type: ignore[arg-type]
+        replaced_model_id=event.replaced_model_id,
+    )

@@ -1,0 +1,69 @@
+"""Calls about room in a pool: whether a prompt fits, which sequences to preempt, what to evict and collect."""
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from ..runtime.session_manager import SessionManager
+from .convert import checks, sequences
+from .convert.checks import MAX_INT32, check_range
+from .one_item_session import OneItemSessions, run_copies
+
+
+class EvictionCalls:
+    """What is evicted may be copied to the host tier first, so EvictBlocks waits for copies as a one-item call does."""
+
+    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
+        self._session_manager = session_manager
+        self._one_item = one_item
+
+    async def check_admission(self, request: pb.CheckAdmissionRequest) -> pb.CheckAdmissionResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        tokens = sequences.token_ids(request.token_ids) if request.token_ids else None
+        if tokens is None:
+            check_range("num_prompt_tokens", request.num_prompt_tokens, 1, MAX_INT32)
+        check_range("num_new_tokens", request.num_new_tokens, 0, MAX_INT32)
+        answer = live.pool.manager.check_admission(
+            checks.tenant(request.tenant),
+            tokens,
+            request.num_prompt_tokens,
+            request.num_new_tokens,
+            sequences.retention(request),
+        )
+        verdict = pb.ADMISSION_VERDICT_NOW if answer.can_now else pb.ADMISSION_VERDICT_LATER
+        return pb.CheckAdmissionResponse(
+            verdict=verdict if answer.can_ever else pb.ADMISSION_VERDICT_NEVER,
+            num_hit_tokens=answer.num_hit_tokens,
+            num_required_blocks=answer.num_required_blocks,
+            num_available_blocks=answer.num_available_blocks,
+            limit_tokens=answer.limit_tokens,
+        )
+
+    async def select_victims(self, request: pb.SelectVictimsRequest) -> pb.SelectVictimsResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        checks.check_one_target(request)
+        policy = checks.victim_policy(request.policy)
+        share = request.max_utilization if request.HasField("max_utilization") else None
+        victims = live.pool.manager.select_victims(live.core.id, policy, request.num_blocks, share)
+        ids = live.pool.manager.tables.sequences.ids[victims.slots].tolist() if victims.slots else []
+        return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
+
+    async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
+
+    async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        checks.check_one_target(request)
+        await self._one_item.wait_for_copies(request)
+        manager = live.pool.manager
+        with manager.demoting(live.core.id) as moved:
+            if request.HasField("max_utilization"):
+                num_evicted = manager.evict_to(request.max_utilization)
+            elif request.num_blocks:
+                num_evicted = manager.evict_count(request.num_blocks)
+            else:
+                num_evicted = manager.evict_blocks(request.num_free_blocks)
+        await run_copies(live.pool, moved.copies)
+        num_free = manager.stats().num_free_blocks
+        return pb.EvictBlocksResponse(
+            num_evicted_blocks=num_evicted, num_free_blocks=num_free, num_demoted_blocks=moved.num_blocks
+        )

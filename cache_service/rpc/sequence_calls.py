@@ -1,0 +1,125 @@
+"""Calls on sequences: the one-item calls that change one, and the calls that show them."""
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from ..core.manager import PoolManager
+from ..core.values.copies import Copies
+from ..core.values.errors import UnknownSession
+from ..core.values.types import SequenceId, SessionId
+from ..core.values.views import SequenceView
+from ..runtime.session_manager import LiveSession, SessionManager
+from .convert import checks, pagination, sequences
+from .convert.checks import MAX_INT32, check_range
+from .one_item_session import OneItemSessions, run_copies
+
+_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
+
+
+class SequenceCalls:
+    """One sequence at a time; the engine's way to change many at once is Step."""
+
+    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
+        self._session_manager = session_manager
+        self._one_item = one_item
+
+    async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        args = sequences.sequence_args(request)
+        num_matched = live.pool.manager.create_sequence(live.core.id, args)
+        start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
+        return pb.CreateSequenceResponse(num_matched_tokens=num_matched, start_number=start_number)
+
+    async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
+        check_range("num_tokens", request.num_tokens, 1, MAX_INT32)
+        await self._one_item.wait_for_copies(request)
+        with self._one_item.session(request) as live:
+            sequence_id = checks.sequence_id(request.sequence_id)
+            look_up = not request.skip_look_up
+            copies = live.pool.manager.extend(live.core.id, sequence_id, request.num_tokens, look_up=look_up)
+        await run_copies(live.pool, copies)
+        return pb.ExtendSequenceResponse(sequence=_shown(live, sequence_id))
+
+    async def commit_sequence(self, request: pb.CommitSequenceRequest) -> pb.CommitSequenceResponse:
+        tokens = sequences.token_ids(request.token_ids, at_least=0)
+        check_range("num_tokens", request.num_tokens, 0, MAX_INT32)
+        with self._one_item.session(request) as live:
+            sequence_id = checks.sequence_id(request.sequence_id)
+            live.pool.manager.commit(live.core.id, sequence_id, request.num_tokens, request.first_token_idx, tokens)
+        return pb.CommitSequenceResponse(sequence=_shown(live, sequence_id))
+
+    async def fork_sequence(self, request: pb.ForkSequenceRequest) -> pb.ForkSequenceResponse:
+        with self._one_item.session(request) as live:
+            child_id = checks.sequence_id(request.child_id, "child_id")
+            parent_id = checks.sequence_id(request.parent_id, "parent_id")
+            live.pool.manager.fork(live.core.id, parent_id, child_id, request.num_tokens)
+        return pb.ForkSequenceResponse(sequence=_shown(live, child_id))
+
+    async def truncate_sequence(self, request: pb.TruncateSequenceRequest) -> pb.TruncateSequenceResponse:
+        with self._one_item.session(request) as live:
+            sequence_id = checks.sequence_id(request.sequence_id)
+            live.pool.manager.truncate(live.core.id, sequence_id, request.num_tokens)
+        return pb.TruncateSequenceResponse(sequence=_shown(live, sequence_id))
+
+    async def update_sequence(self, request: pb.UpdateSequenceRequest) -> pb.UpdateSequenceResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        sequence_id = checks.sequence_id(request.sequence_id)
+        priority = request.priority if request.HasField("priority") else None
+        retention = sequences.retention(request)
+        live.pool.manager.update_sequence(live.core.id, sequence_id, priority=priority, retention=retention)
+        return pb.UpdateSequenceResponse(sequence=_shown(live, sequence_id))
+
+    async def release_sequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:
+        with self._one_item.session(request) as live:
+            num_dropped = live.pool.manager.release(live.core.id, checks.sequence_id(request.sequence_id))
+        return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
+
+    async def swap_out_sequence(self, request: pb.SwapOutSequenceRequest) -> pb.SwapOutSequenceResponse:
+        return pb.SwapOutSequenceResponse(sequence=await self._swap(request, PoolManager.swap_out))
+
+    async def swap_in_sequence(self, request: pb.SwapInSequenceRequest) -> pb.SwapInSequenceResponse:
+        return pb.SwapInSequenceResponse(sequence=await self._swap(request, PoolManager.swap_in))
+
+    async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        sequence_id = checks.sequence_id(request.sequence_id)
+        view = live.pool.manager.view(live.core.id, sequence_id)
+        if not request.include_tokens:
+            return pb.GetSequenceResponse(sequence=sequences.sequence_info(view))
+        tokens = live.pool.manager.tokens(live.core.id, sequence_id)
+        return pb.GetSequenceResponse(sequence=sequences.sequence_info(view, tokens=tokens))
+
+    async def list_sequences(self, request: pb.ListSequencesRequest) -> pb.ListSequencesResponse:
+        check_range("page_size", request.page_size, 0, _MAX_PAGE)
+        size = request.page_size or _DEFAULT_PAGE
+        views, next_page_token = pagination.page(self._views(request.session_id), size, request.page_token)
+        rows = [sequences.sequence_info(view, with_table=False) for view in views]
+        return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
+
+    async def _swap(
+        self,
+        request: pb.SwapOutSequenceRequest | pb.SwapInSequenceRequest,
+        swap: Callable[[PoolManager, SessionId, int], Copies],
+    ) -> pb.SequenceInfo:
+        await self._one_item.wait_for_copies(request)
+        with self._one_item.session(request) as live:
+            sequence_id = checks.sequence_id(request.sequence_id)
+            copies = swap(live.pool.manager, live.core.id, sequence_id)
+        await run_copies(live.pool, copies)
+        return _shown(live, sequence_id)
+
+    def _views(self, session_id: str) -> Iterator[SequenceView]:
+        """Sequences of one session or of all, ordered by (session, sequence). Raises UnknownSession."""
+        if session_id:
+            live = next((live for live in self._session_manager.sessions if live.core.id == session_id), None)
+            if live is None:
+                raise UnknownSession("no live session has this id")
+            return live.pool.manager.views(SessionId(session_id))
+        pools = self._session_manager.registry.pools
+        return heapq.merge(*(pool.manager.views(None) for pool in pools), key=pagination.position)
+
+
+def _shown(live: LiveSession, sequence_id: SequenceId) -> pb.SequenceInfo:
+    return sequences.sequence_info(live.pool.manager.view(live.core.id, sequence_id))

@@ -1,0 +1,161 @@
+"""A running pool: the core of one KV spec, the memory of its blocks, and work in slices between calls.
+
+A slice takes about a millisecond. Calls pass between two slices, so long work delays no step by more than that.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from kvkeeper.cuda.handle import KIND as CUDA_KIND
+
+from ..core.manager import PoolManager
+from ..core.sequences.claims import StartNumbers
+from ..core.values.copies import Copies
+from ..core.values.kv_spec import KvSpec
+from ..core.values.pool_config import PoolConfig
+from ..core.values.types import SessionId
+from ..core.values.views import PoolStats
+from ..memory.arena import Arena, ByteArray
+from ..memory.shared_memory import SharedMemoryArena
+
+_MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
+_SLICE_BLOCKS = 1024  # published in about a millisecond
+_SLICE_ORDERS = 512  # transfer orders whose end is handled in about a millisecond
+_PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """Sizes and limits of a pool. num_blocks and num_host_blocks count the null block of their tier."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    arena_bytes: int
+    max_sequences: int
+    max_tokens_per_sequence: int
+    max_tokens_with_retention: int
+    spec: KvSpec
+    eviction_policy: str
+    prefix_caching: bool
+    num_host_blocks: int
+    host_arena_bytes: int
+    is_on_gpu: bool  # its arena is CUDA memory, not shared memory
+
+
+class Pool:
+    """One KV spec's core and memory. The sets name the sessions that keep the pool from making room for another spec."""
+
+    def __init__(
+        self,
+        spec: KvSpec,
+        config: PoolConfig,
+        arena: Arena,
+        start_numbers: StartNumbers,
+        host_arena: SharedMemoryArena | None = None,
+    ) -> None:
+        self.key = spec.key
+        self.manager = PoolManager(config, start_numbers)
+        self.arena = arena
+        self.host_arena = host_arena
+        block_bytes, num_host_blocks = spec.block_bytes, config.num_host_blocks
+        self.hosts: ByteArray | None = None  # [num_host_blocks, block_bytes]
+        if host_arena is not None:
+            self.hosts = host_arena.blocks(num_host_blocks, block_bytes)
+        self.info = PoolInfo(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            block_bytes=block_bytes,
+            arena_bytes=config.num_blocks * block_bytes,
+            max_sequences=config.max_sequences,
+            max_tokens_per_sequence=config.limit_tokens,
+            max_tokens_with_retention=config.max_tokens_per_sequence,
+            spec=spec,
+            eviction_policy=config.eviction_policy,
+            prefix_caching=config.prefix_caching,
+            num_host_blocks=num_host_blocks,
+            host_arena_bytes=num_host_blocks * block_bytes,
+            is_on_gpu=arena.fields()["kind"] == CUDA_KIND,
+        )
+        self.sessions: set[SessionId] = set()
+        self.mappings: set[SessionId] = set()  # sessions, live or ended, whose process still maps the arena
+        self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
+        self.last_use = 0
+        self.num_watches = 0
+        self.num_lagged_watches = 0  # ended because their reader fell behind, over the pool's life
+        self.copying: asyncio.Task[None] | None = None  # large copies in a thread; no block is granted until they are done
+        self._is_publishing = self._is_reclaiming = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.sessions or self.mappings or self.quarantines)
+
+    def stats(self) -> PoolStats:
+        """Costs a look at every block."""
+        self.manager.publish_pending()
+        return self.manager.stats()
+
+    def copy(self, copies: Copies) -> Awaitable[None] | None:
+        """Runs a call's copies, in order; awaitable when they are large, so that only this pool waits for them.
+
+        Large copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
+        granted block could be one of their sources, so a call that grants blocks of this pool awaits `copying` first.
+        """
+        if len(copies) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
+            self.arena.copy(copies, self.info.block_bytes, self.hosts)
+            return None
+        self.copying = asyncio.create_task(self._copy_in_thread(copies))
+        return asyncio.shield(self.copying)
+
+    async def _copy_in_thread(self, copies: Copies) -> None:
+        try:
+            await asyncio.to_thread(self.arena.copy, copies, self.info.block_bytes, self.hosts)
+        finally:
+            self.copying = None
+
+    def publish_soon(self) -> None:
+        """Publishes what steps committed, slice by slice, once the reply being made is on its way.
+
+        Then cached blocks above the configured share are evicted, so that the next step finds their blocks free.
+        """
+        if not self._is_publishing:
+            self._is_publishing = True
+            asyncio.get_running_loop().call_soon(self._publish_slice)
+
+    def publish_some(self) -> None:
+        """The same after a reply was sent: the first slice at once."""
+        if not self._is_publishing:
+            self._publish_slice()
+
+    def reclaim_soon(self) -> None:
+        """Reclaims, slice by slice, what is left of sessions that ended."""
+        if self.manager.reclaim.owners and not self._is_reclaiming:
+            self._is_reclaiming = True
+            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
+
+    def _publish_slice(self) -> None:
+        is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
+        self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
+        if self._is_publishing:
+            asyncio.get_running_loop().call_later(_PAUSE, self._publish_slice)
+
+    def _reclaim_slice(self) -> None:
+        self._is_reclaiming = self.manager.reclaim_some(_SLICE_BLOCKS)
+        if self._is_reclaiming:
+            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
+
+    def arena_fields(self) -> dict[str, object]:
+        """How the attach socket describes the pool's memory."""
+        fields = {**self.arena.fields(), "num_bytes": self.info.arena_bytes}
+        return {**fields, "num_host_bytes": self.info.host_arena_bytes} if self.host_arena is not None else fields
+
+    def arena_descriptors(self) -> list[int]:
+        """The descriptors that the attach socket hands over with that."""
+        return self.arena.descriptors() + ([] if self.host_arena is None else self.host_arena.descriptors())
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.arena.close(is_mapped=bool(self.mappings))
+        if self.host_arena is not None:
+            self.host_arena.close()

@@ -1,0 +1,44 @@
+"""Each RPC of the protocol has one handler in one group of calls, or is on the list of those that this build leaves out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.rpc.eviction_calls import EvictionCalls
+from kvkeeper.cache_service.rpc.inspection_calls import InspectionCalls
+from kvkeeper.cache_service.rpc.kv_calls import KvCalls
+from kvkeeper.cache_service.rpc.methods import UNIMPLEMENTED_METHODS, handlers_of
+from kvkeeper.cache_service.rpc.prefix_calls import PrefixCalls
+from kvkeeper.cache_service.rpc.sequence_calls import SequenceCalls
+from kvkeeper.cache_service.rpc.session_calls import SessionCalls
+from kvkeeper.cache_service.rpc.step_handler import StepHandler
+
+GROUPS: list[Any] = [SessionCalls, StepHandler, SequenceCalls, PrefixCalls, EvictionCalls, KvCalls, InspectionCalls]
+
+
+def test_every_rpc_has_one_handler() -> None:
+    num_rpcs = len(pb.DESCRIPTOR.services_by_name["CacheService"].methods)
+    assert len(handlers_of(GROUPS)) == num_rpcs - len(UNIMPLEMENTED_METHODS)
+
+
+def test_a_group_answers_nothing_but_rpcs() -> None:
+    """A misspelled handler would be of no use; StepHandler's apply is what its two RPCs share."""
+    public = {name for group in GROUPS for name in vars(group) if not name.startswith("_")}
+    assert public == {*handlers_of(GROUPS), "apply"}
+
+
+def test_a_missing_handler_is_found() -> None:
+    with pytest.raises(AssertionError, match="GetBlock has 0 handlers"):
+        handlers_of([group for group in GROUPS if group is not InspectionCalls] + [SimpleNamespace(check_invariants=None)])
+
+
+def test_a_second_handler_is_found() -> None:
+    with pytest.raises(AssertionError, match="GetStats has 2 handlers"):
+        handlers_of([*GROUPS, SimpleNamespace(get_stats=None)])
+
+
+def test_a_handler_of_an_rpc_that_is_left_out_is_found() -> None:
+    with pytest.raises(AssertionError, match="HandOffSequence has 1 handlers"):
+        handlers_of([*GROUPS, SimpleNamespace(hand_off_sequence=None)])
