@@ -9,7 +9,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper")
+PACKAGE_ROOTS = (
+    "cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper",
+    "deploy/cuda", "deploy/service", "deploy/tracing",
+)  # fmt: skip
 
 
 def modules_in_tree() -> set[str]:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _PACKAGE = "kvkeeper"
-_CHECKOUT = Path(__file__).resolve().parents[4]  # of this file there
+_CHECKOUT = Path(__file__).resolve().parents[2]  # of deploy/service/extras.py
 
 
 def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:
