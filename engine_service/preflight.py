@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeeper.service.extras import install_command
+from kvkeeper.service.extras import install_command, missing
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
 from kvkeeper.service.process import StartError
@@ -19,11 +19,11 @@ from .config import HASH_TOY, EngineConfig
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.json_fields import CONFIG_FILE
 from .model.checkpoint.json_file import read_json_object
-from .model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from .model.config import is_native, parse_model_config
 from .model.dtype_name import DTYPE_BYTES, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
+_PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, of any machine on which CUDA can run
 _PROGRAM_BYTES = 256 << 20  # torch and what else is imported, and a first step: measured 180 MB beside the weights
 
@@ -39,6 +39,7 @@ class ModelMemory:
 
 def check_start(config: EngineConfig) -> None:
     """Raises StartError."""
+    check_packages()
     check_addresses(config.listen, config.metrics_listen)
     if config.device != "cpu" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
         raise StartError(f"--device {config.device}: this machine has no NVIDIA device")
@@ -49,6 +50,13 @@ def check_start(config: EngineConfig) -> None:
         text = f"its weights take {size(memory.weights)} in {memory.dtype}, and torch as much as {size(_PROGRAM_BYTES)}"
         hint = "; --dtype bfloat16 takes half for the weights" if memory.dtype == "float32" else ""
         raise StartError(f"--model {config.model}: {text}: {error}{hint}") from None
+
+
+def check_packages() -> None:
+    """Raises StartError where the extra `engine` is not installed; the client and the cache service do without it."""
+    if names := missing(*_PACKAGES):
+        text = f"the engine service needs {', '.join(names)}, which are not installed"
+        raise StartError(f"{text}; install them with: {install_command('engine')}")
 
 
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
@@ -71,6 +79,8 @@ def model_memory(config: EngineConfig) -> ModelMemory:
 
 def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     """What can be read of a model folder without its weights. Raises ModelError."""
+    from .model.checkpoint.safetensors_files import list_weight_files, tensor_sizes  # safetensors, of the extra `engine`
+
     _check_folder(folder)
     raw = read_json_object(folder / CONFIG_FILE)
     model_type = raw.get("model_type")

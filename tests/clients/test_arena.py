@@ -15,7 +15,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheSession, CallOptions, KvkeeperError
 from kvkeeper.client.arena import attach_arena
-from kvkeeper.client.door import AsyncDoor
+from kvkeeper.client.transport import AsyncTransport
 
 NUM_BYTES = 8192
 TOKEN = "one-time"
@@ -169,7 +169,7 @@ async def test_an_attach_that_was_abandoned_does_not_stay_mapped(memfd: int, att
     service = attach_socket(answer)
     opened = pb.OpenSessionResponse(attach_socket_path=service.path, attach_token=TOKEN)
     opened.pool.arena_bytes = NUM_BYTES
-    session = AsyncCacheSession(AsyncDoor("127.0.0.1:1", CallOptions(), None), opened)
+    session = AsyncCacheSession(AsyncTransport("127.0.0.1:1", CallOptions(), None), opened)
     attaching = asyncio.create_task(session.attach())
     assert await asyncio.to_thread(asked.wait, 5)
     attaching.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling, door
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling, transport
 from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
@@ -32,7 +32,9 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
 ) -> None:
     """More than fits the connection is generated for it, while another client gets all that it asked for."""
     monkeypatch.setattr(outbox, "MAX_UNREAD", 4000)
-    monkeypatch.setattr(door, "_CHANNEL_OPTIONS", (*door._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0)))  # no large windows
+    monkeypatch.setattr(
+        transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
+    )  # no large windows
     await world.start_cache(num_blocks=1024)
     client = await world.client(await world.start_engine())
     much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)

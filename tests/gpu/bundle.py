@@ -59,7 +59,7 @@ def install(folder: Path, target: Path) -> None:
 
 def _requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], _CUDA_BINDINGS, *_FURTHER]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["engine"], _CUDA_BINDINGS, *_FURTHER]
     names = [text.split(";")[0].strip() for text in asked]
     return [name for name in names if not any(name.startswith(own) for own in _OF_THE_HOST)]
 

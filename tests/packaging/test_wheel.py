@@ -1,15 +1,35 @@
-"""The wheel, as a user gets it: built in isolation, installed into a fresh environment with its declared dependencies only,
-every module of it imported. Catches a dependency that is used and not declared, and a folder that the build leaves out.
+"""The wheel, as a user gets it: built in isolation and installed into a fresh environment with its declared dependencies only.
+
+First without an extra: all but the engine is imported, and the cache service steps. Then with the extra `engine`: every module
+is imported. Catches a dependency that is used and not declared, and a folder that the build leaves out.
 """
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.processes.services import short_folder, sockets_in
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper")
+PACKAGE_ROOTS = (
+    "cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper",
+    "deploy/cuda", "deploy/service", "deploy/tracing",
+)  # fmt: skip
+
+
+OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
+IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+UNTIL_SERVING = """
+import asyncio, sys
+from kvkeeper.cli.readiness import until_serving
+asyncio.run(asyncio.wait_for(until_serving(sys.argv[1]), 60))
+"""
 
 
 def modules_in_tree() -> set[str]:
@@ -25,11 +45,37 @@ def modules_in_tree() -> set[str]:
 
 def run(*command: str, cwd: Path) -> str:
     """Runs with next to no environment, so that nothing of the development checkout leaks in."""
-    keep = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http"))}
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "LANG": "C.UTF-8", **keep}
-    done = subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=900)
+    done = subprocess.run(command, cwd=cwd, env=bare(cwd), text=True, capture_output=True, timeout=900)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def bare(folder: Path) -> dict[str, str]:
+    keep = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP", "http"))}
+    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8", **keep}
+
+
+@contextlib.contextmanager
+def cache_service(program: Path, folder: Path) -> Iterator[str]:
+    """The address of an installed cache service, which may not serve yet."""
+    address, _ = sockets_in(folder)
+    command = (str(program), "cache", "--listen", address, "--runtime-dir", str(folder), "--pool-memory", "1MiB")
+    with subprocess.Popen(command, cwd=folder, env=bare(folder), stderr=subprocess.DEVNULL) as service:
+        try:
+            yield address
+        finally:
+            service.terminate()
+
+
+def required(metadata: str, extra: str | None) -> set[str]:
+    """Names of the packages that the metadata asks for with the extra, or without any."""
+    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    wanted = [line for line in lines if (f'extra == "{extra}"' in line if extra else "extra ==" not in line)]
+    return {name_of(line) for line in wanted}
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[<>=!~;]", requirement)[0].strip()
 
 
 def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
@@ -40,16 +86,32 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("demo_model/model.safetensors") for name in names)
     assert {"kvkeeper/client/py.typed", "kvkeeper/engine/v1/py.typed"} <= set(names)
-    assert not any(name.startswith("tests/") for name in names)
+    assert not any(name.startswith("tests/") or "examples/" in name for name in names)
+    (metadata_path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    metadata = zipfile.ZipFile(wheel).read(metadata_path).decode()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert required(metadata, None) == {name_of(text) for text in project["dependencies"]}
+    assert required(metadata, "engine") == {name_of(text) for text in project["optional-dependencies"]["engine"]}
+    assert "torch" in required(metadata, "engine")
 
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", str(venv), cwd=tmp_path)
     python = str(venv / "bin" / "python")
     constraints = str(source / "constraints.txt")
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, "torch==2.13.0", cwd=tmp_path)
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, str(wheel), cwd=tmp_path)
     modules = sorted(modules_in_tree())
     assert {"kvkeeper.cache_service.core.manager", "kvkeeper.client", "kvkeeper.cache.v1.cache_service_pb2"} <= set(modules)
-    script = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
-    run(python, "-W", "error", "-c", script, *modules, cwd=tmp_path)
+    others = [name for name in modules if not name.startswith(OF_THE_ENGINE)]
+
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, str(wheel), cwd=tmp_path)
+    installed = {name_of(line).lower() for line in run(python, "-m", "pip", "freeze", cwd=tmp_path).splitlines()}
+    assert not installed & required(metadata, "engine")
+    run(python, "-W", "error", "-c", IMPORT_ALL, *others, cwd=tmp_path)
     assert "usage: kvkeeper" in run(str(venv / "bin" / "kvkeeper"), "--help", cwd=tmp_path)
+    with short_folder() as folder, cache_service(venv / "bin" / "kvkeeper", folder) as address:
+        run(python, "-c", UNTIL_SERVING, address, cwd=tmp_path)
+        example = source / "clients" / "python" / "examples" / "cache_session.py"
+        assert "4 of 6 tokens are cached" in run(python, str(example), address, cwd=tmp_path)
+
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, "torch==2.13.0", cwd=tmp_path)
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine]", cwd=tmp_path)
+    run(python, "-W", "error", "-c", IMPORT_ALL, *modules, cwd=tmp_path)

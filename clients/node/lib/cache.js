@@ -1,19 +1,19 @@
 /** The cache service: sessions, and their sequences one operation at a time; see session_calls.js for the rest. */
 import { checkedOptions } from './checked.js';
-import { Door } from './door.js';
+import { Transport } from './transport.js';
 import { CacheService } from './protos.js';
 import { SessionCalls } from './session_calls.js';
 
 /** One channel to a cache service. */
 export class CacheClient {
-  #door;
+  #transport;
 
   /**
    * @param {string} address host:port or unix:/path
    * @param {{timeoutMs?: number, retryMs?: number}} [options]
    */
   constructor(address = '127.0.0.1:7410', options = {}) {
-    this.#door = new Door(CacheService, address, options);
+    this.#transport = new Transport(CacheService, address, options);
   }
 
   /**
@@ -26,34 +26,34 @@ export class CacheClient {
     const { ttlMs, clientName, executor } = checkedOptions(options, {
       ttlMs: 0, clientName: '', executor: 'EXECUTOR_CACHE',
     });
-    const opened = await this.#door.call('OpenSession', { spec, executor, ttlMs, clientName });
-    return new CacheSession(this.#door, opened);
+    const opened = await this.#transport.call('OpenSession', { spec, executor, ttlMs, clientName });
+    return new CacheSession(this.#transport, opened);
   }
 
   capabilities() {
-    return this.#door.call('GetCapabilities', {});
+    return this.#transport.call('GetCapabilities', {});
   }
 
   stats() {
-    return this.#door.call('GetStats', {});
+    return this.#transport.call('GetStats', {});
   }
 
   checkInvariants() {
-    return this.#door.call('CheckInvariants', {});
+    return this.#transport.call('CheckInvariants', {});
   }
 
   close() {
-    this.#door.close();
+    this.#transport.close();
   }
 }
 
 /** A lease on a pool. Every call renews it; renew() does in between. */
 export class CacheSession extends SessionCalls {
-  #door;
+  #transport;
 
-  constructor(door, opened) {
-    super(door, opened);
-    this.#door = door;
+  constructor(transport, opened) {
+    super(transport, opened);
+    this.#transport = transport;
   }
 
   renew() {
@@ -137,7 +137,7 @@ export class CacheSession extends SessionCalls {
     const rows = [];
     let token = '';
     do {
-      const page = await this.#door.call('ListSequences', {
+      const page = await this.#transport.call('ListSequences', {
         sessionId: this.sessionId, pageSize: 1000, pageToken: token,
       });
       rows.push(...page.sequences);

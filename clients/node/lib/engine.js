@@ -1,7 +1,7 @@
 /** The engine service: text in, text out. */
 import { randomUUID } from 'node:crypto';
 import { checkedOptions, kindOf } from './checked.js';
-import { Door, LONGEST_TIMEOUT_MS } from './door.js';
+import { Transport, LONGEST_TIMEOUT_MS } from './transport.js';
 import { EngineService } from './protos.js';
 
 const SLACK_MS = 5_000; // the service's own deadline, with its reason, comes first
@@ -10,14 +10,14 @@ const WHAT = 'a prompt is text, an array of token ids, or an array of messages {
 
 /** One channel to an engine service. */
 export class EngineClient {
-  #door;
+  #transport;
 
   /**
    * @param {string} address host:port or unix:/path
    * @param {{timeoutMs?: number, retryMs?: number}} [options]
    */
   constructor(address = '127.0.0.1:7411', options = {}) {
-    this.#door = new Door(EngineService, address, options);
+    this.#transport = new Transport(EngineService, address, options);
   }
 
   /**
@@ -27,9 +27,9 @@ export class EngineClient {
    * @param {object} [options] fields of GenerateRequest but the prompt: n, sampling, timeoutMs, ...
    */
   generate(prompt, options = {}) {
-    const request = this.#door.checked('Generate', requestOf(prompt, options));
+    const request = this.#transport.checked('Generate', requestOf(prompt, options));
     const timeoutMs = request.timeoutMs === undefined ? LONGEST_TIMEOUT_MS : request.timeoutMs + SLACK_MS;
-    return pieces(this.#door.stream('Generate', request, timeoutMs));
+    return pieces(this.#transport.stream('Generate', request, timeoutMs));
   }
 
   /** Continues a conversation of {role, content}; content is text, or an array of {type: 'text', text}. */
@@ -47,7 +47,7 @@ export class EngineClient {
   async submit(prompt, options = {}) {
     const request = requestOf(prompt, options);
     request.requestId ||= randomUUID();
-    return (await this.#door.call('SubmitRequest', { request })).requestId;
+    return (await this.#transport.call('SubmitRequest', { request })).requestId;
   }
 
   /**
@@ -57,10 +57,10 @@ export class EngineClient {
   async result(requestId, options = {}) {
     const { waitMs } = checkedOptions(options, { waitMs: 0 });
     const deadline = Date.now() + waitMs;
-    const longest = Math.min(LONGEST_WAIT_MS, Math.trunc(this.#door.timeoutMs / 2));
+    const longest = Math.min(LONGEST_WAIT_MS, Math.trunc(this.#transport.timeoutMs / 2));
     for (;;) {
       const wait = Math.trunc(Math.max(0, Math.min(deadline - Date.now(), longest)));
-      const { request, outputs, usage, error } = await this.#door.call('GetRequest', { requestId, waitMs: wait });
+      const { request, outputs, usage, error } = await this.#transport.call('GetRequest', { requestId, waitMs: wait });
       const state = plainName(request.state, 'REQUEST_STATE_');
       if (['completed', 'failed', 'cancelled'].includes(state) || Date.now() >= deadline) {
         return { request: { ...request, state }, state, outputs: outputs.map(pieceOf), usage, error };
@@ -70,7 +70,7 @@ export class EngineClient {
 
   /** Ends a request that waits or runs. */
   async cancel(requestId) {
-    await this.#door.call('CancelRequest', { requestId });
+    await this.#transport.call('CancelRequest', { requestId });
   }
 
   /** Requests that wait or run, in order of arrival. @param {{sessionId?: string}} [options] of one conversation only */
@@ -79,7 +79,7 @@ export class EngineClient {
     const rows = [];
     let pageToken = '';
     do {
-      const page = await this.#door.call('ListRequests', { sessionId, pageSize: 1000, pageToken });
+      const page = await this.#transport.call('ListRequests', { sessionId, pageSize: 1000, pageToken });
       rows.push(...page.requests.map((row) => ({ ...row, state: plainName(row.state, 'REQUEST_STATE_') })));
       pageToken = page.nextPageToken;
     } while (pageToken);
@@ -87,30 +87,30 @@ export class EngineClient {
   }
 
   async tokenize(text) {
-    return (await this.#door.call('Tokenize', { text })).tokenIds;
+    return (await this.#transport.call('Tokenize', { text })).tokenIds;
   }
 
   /** The text of these tokens. @param {{keepSpecialTokens?: boolean}} [options] tell also what tokenize puts around a text */
   async detokenize(tokenIds, options = {}) {
     const { keepSpecialTokens } = checkedOptions(options, { keepSpecialTokens: false });
-    return (await this.#door.call('Detokenize', { tokenIds, keepSpecialTokens })).text;
+    return (await this.#transport.call('Detokenize', { tokenIds, keepSpecialTokens })).text;
   }
 
   model() {
-    return this.#door.call('GetModel', {});
+    return this.#transport.call('GetModel', {});
   }
 
   stats() {
-    return this.#door.call('GetStats', {});
+    return this.#transport.call('GetStats', {});
   }
 
   /** What the last iteration computed; its `plan` is readable. */
   iterationPlan() {
-    return this.#door.call('GetIterationPlan', {});
+    return this.#transport.call('GetIterationPlan', {});
   }
 
   close() {
-    this.#door.close();
+    this.#transport.close();
   }
 }
 

@@ -1,15 +1,15 @@
 /** What a session asks of the pool as a whole: prefixes, blocks, events, stored logits, steps. */
 import { checkedOptions, kindOf } from './checked.js';
-import { LONGEST_TIMEOUT_MS } from './door.js';
+import { LONGEST_TIMEOUT_MS } from './transport.js';
 import { StepStream, decodeColumns, encodeColumns } from './steps.js';
 
 /** Base of CacheSession. */
 export class SessionCalls {
-  #door;
+  #transport;
   #head;
 
-  constructor(door, opened) {
-    this.#door = door;
+  constructor(transport, opened) {
+    this.#transport = transport;
     this.#head = { sessionId: opened.sessionId, epoch: opened.epoch };
     this.sessionId = opened.sessionId;
     this.epoch = opened.epoch;
@@ -19,17 +19,17 @@ export class SessionCalls {
 
   /** Any unary method, with the session's id and epoch in its request. */
   call(method, request = {}) {
-    return this.#door.call(method, { ...this.#head, ...request });
+    return this.#transport.call(method, { ...this.#head, ...request });
   }
 
   /** Any method that answers with a stream, all of it. */
   collect(method, request) {
-    return this.#door.collect(method, { ...this.#head, ...request });
+    return this.#transport.collect(method, { ...this.#head, ...request });
   }
 
   /** Any method that takes a stream. */
   send(method, requests) {
-    return this.#door.send(method, requests.map((request) => ({ ...this.#head, ...request })));
+    return this.#transport.send(method, requests.map((request) => ({ ...this.#head, ...request })));
   }
 
   /**
@@ -38,15 +38,15 @@ export class SessionCalls {
    * @param {number} [completedStepId] all device work up to it has finished; by default that of all earlier steps
    */
   async step(items, completedStepId = this.stepId) {
-    return this.#answered(await this.#door.call('Step', this.#stepRequest(items, completedStepId)));
+    return this.#answered(await this.#transport.call('Step', this.#stepRequest(items, completedStepId)));
   }
 
   /** The same on one stream, which costs half as much: an object with step(items, completedStepId) and end(). */
   streamSteps() {
-    const stream = new StepStream(this.#door.duplex('StreamSteps', LONGEST_TIMEOUT_MS));
+    const stream = new StepStream(this.#transport.duplex('StreamSteps', LONGEST_TIMEOUT_MS));
     return {
       step: async (items, completedStepId = this.stepId) => (
-        this.#answered(await stream.exchange(this.#door.checked('StreamSteps', this.#stepRequest(items, completedStepId))))
+        this.#answered(await stream.exchange(this.#transport.checked('StreamSteps', this.#stepRequest(items, completedStepId))))
       ),
       end: () => stream.end(),
     };
@@ -80,7 +80,7 @@ export class SessionCalls {
    */
   watchEvents(options = {}) {
     const { tenant, timeoutMs } = checkedOptions(options, { tenant: '', timeoutMs: LONGEST_TIMEOUT_MS });
-    return this.#door.stream('WatchEvents', this.#door.checked('WatchEvents', { ...this.#head, tenant }), timeoutMs);
+    return this.#transport.stream('WatchEvents', this.#transport.checked('WatchEvents', { ...this.#head, tenant }), timeoutMs);
   }
 
   /** Whether a prompt could start now, later or never. @param {object} [options] fields of CheckAdmissionRequest */

@@ -42,6 +42,13 @@ def check_start(flags: Mapping[str, Sequence[str]]) -> None:
             raise StartError(f"{both}: {error}") from None
 
 
+def check_packages() -> None:
+    """Of the engine service. Raises StartError."""
+    from kvkeeper.engine_service import preflight as engine
+
+    engine.check_packages()
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """What a service says of its flags, said of those of `up`."""

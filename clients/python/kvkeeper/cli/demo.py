@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from kvkeeper.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
 from kvkeeper.cli.processes import ServiceProcess
 from kvkeeper.cli.readiness import until_serving
 from kvkeeper.cli.tables import facts, size, table
@@ -52,6 +52,13 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
+    from kvkeeper.cli.checks import StartError, check_packages
+
+    try:
+        check_packages()
+    except StartError as error:
+        complain(str(error), reason="NOT_STARTED", is_json=False)
+        return EXIT_FAILED
     return asyncio.run(_until_done())
 
 

@@ -5,7 +5,7 @@ import asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import CallOptions, KvkeeperError
-from kvkeeper.client.door import AsyncDoor, Door
+from kvkeeper.client.transport import AsyncTransport, Transport
 
 _POLL_S = 0.05
 _NAMES = {"cache": "kvkeeper.cache.v1.CacheService", "engine": "kvkeeper.engine.v1.EngineService"}
@@ -14,28 +14,28 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 def is_serving(service: str, address: str, options: CallOptions) -> bool:
     """Whether the service, "cache" or "engine", takes requests now. Raises KvkeeperError where it does not answer."""
-    door = Door(address, options, health_pb2_grpc.HealthStub)
+    transport = Transport(address, options, health_pb2_grpc.HealthStub)
     try:
-        answer = door.call(door.stub.Check, health_pb2.HealthCheckRequest(service=_NAMES[service]))
+        answer = transport.call(transport.stub.Check, health_pb2.HealthCheckRequest(service=_NAMES[service]))
     finally:
-        door.close()
+        transport.close()
     return bool(answer.status == _SERVING)
 
 
 async def until_serving(address: str) -> None:
     """Returns when the service there serves, whichever it is; the caller decides how long that may take."""
-    door = AsyncDoor(address, CallOptions(timeout_s=5.0, retry_s=0.0), health_pb2_grpc.HealthStub)
+    transport = AsyncTransport(address, CallOptions(timeout_s=5.0, retry_s=0.0), health_pb2_grpc.HealthStub)
     try:
-        while not await _is_serving(door):  # noqa: ASYNC110  the event is in another process
+        while not await _is_serving(transport):  # noqa: ASYNC110  the event is in another process
             await asyncio.sleep(_POLL_S)
     finally:
-        await door.close()
+        await transport.close()
 
 
-async def _is_serving(door: AsyncDoor) -> bool:
+async def _is_serving(transport: AsyncTransport) -> bool:
     for name in _NAMES.values():
         try:
-            answer = await door.call(door.stub.Check, health_pb2.HealthCheckRequest(service=name))
+            answer = await transport.call(transport.stub.Check, health_pb2.HealthCheckRequest(service=name))
         except KvkeeperError:
             continue  # the other service, no service yet, or a service that has not got that far
         return bool(answer.status == _SERVING)

@@ -15,13 +15,13 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena
 from kvkeeper.client.cache_calls import Call
-from kvkeeper.client.door import AsyncDoor, AsyncStream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
+from kvkeeper.client.transport import AsyncStream, AsyncTransport
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class AsyncCacheClient:
     """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._door = AsyncDoor(target, options or CallOptions(), pb_grpc.CacheServiceStub)
+        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.CacheServiceStub)
 
     async def __aenter__(self) -> "AsyncCacheClient":
         return self
@@ -47,7 +47,7 @@ class AsyncCacheClient:
     ) -> "AsyncCacheSession":
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease."""
         opened = await self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name))
-        return AsyncCacheSession(self._door, opened)
+        return AsyncCacheSession(self._transport, opened)
 
     async def capabilities(self) -> pb.GetCapabilitiesResponse:
         return await self._do(cache_calls.capabilities())
@@ -60,25 +60,25 @@ class AsyncCacheClient:
 
     async def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return await _all_sequences(self._door, session_id)
+        return await _all_sequences(self._transport, session_id)
 
     async def close(self) -> None:
-        await self._door.close()
+        await self._transport.close()
 
     async def _do(self, call: Call[T]) -> T:
-        return await _do(self._door, call)
+        return await _do(self._transport, call)
 
 
 class AsyncCacheSession:
     """A lease on a pool. Whoever drives it renews it: every step does, renew() does in between."""
 
-    def __init__(self, door: AsyncDoor, opened: pb.OpenSessionResponse) -> None:
+    def __init__(self, transport: AsyncTransport, opened: pb.OpenSessionResponse) -> None:
         self.session_id: str = opened.session_id
         self.epoch: int = opened.epoch
         self.pool: pb.PoolInfo = opened.pool
         self.ttl_ms: int = opened.ttl_ms
         self.step_id = 0  # the last one answered
-        self._door = door
+        self._transport = transport
         self._opened = opened
         self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
         self._steps: StepStream | None = None
@@ -97,7 +97,7 @@ class AsyncCacheSession:
             self._opened.attach_socket_path,
             self._opened.attach_token,
             self.pool.arena_bytes,
-            self._door.options.timeout_s,
+            self._transport.options.timeout_s,
             self.pool.host_arena_bytes,
         )
         try:
@@ -116,7 +116,7 @@ class AsyncCacheSession:
         completed = self.step_id if completed_step_id is None else completed_step_id
         request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
         if self._steps is None:
-            self._steps = StepStream(self._door.channel, self._door.options)
+            self._steps = StepStream(self._transport.channel, self._transport.options)
         answer = decode(await self._steps.exchange(request))
         self.step_id = step_id
         return answer
@@ -206,8 +206,8 @@ class AsyncCacheSession:
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
         """
-        options = replace(self._door.options, timeout_s=timeout_s)
-        return self._door.stream(self._door.stub.WatchEvents, self._calls.watch_events(tenant), options)
+        options = replace(self._transport.options, timeout_s=timeout_s)
+        return self._transport.stream(self._transport.stub.WatchEvents, self._calls.watch_events(tenant), options)
 
     async def check_admission(
         self,
@@ -273,23 +273,23 @@ class AsyncCacheSession:
 
     async def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""
-        return await _all_sequences(self._door, self.session_id)
+        return await _all_sequences(self._transport, self.session_id)
 
     async def _do(self, call: Call[T]) -> T:
-        return await _do(self._door, call)
+        return await _do(self._transport, call)
 
 
-async def _do(door: AsyncDoor, call: Call[T]) -> T:
-    method = getattr(door.stub, call.method)
-    make = door.collect if call.streams_answers else door.call
+async def _do(transport: AsyncTransport, call: Call[T]) -> T:
+    method = getattr(transport.stub, call.method)
+    make = transport.collect if call.streams_answers else transport.call
     return call.result(await make(method, call.request))
 
 
-async def _all_sequences(door: AsyncDoor, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+async def _all_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
     rows: list[pb.SequenceInfo] = []
     page_token = ""
     while True:
-        page = await _do(door, cache_calls.list_page(session_id, page_token))
+        page = await _do(transport, cache_calls.list_page(session_id, page_token))
         rows += page.sequences
         page_token = page.next_page_token
         if not page_token:

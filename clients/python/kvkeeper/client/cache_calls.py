@@ -1,8 +1,7 @@
 """What each call to the cache service as a whole sends and gives back: pure, shared by the synchronous and the asyncio client.
 
-A Call names a method, holds its request, and turns its answer into what the caller wants. Who makes it, when and how
-often is the door's. The calls of one session are in session_calls.py; here nothing needs numpy, which takes longer to import
-than most of these calls take.
+A Call names a method, holds its request, and turns the answer into what the caller wants; the transport makes it. The calls of
+one session are in session_calls.py. Nothing here needs numpy, which takes longer to import than most of these calls take.
 """
 
 from collections.abc import Callable

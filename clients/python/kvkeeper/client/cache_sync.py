@@ -6,9 +6,9 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.cache_calls import Call
-from kvkeeper.client.door import Door
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
+from kvkeeper.client.transport import Transport
 
 if TYPE_CHECKING:
     from kvkeeper.client.session_sync import CacheSession
@@ -20,7 +20,7 @@ class CacheClient:
     """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._door = Door(target, options or CallOptions(), pb_grpc.CacheServiceStub)
+        self._transport = Transport(target, options or CallOptions(), pb_grpc.CacheServiceStub)
 
     def __enter__(self) -> "CacheClient":
         return self
@@ -38,7 +38,7 @@ class CacheClient:
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease."""
         from kvkeeper.client.session_sync import CacheSession  # numpy, which the calls without a session do not need
 
-        return CacheSession(self._door, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name)))
+        return CacheSession(self._transport, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name)))
 
     def capabilities(self) -> pb.GetCapabilitiesResponse:
         return self._do(cache_calls.capabilities())
@@ -51,28 +51,28 @@ class CacheClient:
 
     def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return all_sequences(self._door, session_id)
+        return all_sequences(self._transport, session_id)
 
     def close(self) -> None:
-        self._door.close()
+        self._transport.close()
 
     def _do(self, call: Call[T]) -> T:
-        return do(self._door, call)
+        return do(self._transport, call)
 
 
-def do(door: Door, call: Call[T]) -> T:
+def do(transport: Transport, call: Call[T]) -> T:
     """Make the call."""
-    method = getattr(door.stub, call.method)
-    make = door.collect if call.streams_answers else door.call
+    method = getattr(transport.stub, call.method)
+    make = transport.collect if call.streams_answers else transport.call
     return call.result(make(method, call.request))
 
 
-def all_sequences(door: Door, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+def all_sequences(transport: Transport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
     """Page by page; an empty session_id is all sessions."""
     rows: list[pb.SequenceInfo] = []
     page_token = ""
     while True:
-        page = do(door, cache_calls.list_page(session_id, page_token))
+        page = do(transport, cache_calls.list_page(session_id, page_token))
         rows += page.sequences
         page_token = page.next_page_token
         if not page_token:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvkeeper.client.door import AsyncDoor, AsyncStream, Door, Stream
 from kvkeeper.client.engine_calls import (
     GenerateOptions,
     OutputChunk,
@@ -32,6 +31,7 @@ from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.spans import GenerateSpan, begin_generate
 from kvkeeper.client.targets import ENGINE as DEFAULT_TARGET
+from kvkeeper.client.transport import AsyncStream, AsyncTransport, Stream, Transport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
@@ -40,7 +40,7 @@ class EngineClient:
     """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._door = Door(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -52,9 +52,9 @@ class EngineClient:
         """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
-        patience = stream_options(self._door.options, options.timeout_ms)
+        patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
+        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
         return Generation(call, options.resubmit_s, span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
@@ -67,7 +67,7 @@ class EngineClient:
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(self._call("GetRequest", get_request(request_id, left, self._door.options)))
+            found = result_of(self._call("GetRequest", get_request(request_id, left, self._transport.options)))
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -120,10 +120,10 @@ class EngineClient:
                 return tuple(rows)
 
     def close(self) -> None:
-        self._door.close()
+        self._transport.close()
 
     def _call(self, method: str, request: Any) -> Any:
-        return self._door.call(getattr(self._door.stub, method), request)
+        return self._transport.call(getattr(self._transport.stub, method), request)
 
 
 class Generation:
@@ -175,7 +175,7 @@ class AsyncEngineClient:
     """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._door = AsyncDoor(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
         self._tasks: set[asyncio.Task[None]] = set()  # of call_back
 
     async def __aenter__(self) -> "AsyncEngineClient":
@@ -188,9 +188,9 @@ class AsyncEngineClient:
         """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
-        patience = stream_options(self._door.options, options.timeout_ms)
+        patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._door.stream, self._door.stub.Generate, request, patience, span.metadata)
+        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
         return AsyncGeneration(call, options.resubmit_s, span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
@@ -203,7 +203,7 @@ class AsyncEngineClient:
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._door.options)))
+            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._transport.options)))
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -258,10 +258,10 @@ class AsyncEngineClient:
                 return tuple(rows)
 
     async def close(self) -> None:
-        await self._door.close()
+        await self._transport.close()
 
     async def _call(self, method: str, request: Any) -> Any:
-        return await self._door.call(getattr(self._door.stub, method), request)
+        return await self._transport.call(getattr(self._transport.stub, method), request)
 
 
 class AsyncGeneration:

@@ -1,8 +1,8 @@
 """The one place that turns a gRPC failure into a KvkeeperError.
 
 A failure is a google.rpc.Status with an ErrorInfo (reason, metadata to go on with) and, when waiting helps, a
-RetryInfo. What comes from the transport itself has a status code and an empty reason. What reads the details is imported with
-the first failure: a command that fails at nothing does not wait for it.
+RetryInfo. A failure of gRPC itself has a status code and an empty reason. The modules that read the details are imported with
+the first failure: a command without failures does not wait for them.
 """
 
 import re
@@ -44,7 +44,7 @@ class KvkeeperError(Exception):
 
     @property
     def service_down(self) -> bool:
-        """Whether nobody answered at all, as opposed to a service that said it cannot serve now."""
+        """Whether no service answered at all, as opposed to a service that said it cannot serve now."""
         return self.unavailable and not self.reason
 
 
@@ -59,8 +59,8 @@ def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
         message = f"the {what} has {int(sizes[2]):,} bytes, and {taker} takes at most {int(sizes[3]):,} at once"
         return KvkeeperError(code, "", message, {"requested": sizes[2], "limit": sizes[3]})
     if code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours):
-        # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These are the transport's: of a
-        # connection that was cut in mid-call, and of a call that met a server in the moment in which it stopped.
+        # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These come from gRPC itself: the
+        # connection was cut in the middle of the call, or the server stopped at the moment of the call.
         code = grpc.StatusCode.UNAVAILABLE
     return KvkeeperError(code, "", message, told.metadata, told.retry_after)
 
@@ -75,7 +75,7 @@ class _Told:
 
 
 def _told(error: grpc.RpcError) -> _Told:
-    """A status that contradicts its own code says nothing that counts."""
+    """What the call's status tells. A status that contradicts its own code tells nothing."""
     from google.rpc import error_details_pb2
     from grpc_status import rpc_status
 

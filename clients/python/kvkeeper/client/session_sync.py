@@ -11,10 +11,10 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena, attach_arena
 from kvkeeper.client.cache_calls import Call
 from kvkeeper.client.cache_sync import all_sequences, do
-from kvkeeper.client.door import Door, Stream
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
+from kvkeeper.client.transport import Stream, Transport
 
 T = TypeVar("T")
 _STEP_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
@@ -23,16 +23,16 @@ _STEP_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
 class CacheSession:
     """A lease on a pool. Whoever drives it renews it: every step does, renew() does in between."""
 
-    def __init__(self, door: Door, opened: pb.OpenSessionResponse) -> None:
+    def __init__(self, transport: Transport, opened: pb.OpenSessionResponse) -> None:
         self.session_id: str = opened.session_id
         self.epoch: int = opened.epoch
         self.pool: pb.PoolInfo = opened.pool
         self.ttl_ms: int = opened.ttl_ms
         self.step_id = 0  # the last one answered
-        self._door = door
+        self._transport = transport
         self._opened = opened
         self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
-        self._step = door.channel.unary_unary(_STEP_METHOD, request_serializer=None, response_deserializer=None)
+        self._step = transport.channel.unary_unary(_STEP_METHOD, request_serializer=None, response_deserializer=None)
 
     def __enter__(self) -> "CacheSession":
         return self
@@ -43,7 +43,7 @@ class CacheSession:
     def attach(self) -> Arena:
         """Map the pool's memory; once per session."""
         opened, pool = self._opened, self.pool
-        timeout_s = self._door.options.timeout_s
+        timeout_s = self._transport.options.timeout_s
         return attach_arena(opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes)
 
     def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
@@ -55,7 +55,7 @@ class CacheSession:
         step_id = self.step_id + 1
         completed = self.step_id if completed_step_id is None else completed_step_id
         request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
-        answer = decode(self._door.call(self._step, request))
+        answer = decode(self._transport.call(self._step, request))
         self.step_id = step_id
         return answer
 
@@ -136,8 +136,8 @@ class CacheSession:
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
         """
-        options = replace(self._door.options, timeout_s=timeout_s)
-        return self._door.stream(self._door.stub.WatchEvents, self._calls.watch_events(tenant), options)
+        options = replace(self._transport.options, timeout_s=timeout_s)
+        return self._transport.stream(self._transport.stub.WatchEvents, self._calls.watch_events(tenant), options)
 
     def check_admission(
         self,
@@ -199,7 +199,7 @@ class CacheSession:
 
     def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""
-        return all_sequences(self._door, self.session_id)
+        return all_sequences(self._transport, self.session_id)
 
     def _do(self, call: Call[T]) -> T:
-        return do(self._door, call)
+        return do(self._transport, call)

@@ -1,16 +1,22 @@
-"""What to type for an optional part of the package that is not installed here.
+"""Which optional parts of the package are not installed here, and what to type for one.
 
 The package is on no index, so its extras cannot be asked for by name: a checkout installs itself again with the extra, and an
 installation from a wheel gets the packages that the extra stands for.
 """
 
+import importlib.util
 import os
 import shlex
 import sys
 from pathlib import Path
 
 _PACKAGE = "kvkeeper"
-_CHECKOUT = Path(__file__).resolve().parents[4]  # of this file there
+_CHECKOUT = Path(__file__).resolve().parents[2]  # of deploy/service/extras.py
+
+
+def missing(*modules: str) -> list[str]:
+    """Those that cannot be imported; none of them is imported to find out, except for the parents of a dotted name."""
+    return [name for name in modules if not _is_installed(name)]
 
 
 def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:
@@ -22,15 +28,29 @@ def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:
 
 
 def packages(extra: str) -> list[str]:
-    """What the extra stands for, as pip takes it. Empty where the package has no metadata here."""
+    """The requirements that the extra stands for, as pip takes them. Empty where the package has no metadata here."""
     from importlib import metadata  # its import takes longer than all the rest, and it is seldom asked for
 
     try:
         required = metadata.requires(_PACKAGE) or []
     except metadata.PackageNotFoundError:
         return []
-    parts = (text.partition(";") for text in required)
-    return [name.strip() for name, _, marker in parts if marker.replace("'", '"').strip() == f'extra == "{extra}"']
+    ours = f'extra == "{extra}"'
+    parts = (text.replace("'", '"').partition(";") for text in required)
+    return [_requirement(name, marker, ours) for name, _, marker in parts if marker.endswith(ours)]
+
+
+def _requirement(name: str, marker: str, ours: str) -> str:
+    """With what the marker asks for beside the extra, such as a platform."""
+    condition = marker.removesuffix(ours).strip().removesuffix("and").strip()
+    return f"{name.strip()}; {condition}" if condition else name.strip()
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 def _pip() -> str:

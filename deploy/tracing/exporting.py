@@ -3,11 +3,10 @@
 OpenTelemetry's own variables are heeded: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES and so on.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 
-from kvkeeper.service.extras import install_command
+from kvkeeper.service.extras import install_command, missing
 
 _TIMEOUT_S = 2.0  # of one export; a process that ends waits no longer for a collector that does not answer
 _MAX_WARNING_CHARS = 200
@@ -23,7 +22,7 @@ def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[
 
     warn hears what goes wrong with that, which stops nothing else. Raises TracingUnavailable.
     """
-    if not _is_installed():
+    if missing(*_NEEDED):
         raise TracingUnavailable(f"the packages that send traces are not installed: {install_command('tracing')}")
     from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -39,13 +38,6 @@ def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)))
     trace.set_tracer_provider(provider)
     return provider.shutdown
-
-
-def _is_installed() -> bool:
-    try:
-        return all(importlib.util.find_spec(name) is not None for name in _NEEDED)
-    except ModuleNotFoundError:  # of a parent
-        return False
 
 
 class _Forwarding(logging.Handler):

@@ -1,6 +1,6 @@
 """The one place that makes calls: one channel to one target, an explicit deadline on each call, repeats of UNAVAILABLE.
 
-Door is for threads, AsyncDoor for asyncio; a call that is abandoned is cancelled explicitly, because grpcio leaves it
+Transport is for threads, AsyncTransport for asyncio; a call that is abandoned is cancelled explicitly, because grpcio leaves it
 running. Failures come out as KvkeeperError.
 """
 
@@ -30,7 +30,7 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class Door:
+class Transport:
     """Calls to one service of one target from threads. Connects with the first call."""
 
     def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:
@@ -74,9 +74,9 @@ class Stream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
     def __init__(
-        self, door: Door, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+        self, transport: Transport, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
     ) -> None:
-        self._door = door
+        self._transport = transport
         self._patience = Patience(options, time.monotonic())
         self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._call = self._start()
@@ -90,7 +90,7 @@ class Stream:
             try:
                 message = next(self._call)
             except grpc.RpcError as failure:
-                error = error_of(failure, is_ours=self._is_cancelled or self._door.is_closed)
+                error = error_of(failure, is_ours=self._is_cancelled or self._transport.is_closed)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -105,7 +105,7 @@ class Stream:
         self._call.cancel()
 
 
-class AsyncDoor:
+class AsyncTransport:
     """Calls to one service of one target from one event loop. May be built before the loop runs."""
 
     def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:

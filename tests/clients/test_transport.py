@@ -9,9 +9,9 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
-from kvkeeper.client.door import AsyncDoor, Door
 from kvkeeper.client.engine_calls import stream_options
 from kvkeeper.client.retry import Patience
+from kvkeeper.client.transport import AsyncTransport, Transport
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
@@ -71,19 +71,19 @@ async def test_a_call_that_met_a_server_as_it_stopped_is_repeated(fake: FakeCach
     assert (await call_stats(QUICK)).epoch == 9
 
 
-@pytest.mark.parametrize("ends", ["stream", "door"])
+@pytest.mark.parametrize("ends", ["stream", "transport"])
 async def test_what_is_cancelled_here_is_cancelled(fake: FakeCache, ends: str) -> None:
     fake.script["ReadKv"] = [pb.ReadKvResponse(), Fault.SILENCE]
-    door = Door(fake.target, QUICK, pb_grpc.CacheServiceStub)
-    stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+    transport = Transport(fake.target, QUICK, pb_grpc.CacheServiceStub)
+    stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
     await asyncio.to_thread(next, stream)
     reading = asyncio.create_task(asyncio.to_thread(next, stream))
     await asyncio.wait_for(fake.waits.wait(), 5)
-    stream.cancel() if ends == "stream" else door.close()
+    stream.cancel() if ends == "stream" else transport.close()
     with pytest.raises(KvkeeperError) as caught:
         await reading
     assert caught.value.code is grpc.StatusCode.CANCELLED
-    door.close()
+    transport.close()
 
 
 async def test_nobody_at_the_address_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
@@ -130,21 +130,21 @@ async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after
     script = [DRAINING, DRAINING, pb.ReadKvResponse(num_tokens=1), pb.ReadKvResponse(num_tokens=2), DRAINING]
 
     async def received() -> list[int]:
-        door = AsyncDoor(fake.target, QUICK, pb_grpc.CacheServiceStub)
-        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        transport = AsyncTransport(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
         numbers = [(await anext(stream)).num_tokens, (await anext(stream)).num_tokens]
         with pytest.raises(KvkeeperError, match="DRAINING"):
             await anext(stream)
-        await door.close()
+        await transport.close()
         return numbers
 
     def received_in_thread() -> list[int]:
-        door = Door(fake.target, QUICK, pb_grpc.CacheServiceStub)
-        stream = door.stream(door.stub.ReadKv, pb.ReadKvRequest())
+        transport = Transport(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
         numbers = [next(stream).num_tokens, next(stream).num_tokens]
         with pytest.raises(KvkeeperError, match="DRAINING"):
             next(stream)
-        door.close()
+        transport.close()
         return numbers
 
     fake.script["ReadKv"] = list(script)

@@ -22,7 +22,7 @@ const CHANNEL_OPTIONS = {
 const FIRST_PAUSE_MS = 20;
 const LONGEST_PAUSE_MS = 500;
 
-export class Door {
+export class Transport {
   /**
    * @param {Function} Service a service of protos.js
    * @param {string} address host:port or unix:/path
