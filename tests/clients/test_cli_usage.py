@@ -164,6 +164,8 @@ def test_completion_knows_every_command_and_its_flags(shell: str, capsys: pytest
         (["kvkeeper", "gen"], ["generate"]),
         (["kvkeeper", "generate", "--json-"], ["--json-schema"]),
         (["kvkeeper", "completion", "z"], ["zsh"]),
+        (["kvkeeper", "cache", "--num-h"], ["--num-host-blocks"]),
+        (["kvkeeper", "engine", "--token-"], ["--token-budget"]),
     ],
     ids=lambda value: " ".join(value) if value[0] == "kvkeeper" else None,
 )

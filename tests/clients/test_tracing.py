@@ -9,9 +9,10 @@ import pytest
 
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.client import AsyncCacheClient, CallOptions, StepItems
-from kvkeeper.service.config import ConfigError, check_trace_endpoint
 from kvkeeper.service.extras import install_command
+from kvkeeper.service.settings import ConfigError
 from tests.clients.test_cli import kvkeeper
 from tests.support.processes.services import services_up, short_folder, sockets_in
 from tests.support.processes.traces import Spans, collecting
@@ -100,8 +101,8 @@ def test_who_does_not_trace_does_not_wait_for_what_could() -> None:
 )
 def test_endpoints_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="--trace-endpoint"):
-        check_trace_endpoint(url)
-    check_trace_endpoint("https://collector.example:4318/v1/traces")
+        CacheConfig(trace_endpoint=url)
+    assert CacheConfig(trace_endpoint="https://collector.example:4318/v1/traces").trace_endpoint
 
 
 async def test_a_traced_step_is_repeated_with_the_same_bytes() -> None:

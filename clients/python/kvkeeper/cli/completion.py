@@ -1,6 +1,8 @@
 """`kvkeeper completion`: a script for bash, zsh or fish that completes commands and flags, made from the parsers themselves."""
 
 import argparse
+import contextlib
+import importlib
 from typing import Any
 
 from kvkeeper.cli.problems import EXIT_OK
@@ -25,9 +27,13 @@ def add_parser(commands: Any, text: str) -> None:
 def run(args: argparse.Namespace) -> int:
     import shtab
 
+    from kvkeeper.cli import services
     from kvkeeper.cli.commands import whole_parser
 
     parser, commands = whole_parser()
+    for name in services.NAMES:
+        with contextlib.suppress(ImportError):  # the client alone is installed
+            importlib.import_module(f"kvkeeper.{name}_service.config").SOURCE.add_flags(commands[name])
     for command in commands.values():
         for action in command._actions:
             if action.metavar in _FILES:

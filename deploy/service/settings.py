@@ -1,0 +1,252 @@
+"""One declaration per setting: a field of a service's config that carries its help, its unit and what its value may be.
+
+Owns that declaration, and the checks that services share. Flags, environment variables, `--help`, checks at start and
+docs/configuration.md are derived from it. Does not read the command line or the environment: see config.py.
+"""
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+from kvkeeper.service.sizes import parse_size, size
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_MAX_PORT = 65535
+MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un less its final zero
+
+
+class ConfigError(ValueError):
+    """The service was asked for something it refuses to start with. One line, names the flag or the variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a value may be: in words, and as a function that says why a value is refused, or None where it is not."""
+
+    words: str
+    refusal: Callable[[Any], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a service's config, as everything outside the config sees it."""
+
+    name: str
+    is_switch: bool
+    default: Any
+    default_text: str  # empty: help says nothing of a default
+    parse: Callable[[str], Any]  # raises ValueError
+    group: str
+    help: str
+    unit: str
+    example: str
+    choices: tuple[str, ...]
+    details: str
+    check: Check | None
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def help_text(self) -> str:
+        """For --help: with an example, choices and the default."""
+        text = self.help
+        if self.choices:
+            text += f": {', '.join(self.choices)}"
+        if self.example:
+            text += f", for example {self.example}"
+        return f"{text} (default: {self.default_text})" if self.default_text else text
+
+    @property
+    def values(self) -> str:
+        """What it may be, in words, with the unit."""
+        words = "on or off" if self.is_switch else self.check.words if self.check else ""
+        return f"{words} {self.unit}".strip()
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    group: str,
+    help: str,
+    check: Check | None = None,
+    unit: str = "",
+    example: str = "",
+    choices: Collection[str] = (),
+    default_text: str | None = None,
+    default_factory: Callable[[], Any] | Any = MISSING,
+    parse: Callable[[str], Any] | None = None,
+    details: str = "",
+) -> Any:
+    """A field of a config's dataclass. None is never checked.
+
+    default_text: of a default that its value does not explain. parse: where the type of the field is not enough; raises
+    ValueError. details: what the reference adds to the help.
+    """
+    declared = {
+        "group": group,
+        "help": help,
+        "check": one_of(choices) if choices else check,
+        "unit": unit,
+        "example": example,
+        "choices": tuple(choices),
+        "default_text": default_text,
+        "parse": parse,
+        "details": details,
+    }
+    return field(default=default, default_factory=default_factory, metadata=declared)
+
+
+@cache
+def settings_of(config: Any) -> tuple[Setting, ...]:
+    """Of a config's dataclass, each of whose fields was made by `setting`; in their order."""
+    found = []
+    for item in fields(config):
+        declared = dict(item.metadata)
+        parse = declared.pop("parse") or _parse_of(item.type)
+        text = declared.pop("default_text")
+        if text is None:
+            text = _shown(item.default, parse)
+        found.append(Setting(item.name, item.type is bool, item.default, text, parse, **declared))
+    return tuple(found)
+
+
+def check_settings(config: Any) -> None:
+    """Each value of a config against its own check. Raises ConfigError."""
+    for one in settings_of(config.__class__):
+        value = getattr(config, one.name)
+        if one.check is not None and value is not None and (reason := one.check.refusal(value)):
+            raise ConfigError(f"{one.flag}: {reason}")
+
+
+def flag(name: str) -> str:
+    """Of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def parse_switch(text: str) -> bool:
+    """Raises ValueError."""
+    if text.lower() not in ("1", "0", "true", "false", "on", "off"):
+        raise ValueError("on or off")
+    return text.lower() in ("1", "true", "on")
+
+
+def must_be(words: str, holds: Callable[[Any], bool], shown: Callable[[Any], str] = repr) -> Check:
+    """A check whose refusal names what is wanted and what was given."""
+    return Check(words, lambda value: None if holds(value) else f"{words}, not {shown(value)}")
+
+
+def between(low: float, high: float) -> Check:
+    return must_be(f"{low} to {high}", lambda value: low <= value <= high)
+
+
+def size_between(low: int, high: int) -> Check:
+    return must_be(f"{size(low)} to {size(high)}", lambda value: low <= value <= high, size)
+
+
+def one_of(choices: Collection[str]) -> Check:
+    return must_be(f"one of {', '.join(choices)}", lambda value: value in choices)
+
+
+DEVICE = must_be("cpu, cuda or cuda:N", lambda value: re.fullmatch(r"cpu|cuda(:\d{1,3})?", value) is not None)
+
+
+def _address_refusal(address: str, wanted: str) -> str | None:
+    if address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        if not path.startswith("/") or path.endswith("/"):
+            return f"the path of a Unix socket is absolute, as in unix:/run/kvkeeper.sock, not {address!r}"
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            return f"the path of a Unix socket has at most {MAX_SOCKET_PATH_BYTES} bytes"
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch(r"\d{1,9}", port):
+        return f"{wanted}, not {address!r}"
+    if int(port) > _MAX_PORT:
+        return f"a port is at most {_MAX_PORT}, not {port}"
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return f"a loopback IP address or localhost, not the name {host!r}"
+    if not is_loopback:
+        return f"only loopback addresses and Unix sockets are served without credentials, not {address!r}"
+    return None
+
+
+def _metrics_address_refusal(address: str) -> str | None:
+    wanted = "host:port such as 127.0.0.1:7412"
+    if address.startswith("unix:"):
+        return f"{wanted}, not {address!r}"
+    return _address_refusal(address, wanted) if address else None
+
+
+# Until there are credentials, every program that can reach an address is trusted: so loopback or a Unix socket only.
+ADDRESS = Check(
+    "host:port, or unix:/path",
+    lambda address: _address_refusal(address, "host:port such as 127.0.0.1:7410, or unix:/path"),
+)
+# A Unix socket speaks no HTTP to Prometheus.
+METRICS_ADDRESS = Check("host:port, or empty", _metrics_address_refusal)
+TRACE_ENDPOINT = Check(
+    "a URL, or empty",
+    lambda url: (
+        f"a URL such as http://127.0.0.1:4318/v1/traces, not {url!r}"
+        if url and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url)
+        else None
+    ),
+)
+
+
+def listen_setting(default: str) -> Any:
+    return setting(default, group="Addresses", help="loopback host:port, or unix:/path", check=ADDRESS)
+
+
+def metrics_listen_setting() -> Any:
+    return setting(
+        "",
+        group="Watching",
+        help="loopback host:port that serves /metrics for Prometheus",
+        default_text="none",
+        check=METRICS_ADDRESS,
+    )
+
+
+def trace_endpoint_setting() -> Any:
+    return setting(
+        "",
+        group="Watching",
+        help="URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces",
+        default_text="none",
+        check=TRACE_ENDPOINT,
+    )
+
+
+def log_level_setting() -> Any:
+    return setting("info", group="Watching", help="least severe messages that are logged", choices=LOG_LEVELS)
+
+
+def reflection_setting() -> Any:
+    return setting(True, group="Watching", help="answer gRPC server reflection")
+
+
+def _parse_of(kind: Any) -> Callable[[str], Any]:
+    """By the type of a field; None beside it is what no text stands for."""
+    if isinstance(kind, UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    parsers: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float, bool: parse_switch, Path: Path}
+    return parsers[kind]
+
+
+def _shown(value: Any, parse: Callable[[str], Any]) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if parse is parse_size:
+        return size(value).replace(" ", "") if value else "none"
+    return str(value) if isinstance(value, int | float | str) else ""
