@@ -7,7 +7,7 @@ nothing is remembered between two chunks, because whatever is awaited in between
 from collections.abc import Iterator
 
 from ..core.sequences.retention import check_readable
-from ..core.step.validate import wrong_state
+from ..core.sequences.transitions import wrong_state
 from ..core.values.errors import InvalidField
 from ..core.values.types import Int32Array, Readable, SequenceId, SequenceState, SessionId
 from ..runtime.pool_registry import Pool

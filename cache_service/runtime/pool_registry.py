@@ -134,7 +134,7 @@ class Pool:
 
     def reclaim_soon(self) -> None:
         """Gives back what is left of sessions that ended, likewise."""
-        if self.manager.reclaim.owners and not self._is_reclaiming:
+        if self.manager.reclaim.is_left and not self._is_reclaiming:
             self._is_reclaiming = True
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
 
