@@ -1,103 +1,196 @@
 """One pool: the facade of the pure core.
 
-Adds to the steps (step/apply.py) the calls of its bases and the questions that change nothing. Who asks or calls publishes what
-is pending first, where the answer is to see it. Knows no grpc, asyncio, torch or clock.
+Owns how the parts of a pool are put together; each method forwards to the part that has it. A caller publishes what is pending
+before it asks or calls where the answer is to show it. Knows no grpc, asyncio, torch or clock: `tick` tells the time.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
-import numpy as np
-
-from .calls.evict import EvictionCalls
-from .calls.garbage import VictimCalls
-from .calls.prefix import PrefixCalls
+from .calls.admission import AdmissionCalls
+from .calls.create import CreateCalls
+from .calls.evict import ClearResult, Demotion, EvictionCalls
+from .calls.garbage import Garbage, GarbageCalls
+from .calls.maintenance import Maintenance
+from .calls.prefix import PinResult, PrefixCalls
+from .calls.reclaim import Reclaim
+from .calls.sessions import CloseResult, SessionCalls
 from .calls.update import SequenceUpdates
-from .inspection import invariants
-from .inspection import tier_invariants as tier_audit
-from .inspection.explain import Explanation, explain_match
-from .inspection.stats import pool_stats
-from .sequences.session_state import SessionState
+from .calls.victims import VictimCalls, Victims
+from .inspection.explain import Explanation
+from .inspection.queries import Queries
+from .pool_state import PoolState
+from .sequences.claims import StartNumbers
+from .step.apply import StepApplier
 from .step.one_item import OneItemCalls
-from .step.validate import wrong_state
-from .values.errors import UnknownBlock
-from .values.sequence_args import Retention
-from .values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SequenceState, SessionId
+from .tables.inflight_prefix import InflightPrefixes
+from .tables.lifecycle import SequenceLifecycle
+from .tables.prefix_lookup import PrefixLookup
+from .tables.reserve import Reservations
+from .tables.start import SequenceStarter
+from .tiers.offload import Offloader
+from .tiers.sequence_swap import SequenceSwapper
+from .values.copies import Copies
+from .values.pool_config import PoolConfig
+from .values.sequence_args import Retention, SequenceArgs
+from .values.step_columns import StepBatch, StepReply
+from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, SessionId
 from .values.views import Admission, BlockView, PoolStats, Readable, SequenceView
 
 
-class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, VictimCalls):
-    """See the module."""
+class PoolManager:
+    """Everything that can be asked of one pool. The parts raise the errors that their own methods name."""
 
-    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
-        """One sequence with its block table. Raises UnknownSequence."""
-        owner, slot = self._find(session, sequence_id)
-        return self._view(owner, slot, self.tables.shown_table(slot).copy())
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
+        """start_numbers: of the whole service; a pool alone has its own. Raises InvalidField for a config that cannot work."""
+        state = self.state = PoolState(config, start_numbers)
+        swapper = self.swapper = _add_host_tier(state) if config.num_host_blocks else None
+        lookup = PrefixLookup(state, swapper.host if swapper is not None else None)
+        lifecycle, reservations = SequenceLifecycle(state, swapper), Reservations(state)
+        starter = SequenceStarter(state, lookup, swapper)
+        self.reclaim = Reclaim(state, lifecycle)
+        self._steps = StepApplier(state, lifecycle, reservations, starter, InflightPrefixes(state, lookup), swapper)
+        self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
+        self._create = CreateCalls(state, lookup)
+        self._updates = SequenceUpdates(state)
+        self._prefixes = PrefixCalls(state)
+        self._evictions = EvictionCalls(state, swapper)
+        self._victims = VictimCalls(state)
+        self._admission = AdmissionCalls(state, lookup)
+        self._maintenance = Maintenance(state, swapper)
+        self._garbage = GarbageCalls(state, self._maintenance, swapper)
+        self._sessions = SessionCalls(state, self.reclaim, swapper)
+        self._queries = Queries(state, lookup, swapper)
 
-    def start_number(self, session: SessionId, sequence_id: int) -> int:
-        """The sequence's place in the order of arrivals."""
-        _, slot = self._find(session, sequence_id)
-        return int(self.tables.sequences.start_numbers[slot])
+    @property
+    def config(self) -> PoolConfig:
+        return self.state.config
 
-    def readable(self, session: SessionId, sequence_id: int) -> Readable:
-        """The same, to read K and V through the table. Raises WrongState where they are not on the device."""
-        view = self.view(session, sequence_id)
-        if view.state not in (SequenceState.WAITING, SequenceState.RUNNING):
-            raise wrong_state(sequence_id, view.state)
-        num_tokens, owner = view.num_committed_tokens, self._owner(session)
-        if owner.executor is Executor.ENGINE and owner.copies:
-            filling = np.flatnonzero(self.tables.pool.is_filling[view.block_table])
-            num_tokens = min(num_tokens, int(filling[0]) * self.config.block_size) if len(filling) else num_tokens
-        return Readable(view, num_tokens)
+    # Time, and what the pool does by itself
+
+    @property
+    def now(self) -> float:
+        return self.state.now
+
+    def tick(self, now: float) -> None:
+        """It is this late: told before each call, in seconds of a monotone clock."""
+        self.state.tick(now)
+
+    def do_due_work(self) -> bool:
+        return self._maintenance.do_due_work()
+
+    def publish_pending(self, max_blocks: int | None = None) -> bool:
+        return self._maintenance.publish_pending(max_blocks)
+
+    def end_some_transfers(self, max_orders: int) -> bool:
+        return self._maintenance.end_reported_orders(max_orders)
+
+    def reclaim_some(self, max_blocks: int) -> bool:
+        return self._sessions.give_back(max_blocks)
+
+    # Sessions
+
+    def open_session(self, session: SessionId, executor: Executor) -> None:
+        self._sessions.open_session(session, executor)
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
+        return self._sessions.close_session(session, may_still_write=may_still_write)
+
+    def end_quarantine(self, session: SessionId) -> int:
+        return self._sessions.end_quarantine(session)
+
+    def num_give_back(self, session: SessionId) -> int:
+        return self._sessions.reclaim_hint(session)
+
+    # Steps
+
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        return self._steps.step(session, batch)
+
+    def complete(
+        self,
+        session: SessionId,
+        completed_step_id: int,
+        completed_transfers: Int64Array = NO_INT64,
+        failed_transfers: Int64Array = NO_INT64,
+    ) -> None:
+        self._steps.complete(session, completed_step_id, completed_transfers, failed_transfers)
+
+    # Sequences, one call each
+
+    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+        return self._create.create_sequence(session, args)
+
+    def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
+        return self._one_item.extend(session, sequence_id, num_tokens, look_up=look_up)
+
+    def commit(
+        self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
+    ) -> None:
+        self._one_item.commit(session, sequence_id, num_tokens, first_token_idx, token_ids)
+
+    def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int | None) -> None:
+        self._one_item.fork(session, parent_id, child_id, num_tokens)
+
+    def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
+        self._one_item.truncate(session, sequence_id, num_tokens)
+
+    def release(self, session: SessionId, sequence_id: int) -> int:
+        return self._one_item.release(session, sequence_id)
+
+    def swap_out(self, session: SessionId, sequence_id: int) -> Copies:
+        return self._one_item.swap_out(session, sequence_id)
+
+    def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
+        return self._one_item.swap_in(session, sequence_id)
+
+    def update_sequence(
+        self, session: SessionId, sequence_id: int, *, priority: int | None = None, retention: Retention | None = None
+    ) -> None:
+        self._updates.update_sequence(session, sequence_id, priority=priority, retention=retention)
 
     def note_read(self, session: SessionId, sequence_id: int) -> None:
-        """K and V of the sequence are read: an access like a step that names it."""
-        _, slot = self._find(session, sequence_id)
-        self.tables.sequences.note_access(np.array([slot]), self.now)
+        self._updates.note_read(session, sequence_id)
 
-    def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
-        """[num_tokens] token ids."""
-        _, slot = self._find(session, sequence_id)
-        return self.tables.sequences.tokens[slot, : self.tables.sequences.num_tokens[slot]].copy()
+    # Cached prefixes
 
-    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
-        """Sequences of one session or of all, by session and id, without tables. Raises UnknownSession."""
-        owners = [self._owner(session)] if session else sorted(self._owners.values(), key=lambda owner: owner.session)
-        for owner in owners:
-            for slot in owner.ids.items()[1].tolist():
-                yield self._view(owner, slot, np.empty(0, np.int32))
+    def pin_prefix(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
+        return self._prefixes.pin_prefix(session, pin_id, tenant, token_ids, ttl)
 
-    def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
-        """[committed, reserved): the token indices whose K and V may be written. Raises WrongState."""
-        _, slot = self._find(session, sequence_id)
-        state = int(self.tables.sequences.states[slot])
-        if state in (SequenceState.SWAPPED, SequenceState.LOADING):
-            raise wrong_state(sequence_id, state)
-        return int(self.tables.sequences.num_committed[slot]), int(self.tables.sequences.num_reserved[slot])
+    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+        self._prefixes.unpin_prefix(session, pin_id)
 
-    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
-        """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
-        root = self.tables.index.find_root(tenant)
-        nodes = self.tables.match_tokens(root, token_ids, len(token_ids) // self.config.block_size)
-        return self.tables.index.block_of_node[nodes]
+    def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
+        self._prefixes.store_logits(session, sequence_id, num_tokens, logits)
 
-    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
-        """Why the longest cached prefix ends where it does. May take a millisecond."""
-        return explain_match(self.tables, self.config, tenant, token_ids)
+    def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
+        return self._prefixes.read_logits(session, sequence_id)
 
-    def block_view(self, block: int) -> BlockView:
-        """Raises UnknownBlock."""
-        pool, index = self.tables.pool, self.tables.index
-        if not 0 < block < pool.num_blocks:
-            raise UnknownBlock(f"the pool has no block {block}", limit=pool.num_blocks - 1)
-        return BlockView(
-            state=pool.state(block),
-            num_references=int(pool.ref_counts[block]),
-            num_fences=int(pool.fence_counts[block]),
-            num_transfers=int(pool.transfer_counts[block]),
-            num_quarantines=int(pool.quarantine_counts[block]),
-            indexed=bool(pool.indexed[block]),
-            has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
-        )
+    def clear_prefix_cache(self) -> ClearResult:
+        return self._evictions.clear_prefix_cache()
+
+    # Room
+
+    def evict_blocks(self, num_free_blocks: int) -> int:
+        return self._evictions.evict_blocks(num_free_blocks)
+
+    def evict_count(self, num_blocks: int) -> int:
+        return self._evictions.evict_count(num_blocks)
+
+    def evict_to(self, max_utilization: float) -> int:
+        return self._evictions.evict_to(max_utilization)
+
+    def evict_excess(self, max_blocks: int) -> int:
+        return self._evictions.evict_excess(max_blocks)
+
+    def demoting(self, session: SessionId) -> AbstractContextManager[Demotion]:
+        return self._evictions.demoting(session)
+
+    def select_victims(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
+        return self._victims.select_victims(session, policy, num_blocks, max_utilization)
+
+    def collect_garbage(self, session: SessionId) -> Garbage:
+        return self._garbage.collect_garbage(session)
 
     def check_admission(
         self,
@@ -107,69 +200,52 @@ class PoolManager(OneItemCalls, EvictionCalls, PrefixCalls, SequenceUpdates, Vic
         num_new_tokens: int,
         retention: Retention | None = None,
     ) -> Admission:
-        """Whether a prompt could start whole now, later or never. num_prompt_tokens counts where token_ids are not given.
+        return self._admission.check_admission(tenant, token_ids, num_prompt_tokens, num_new_tokens, retention)
 
-        With retention it need not start whole: what it holds at once is enough.
-        """
-        pool, block_size = self.tables.pool, self.config.block_size
-        hits = np.empty(0, np.int32)
-        if token_ids is not None:
-            num_prompt_tokens = len(token_ids)
-            hits = self.match_prefix(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
-        num_required = -(-num_prompt_tokens // block_size)
-        if retention is not None:
-            hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
-            num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
-        if len(hits) * block_size < self.config.min_prefix_tokens:
-            hits = hits[:0]
-        num_required -= int(np.count_nonzero(hits))  # what is to be loaded takes a block too
-        num_room = pool.num_available - pool.num_revived(hits) - self._num_spare()
-        has_room = num_required <= num_room or self.tables.could_pins_give_way(None, num_required - num_room, hits)
-        limit = self.config.limit_with(retention)
-        self.tables.claims.pass_time(self.now)
-        if self.tables.claims.would_be_younger(priority=0):
-            num_room, has_room = 0, False  # an elder one waits, and nobody starts before it
-        can_ever = num_prompt_tokens + num_new_tokens <= limit
-        return Admission(
-            can_now=can_ever and has_room and self.tables.sequences.num_free_slots > 0,
-            can_ever=can_ever,
-            num_hit_tokens=len(hits) * block_size,
-            num_required_blocks=num_required,
-            num_available_blocks=max(0, num_room),
-            limit_tokens=limit,
-        )
+    # Questions
 
-    def stats(self) -> PoolStats:
-        """Counts derived from the state, and sums over the pool's life."""
-        return pool_stats(self.tables, self.gauge, self.revision, self.num_sessions)
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
+        return self._queries.view(session, sequence_id)
 
-    def check_invariants(self) -> list[str]:
-        """What is wrong, one sentence each; empty when all is well."""
-        owners = [*self._owners.values(), *self.reclaim.owners]
-        wrong = invariants.violations(self.tables, owners, list(self._quarantines.values()))
-        if self.tables.swapper is not None and not wrong:
-            wrong = tier_audit.violations(self.tables, self.tables.swapper)
-        return wrong
+    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
+        return self._queries.views(session)
+
+    def start_number(self, session: SessionId, sequence_id: int) -> int:
+        return self._queries.start_number(session, sequence_id)
+
+    def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
+        return self._queries.tokens(session, sequence_id)
+
+    def readable(self, session: SessionId, sequence_id: int) -> Readable:
+        return self._queries.readable(session, sequence_id)
+
+    def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
+        return self._queries.writable_slots(session, sequence_id)
+
+    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
+        return self._queries.match_prefix(tenant, token_ids)
+
+    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
+        return self._queries.explain_match(tenant, token_ids)
+
+    def block_view(self, block: int) -> BlockView:
+        return self._queries.block_view(block)
 
     def block_state(self, block: BlockId) -> BlockState:
-        return self.tables.pool.state(block)
+        return self.state.pool.state(block)
 
-    def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
-        seqs = self.tables.sequences
-        return SequenceView(
-            sequence_id=SequenceId(int(seqs.ids[slot])),
-            session_id=owner.session,
-            state=SequenceState(int(seqs.states[slot])),
-            num_tokens=int(seqs.num_tokens[slot]),
-            num_committed_tokens=int(seqs.num_committed[slot]),
-            num_reserved_tokens=int(seqs.num_reserved[slot]),
-            max_tokens=int(seqs.max_tokens[slot]),
-            priority=int(seqs.priorities[slot]),
-            num_hit_tokens=int(seqs.num_hit[slot]),
-            num_accesses=int(seqs.num_accesses[slot]),
-            block_table=table,
-            num_host_blocks=self.tables.swapper.host.num_blocks_of(slot) if self.tables.swapper is not None else 0,
-            retention=seqs.retention(slot),
-            start_number=int(seqs.start_numbers[slot]),
-            idle_seconds=max(0.0, self.now - float(seqs.last_access[slot])),
-        )
+    def stats(self) -> PoolStats:
+        return self._queries.stats()
+
+    @property
+    def pressure(self) -> PressureLevel:
+        return self.state.gauge.level
+
+    def check_invariants(self) -> list[str]:
+        return self._queries.check_invariants()
+
+
+def _add_host_tier(state: PoolState) -> SequenceSwapper:
+    offloader = Offloader(state)
+    state.lower_tier = offloader
+    return SequenceSwapper(state, offloader)

@@ -43,7 +43,7 @@ class EvictionCalls:
         policy = checks.victim_policy(request.policy)
         share = request.max_utilization if request.HasField("max_utilization") else None
         victims = live.pool.manager.select_victims(live.core.id, policy, request.num_blocks, share)
-        ids = live.pool.manager.tables.sequences.ids[victims.slots].tolist() if victims.slots else []
+        ids = live.pool.manager.state.sequences.ids[victims.slots].tolist() if victims.slots else []
         return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
 
     async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:

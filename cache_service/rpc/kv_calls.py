@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.sequences.retention import check_readable
-from ..core.step.validate import wrong_state
+from ..core.sequences.transitions import wrong_state
 from ..core.values.errors import InvalidField
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable

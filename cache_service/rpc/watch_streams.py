@@ -102,8 +102,7 @@ class _PoolFeed:
         self.readers: list[WatchReader] = []
         self._pool = pool
         self._turn_to_come: asyncio.TimerHandle | None = None
-        tables = pool.manager.tables
-        self._feed = EventFeed(tables.index, pool.key, pool.manager.pressure, self.wake)
+        self._feed = EventFeed(pool.manager.state.index, pool.key, pool.manager.pressure, self.wake)
 
     def add(self, tenant: str) -> WatchReader:
         reader = WatchReader(self, self._feed.open(tenant))

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from ..core.pool_core import CloseResult
+from ..core.calls.sessions import CloseResult
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Executor, SessionId
@@ -100,7 +100,7 @@ class SessionManager:
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
-        pool.manager.now = self.now()
+        pool.manager.tick(self.now())
         pool.manager.open_session(session_id, executor)
         live = LiveSession(core, pool, secrets.token_hex(16))
         pool.sessions.add(session_id)
@@ -123,7 +123,7 @@ class SessionManager:
         core = self.table.require(SessionId(session_id), epoch, now)
         self.table.renew(core, now)
         live = self._live[core.id]
-        live.pool.manager.now = now
+        live.pool.manager.tick(now)
         if published:
             live.pool.manager.publish_pending()
         return live
@@ -198,7 +198,7 @@ class SessionManager:
         copying = live.pool.copying
         may_still_write = copying is not None or (live.is_mapped and not drained)
         self.table.end(live.core)
-        live.pool.manager.now = self.now()
+        live.pool.manager.tick(self.now())
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
         live.pool.reclaim_soon()
         del self._live[session_id]
@@ -278,8 +278,8 @@ class SessionManager:
         now, self._ticker = self.now(), None
         is_left = False
         for pool in self.registry.pools:
-            pool.manager.now = now
-            is_left |= pool.manager.tick()
+            pool.manager.tick(now)
+            is_left |= pool.manager.do_due_work()
         if self.registry.pools:
             self._ticker = self._clock.call_at(now + (_BETWEEN_SLICES if is_left else _TICK), self._tick)
 

@@ -184,7 +184,7 @@ async def test_openings_that_are_refused(api: Api, fields: dict[str, object], fi
 async def test_a_pool_that_made_room_leaves_no_memory_behind() -> None:
     async with serving(num_pools=1) as api:
         session = await api.open()
-        gone = weakref.ref(api.server.session_manager.registry.pools[0].manager.tables)
+        gone = weakref.ref(api.server.session_manager.registry.pools[0].manager.state)
         await session.call("CloseSession")
         await api.open(spec=spec_of(revision="b"))
         assert gone() is None

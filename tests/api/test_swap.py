@@ -161,8 +161,8 @@ async def test_a_long_report_goes_on_by_itself_in_slices(tiers: Api, monkeypatch
     orders = await session.step(2, swap_out_sequence_ids=le64(1))
     assert len(orders.transfer_ids) == 4 * 8
     (pool,) = tiers.server.session_manager.registry.pools
-    assert pool.manager.tables.swapper is not None
-    pool.manager.tables.swapper.at_once = 1
+    assert pool.manager.swapper is not None
+    pool.manager.swapper.at_once = 1
     monkeypatch.setattr(running_pool, "_SLICE_ORDERS", 1)
     await session.call("RenewSession", completed_step_id=2, completed_transfer_ids=orders.transfer_ids)
     assert (await tiers.until(lambda stats: not stats.pools[0].num_referenced_blocks)).pools[0].num_held_host_blocks == 4

@@ -187,7 +187,7 @@ async def test_a_watch_ends_with_its_session_and_leaves_nothing_behind(api: Api)
         await stays.until(set(names_of(other, [*range(5)])))
     stats = await api.until(lambda stats: stats.pools[0].num_watches == 0)
     assert stats.pools[0].num_lagged_watches == 0
-    assert api.server.session_manager.registry.pools[0].manager.tables.index.change_log is None
+    assert api.server.session_manager.registry.pools[0].manager.state.index.change_log is None
 
 
 async def test_a_watch_does_not_renew_the_lease(api: Api, clock: ManualClock) -> None:

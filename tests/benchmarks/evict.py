@@ -63,7 +63,7 @@ class _FullPool:
         self._ids = np.zeros(_NUM_SEQUENCES, np.int64)
         self._lens = np.zeros(_NUM_SEQUENCES, np.int32)
         self._prompts: list[np.ndarray] = []
-        while len(self._manager.tables.pool.free) > 0:
+        while len(self._manager.state.pool.free) > 0:
             self._run_once(self._tokens(_FILL_LEN))
         for at in range(_NUM_SEQUENCES):
             self._do(self._new(at, self._tokens(_PROMPT_LEN - at % _BLOCK_SIZE)), self._batch(**self._start(at)))

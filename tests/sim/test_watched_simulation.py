@@ -48,7 +48,7 @@ def test_readers_have_what_the_index_has(first_seed: int) -> None:
     num_told = 0
     for seed in range(first_seed, first_seed + 6):
         simulation = Simulation(seed)
-        num_told += _watched(simulation.driver.manager.tables.index, simulation.tick, 1500, seed, kinds)
+        num_told += _watched(simulation.driver.manager.state.index, simulation.tick, 1500, seed, kinds)
     assert num_told > 100
     assert kinds >= CHANGES
 
@@ -58,6 +58,6 @@ def test_readers_know_the_tier_of_each_block() -> None:
     num_told = 0
     for seed in range(16):
         simulation = TierSimulation(seed)
-        num_told += _watched(simulation.world.manager.tables.index, simulation.tick, 300, seed, kinds)
+        num_told += _watched(simulation.world.manager.state.index, simulation.tick, 300, seed, kinds)
     assert num_told > 100
     assert kinds >= CHANGES | {EventKind.TIER_CHANGED}

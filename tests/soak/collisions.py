@@ -77,7 +77,7 @@ def run(seed: int) -> Counts:
     num_collisions = _bare_index(rng)
     config = PoolConfig(num_blocks=60, block_size=rng.choice([1, 2, 4]), max_tokens_per_sequence=40, watermark=0.0)
     driver = CoreDriver(config)
-    cut = cut_hashes(driver.manager.tables.index)
+    cut = cut_hashes(driver.manager.state.index)
     memory: Memory = np.full(config.num_blocks * config.block_size, -1, np.int64)
     engines = [ToyEngine(driver, memory, executor, rng) for executor in Executor]
     for engine in engines:

@@ -72,7 +72,7 @@ class CacheLimits:
         """These became evictable, leaves before parents."""
         if not len(blocks):
             return
-        self._stamps.clock = max(self._stamps.clock, int(self._index.eviction_log.now * 1000) * _STAMPS_PER_MS)
+        self._stamps.clock = max(self._stamps.clock, int(self._index.clock.now * 1000) * _STAMPS_PER_MS)
         stamps = self._stamps.give(blocks)
         if self._ttl is not None:
             self._queue.push(blocks, stamps)
@@ -123,7 +123,7 @@ class CacheLimits:
         """Forgets up to max_blocks of what has not been used for its time to live; whether more may be left."""
         if self._ttl is None:
             return False
-        last_ms = int((self._index.eviction_log.now - self._ttl) * 1000)
+        last_ms = int((self._index.clock.now - self._ttl) * 1000)
         outlived = self._queue.pop(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1)
         if len(outlived):
             self.num_expired += pool.expire(outlived)

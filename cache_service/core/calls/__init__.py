@@ -1,4 +1,5 @@
-"""Calls beside the step: creating and updating sequences, prefixes, eviction, victims, sessions and their ends.
+"""Calls beside the step: creating and updating sequences, prefixes, room, sessions and their ends, background work.
 
-Each file is one group of calls.
+Each file is one group of calls, a class over PoolState. May import step, inspection and all below. Of the groups only sessions
+and garbage use others: reclaim and maintenance.
 """

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
-from ..step.apply import StepApplier
-from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, UnknownSequence, WrongState
+from ..pool_state import PoolState
+from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, WrongState
 from ..values.types import Int32Array, SequenceState, SessionId
 
 
@@ -17,78 +17,75 @@ class PinResult(NamedTuple):
     num_tokens: int
 
 
-class PrefixCalls(StepApplier):
-    """See the module."""
+class PrefixCalls:
+    """Pins prefixes of one pool, and stores logits behind them."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
 
     def pin_prefix(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
         """Keeps what is cached of a prefix for ttl seconds, as far as pins have room. pin_id is new and hard to guess.
 
         Raises UnknownSession, InvalidField, OutOfPins.
         """
-        self._owner(session)
+        self._state.session(session)
         if not MIN_PIN_TTL <= ttl <= MAX_PIN_TTL:
             raise InvalidField("ttl_ms is 1 to a day's", field="ttl_ms", limit=round(MAX_PIN_TTL * 1000))
-        pins, index = self.tables.pins, self.tables.index
-        pins.expire(self.now)
+        pins, index = self._state.pins, self._state.index
+        pins.expire(self._state.now)
         if len(pins) >= MAX_PINS:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
-        nodes = index.match(index.find_root(tenant), token_ids, len(token_ids) // self.config.block_size)
+        nodes = index.match(index.find_root(tenant), token_ids, len(token_ids) // self._state.config.block_size)
         blocks = index.block_of_node[nodes]
         if np.count_nonzero(blocks) < len(blocks):  # what is in the host tier only has no block to be held
             blocks = blocks[: int(np.argmin(blocks > 0))]
         blocks = pins.fitting(blocks)
         if not len(blocks):
             return PinResult("", 0)
-        self.revision += 1
-        pins.add(pin_id, Pin(session, blocks, self.now + ttl))
-        self._note_change()
-        return PinResult(pin_id, len(blocks) * self.config.block_size)
+        self._state.revision += 1
+        pins.add(pin_id, Pin(session, blocks, self._state.now + ttl))
+        self._state.update_pressure()
+        return PinResult(pin_id, len(blocks) * self._state.config.block_size)
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         """Raises UnknownSession, UnknownPin: no pin of the session has the id, or it has ended by itself."""
-        self._owner(session)
-        pins = self.tables.pins
-        pins.expire(self.now)
+        self._state.session(session)
+        pins = self._state.pins
+        pins.expire(self._state.now)
         pin = pins.get(pin_id)
         if pin is None or pin.owner != session:
             raise UnknownPin("no live pin of this session has this id")
-        self.revision += 1
+        self._state.revision += 1
         pins.end(pin_id)
-        self._note_change()
+        self._state.update_pressure()
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
-        """Stores what follows the first num_tokens of a sequence, for starts whose prompt is just these. Idempotent.
+        """Stores the logits that follow the first num_tokens of a sequence, for starts whose prompt is just these. Idempotent.
 
         Raises UnknownSession, UnknownSequence, InvalidField, WrongState (not cached, or nothing is stored here).
         """
-        owner, seqs, index = self._owner(session), self.tables.sequences, self.tables.index
-        slot = owner.ids.get(sequence_id)
-        if slot is None:
-            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
-        committed, size = int(seqs.num_committed[slot]), self.config.block_size
+        _, slot = self._state.find_sequence(session, sequence_id)
+        seqs, index, is_on = self._state.sequences, self._state.index, self._state.config.logits_memory > 0
+        committed, size = int(seqs.num_committed[slot]), self._state.config.block_size
         if num_tokens % size or not size <= num_tokens <= committed:
             raise InvalidField("whole blocks of committed tokens", field="num_tokens", limit=committed // size * size)
         num_blocks = num_tokens // size
         node = 0
         if num_blocks <= seqs.num_published[slot]:
             node = int(index.node_of_block[seqs.table(slot)[num_blocks - 1]])
-        if not self.config.logits_memory or not node:
+        if not is_on or not node:
             state = SequenceState(int(seqs.states[slot])).name
-            text = (
-                "this prefix is not cached" if self.config.logits_memory else "no logits are stored here, see --logits-memory"
-            )
+            text = "this prefix is not cached" if is_on else "no logits are stored here, see --logits-memory"
             raise WrongState(text, sequence_id=sequence_id, state=state)
         index.logits.check(logits)
         index.logits.put(node, logits)
 
     def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
-        """What the start of a sequence was promised, until its step is completed.
+        """The logits that the start of a sequence was promised, until its step is completed.
 
         Raises UnknownSession, UnknownSequence, UnknownLogits.
         """
-        owner = self._owner(session)
-        if owner.ids.get(sequence_id) is None:
-            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        owner, _ = self._state.find_sequence(session, sequence_id)
         held = owner.logits.get(sequence_id)
         if held is None:
             raise UnknownLogits("none were promised, or the step has completed", sequence_id=sequence_id)

@@ -6,29 +6,31 @@ waits for the steps that were told of it, and the session hears of the holes in 
 
 import numpy as np
 
-from ..sequences.retention import drop_outside
-from ..step.apply import StepApplier
-from ..step.validate import wrong_state
-from ..values.errors import InvalidField, UnknownSequence
+from ..pool_state import PoolState
+from ..sequences.session_state import SessionState
+from ..sequences.transitions import wrong_state
+from ..values.errors import InvalidField
 from ..values.sequence_args import Retention
 from ..values.types import SequenceState, SessionId
 
 _LEAST_PRIORITY, _MOST_PRIORITY = -1000, 1000
 
 
-class SequenceUpdates(StepApplier):
-    """See the module."""
+class SequenceUpdates:
+    """Updates the sequences of one pool."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
 
     def update_sequence(
         self, session: SessionId, sequence_id: int, *, priority: int | None = None, retention: Retention | None = None
     ) -> None:
         """Changes what is given, all or nothing; the same again changes nothing.
 
-        Raises UnknownSequence, InvalidField, WrongState (retention of a sequence that is swapped or loading).
+        Raises UnknownSession, UnknownSequence, InvalidField, WrongState (retention of a sequence that is swapped or loading).
         """
-        slot, seqs = self._owner(session).ids.get(sequence_id), self.tables.sequences
-        if slot is None:
-            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        owner, slot = self._state.find_sequence(session, sequence_id)
+        seqs = self._state.sequences
         if priority is not None and not _LEAST_PRIORITY <= priority <= _MOST_PRIORITY:
             limit = _LEAST_PRIORITY if priority < _LEAST_PRIORITY else _MOST_PRIORITY
             raise InvalidField(f"priority is {_LEAST_PRIORITY} to {_MOST_PRIORITY}", field="priority", limit=limit)
@@ -37,20 +39,25 @@ class SequenceUpdates(StepApplier):
                 raise wrong_state(sequence_id, int(seqs.states[slot]))
             _check_narrower(seqs.retention(slot), retention)
         if priority is not None and priority != seqs.priorities[slot]:
-            self.revision += 1
-            seqs.priorities[slot] = priority
-            self.tables.claims.change_age(slot)
+            self._state.revision += 1
+            seqs.set_priority(slot, priority)
+            self._state.claims.change_age(slot)
         if retention is not None and retention != seqs.retention(slot):
-            self.revision += 1
-            self._narrow(session, slot, retention)
-            self._note_change()
+            self._state.revision += 1
+            self._narrow(owner, slot, retention)
+            self._state.update_pressure()
 
-    def _narrow(self, session: SessionId, slot: int, retention: Retention) -> None:
-        seqs = self.tables.sequences
-        self._publish()  # so far attention was whole
+    def note_read(self, session: SessionId, sequence_id: int) -> None:
+        """K and V of the sequence are read: an access like a step that names it."""
+        _, slot = self._state.find_sequence(session, sequence_id)
+        self._state.sequences.note_access(np.array([slot]), self._state.now)
+
+    def _narrow(self, owner: SessionState, slot: int, retention: Retention) -> None:
+        seqs = self._state.sequences
+        self._state.publish()  # so far attention was whole
         seqs.retain(slot, retention.num_sink_tokens, retention.num_window_tokens)
         if seqs.states[slot] == SequenceState.RUNNING:
-            drop_outside(self.tables, self._owner(session), np.array([slot]), told_now=False)
+            self._state.retention.drop_outside(owner, np.array([slot]), told_now=False)
 
 
 def _check_narrower(held: Retention | None, wanted: Retention) -> None:

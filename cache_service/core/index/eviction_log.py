@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from ..values.clock import Clock
 from ..values.types import Int32Array, MatchEnd
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -24,7 +25,7 @@ _SHIFT = np.uint64(29)
 class GoneBlocks:
     """Nodes are those of prefix_index, roots among them: these are negative, and so count from the end of the array."""
 
-    def __init__(self, num_nodes: int, max_roots: int, block_size: int) -> None:
+    def __init__(self, num_nodes: int, max_roots: int, block_size: int, clock: Clock) -> None:
         self._block_size = block_size
         drawn = np.random.default_rng().integers(0, 1 << 64, block_size + 1, np.uint64) | np.uint64(1)
         self._factors, self._chain = drawn[1:], drawn[0]
@@ -33,7 +34,7 @@ class GoneBlocks:
         self._times = np.zeros(CAPACITY, np.float64)
         self._causes = np.zeros(CAPACITY, np.int8)
         self._next = 0
-        self.now = 0.0  # seconds of a monotone clock, set by whoever calls the core
+        self._clock = clock
 
     def add_root(self, root: int) -> None:
         self._digest_of_node[root] = -root * int(self._chain) & _MASK
@@ -56,10 +57,10 @@ class GoneBlocks:
         start, end = self._next, self._next + len(gone)
         if end > CAPACITY:
             at = np.arange(start, end) % CAPACITY
-            self._ring[at], self._times[at], self._causes[at] = gone, self.now, cause
+            self._ring[at], self._times[at], self._causes[at] = gone, self._clock.now, cause
         else:
             self._ring[start:end] = gone
-            self._times[start:end] = self.now
+            self._times[start:end] = self._clock.now
             self._causes[start:end] = cause
         self._next = end % CAPACITY
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..values.clock import Clock
 from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import Journal
 from .eviction_log import GoneBlocks
@@ -36,8 +37,10 @@ class PrefixIndex:
         logits_memory: int = 0,
         num_host_blocks: int = 0,
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
+        clock: Clock | None = None,
     ) -> None:
         """lose_hosts(host blocks) is told of host copies whose node was forgotten."""
+        self.clock = clock or Clock()
         self._block_size = block_size
         self._key_len = 4 + 4 * block_size
         self._lose_hosts = lose_hosts
@@ -50,7 +53,7 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
-        self.eviction_log = GoneBlocks(num_nodes, MAX_TENANTS, block_size)
+        self.eviction_log = GoneBlocks(num_nodes, MAX_TENANTS, block_size, self.clock)
         self.change_log: Journal | None = None  # while somebody watches
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here

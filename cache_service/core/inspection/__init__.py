@@ -1,1 +1,4 @@
-"""Questions that change nothing: statistics, explanations of a match, and the audit of every invariant."""
+"""Questions that change nothing: views, statistics, explanations of a match, and the audit of every invariant.
+
+May import tables, tiers, pool_state and all below; nothing of calls or step.
+"""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..index.prefix_index import PrefixIndex
+from ..pool_state import PoolState
 from ..sequences.sequence_table import SequenceTable
-from ..tables.lifecycle import SequenceLifecycle
-from ..values.pool_config import PoolConfig
+from ..tables.prefix_lookup import PrefixLookup
 from ..values.types import Int32Array, MatchEnd, SequenceState
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
@@ -19,7 +19,7 @@ _MAX_CHILDREN = 1024  # of the last matched block that are compared with what co
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Lengths are tokens. seconds_ago only where the next block is known to have gone."""
+    """Where and why a match ends. Lengths are tokens. seconds_ago only where the next block is known to have gone."""
 
     num_prompt: int
     num_matched: int  # in any tier
@@ -30,21 +30,21 @@ class Explanation:
     seconds_ago: float | None = None
 
 
-def explain_match(tables: SequenceLifecycle, config: PoolConfig, tenant: str, tokens: Int32Array) -> Explanation:
+def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
     """tokens [1 or more]."""
-    index, size = tables.index, config.block_size
+    index, size = state.index, state.config.block_size
     root = index.find_root(tenant)
-    nodes = tables.match_tokens(root, tokens, len(tokens) // size)
+    nodes = lookup.match_prompt(tenant, tokens)
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
     num_hit = min(num_matched, (len(tokens) - 1) // size * size)
     if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
         num_hit = num_matched
-    if 0 < num_hit < config.min_prefix_tokens:
+    if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
-        end, seconds_ago = _end(tables, config, tokens, root, last, num_matched)
+        end, seconds_ago = _end(state, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched,
@@ -84,9 +84,8 @@ _WORDS = {
 }
 
 
-def _end(
-    tables: SequenceLifecycle, config: PoolConfig, tokens: Int32Array, root: int, last: int, num_matched: int
-) -> tuple[MatchEnd, float | None]:
+def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched: int) -> tuple[MatchEnd, float | None]:
+    config = state.config
     if not config.prefix_caching:
         return MatchEnd.CACHING_OFF, None
     if num_matched == len(tokens):
@@ -96,15 +95,15 @@ def _end(
     if not root:
         return MatchEnd.NEVER_STORED, None
     needed = tokens[: num_matched + config.block_size]
-    seqs = tables.sequences
+    seqs = state.sequences
     if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
-    index = tables.index
+    index = state.index
     gone = index.eviction_log.last_end(last, needed[num_matched:])
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if gone is not None:
-        return gone[0], max(index.eviction_log.now - gone[1], 0.0)
+        return gone[0], max(state.now - gone[1], 0.0)
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
         return MatchEnd.COMPUTING, None  # it is committed, and about to be published
     return MatchEnd.NEVER_STORED, None

@@ -1,4 +1,4 @@
-"""The whole audit of one pool: what DESIGN's rules R1, R2 and R5 say about its state, recomputed from scratch.
+"""The whole audit of one pool: what rules R1, R2 and R5 say about its state, recomputed from scratch.
 
 Compares every derived number with what it is derived from. Runs after each step in tests and on demand in production; it
 raises nothing and changes nothing. Texts name blocks and sequences by number only.
@@ -7,36 +7,37 @@ raises nothing and changes nothing. Texts name blocks and sequences by number on
 import numpy as np
 
 from ..blocks.block_pool import BlockPool
+from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..tables.lifecycle import SequenceLifecycle
 from ..values.types import NULL_BLOCK, Int32Array, SequenceState
 
 
-def violations(tables: SequenceLifecycle, owners: list[SessionState], quarantines: list[Int32Array]) -> list[str]:
+def violations(state: PoolState) -> list[str]:
     """One sentence per violation; empty when all is well. Costs a look at every block and every table entry."""
-    wrong = [*_check_counters(tables, owners)]
+    owners, quarantines = [*state.sessions.values(), *state.ended_sessions], list(state.quarantines.values())
+    wrong = [*_check_counters(state, owners)]
     if wrong:
         return wrong  # tables cannot be read by wrong counters
-    running = tables.sequences.running_slots().tolist()
-    holding = tables.sequences.holding_slots().tolist()
-    pins = [pin.blocks for pin in tables.pins.live()]
-    named = np.concatenate([np.empty(0, np.int32), *map(tables.sequences.held, holding), *pins])
-    if len(named) and (int(named.min()) < 1 or int(named.max()) >= tables.pool.num_blocks):
+    running = state.sequences.running_slots().tolist()
+    holding = state.sequences.holding_slots().tolist()
+    pins = [pin.blocks for pin in state.pins.live()]
+    named = np.concatenate([np.empty(0, np.int32), *map(state.sequences.held, holding), *pins])
+    if len(named) and (int(named.min()) < 1 or int(named.max()) >= state.pool.num_blocks):
         return ["a block table or a pin names a block that is not there"]
-    wrong.extend(_check_blocks(tables, owners, quarantines, named))
-    wrong.extend(tables.index.check())
-    wrong.extend(_check_pins(tables, owners))
-    wrong.extend(tables.publisher.check())
-    wrong.extend(tables.claims.check())
+    wrong.extend(_check_blocks(state, owners, quarantines, named))
+    wrong.extend(state.index.check())
+    wrong.extend(_check_pins(state, owners))
+    wrong.extend(state.publisher.check())
+    wrong.extend(state.claims.check())
     for slot in running:
-        row = tables.sequences.table(slot)
-        wrong.extend(_check_sequence(tables, slot, row))
-        wrong.extend(_check_retention(tables, slot, row))
+        row = state.sequences.table(slot)
+        wrong.extend(_check_sequence(state, slot, row))
+        wrong.extend(_check_retention(state, slot, row))
     return wrong
 
 
-def _check_counters(tables: SequenceLifecycle, owners: list[SessionState]) -> list[str]:
-    seqs = tables.sequences
+def _check_counters(state: PoolState, owners: list[SessionState]) -> list[str]:
+    seqs = state.sequences
     live = seqs.live_slots()
     wrong: list[str] = []
     for name, bad in (
@@ -57,10 +58,8 @@ def _check_counters(tables: SequenceLifecycle, owners: list[SessionState]) -> li
     return wrong
 
 
-def _check_blocks(
-    tables: SequenceLifecycle, owners: list[SessionState], quarantines: list[Int32Array], named: Int32Array
-) -> list[str]:
-    pool, size = tables.pool, tables.pool.num_blocks
+def _check_blocks(state: PoolState, owners: list[SessionState], quarantines: list[Int32Array], named: Int32Array) -> list[str]:
+    pool, size = state.pool, state.pool.num_blocks
     wrong: list[str] = []
     fenced = np.concatenate([np.empty(0, np.int32), *(owner.fenced_blocks() for owner in owners)])
     quarantined = np.concatenate([np.empty(0, np.int32), *quarantines])
@@ -71,7 +70,7 @@ def _check_blocks(
     ):
         differ = np.flatnonzero(counts != np.bincount(entries, minlength=size))
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
-    if (pool.indexed != (tables.index.node_of_block > 0)).any():
+    if (pool.indexed != (state.index.node_of_block > 0)).any():
         wrong.append("pool and index disagree on what is indexed")
     wrong.extend(_check_copies(pool, owners))
     wrong.extend(check_orders(pool))
@@ -117,11 +116,11 @@ def check_orders(pool: BlockPool) -> list[str]:
     return wrong
 
 
-def _check_pins(tables: SequenceLifecycle, owners: list[SessionState]) -> list[str]:
-    pins, index = tables.pins, tables.index
+def _check_pins(state: PoolState, owners: list[SessionState]) -> list[str]:
+    pins, index = state.pins, state.index
     wrong: list[str] = []
     held = np.concatenate([np.empty(0, np.int32), *(pin.blocks for pin in pins.live())])
-    if (pins.counts != np.bincount(held, minlength=tables.pool.num_blocks)).any():
+    if (pins.counts != np.bincount(held, minlength=state.pool.num_blocks)).any():
         wrong.append("a block has the wrong number of pins")
     if pins.num_blocks != len(set(held.tolist())) or pins.num_blocks > pins.max_blocks:
         wrong.append("the number of pinned blocks is wrong, or above its limit")
@@ -135,8 +134,8 @@ def _check_pins(tables: SequenceLifecycle, owners: list[SessionState]) -> list[s
     return wrong
 
 
-def _check_sequence(tables: SequenceLifecycle, slot: int, row: Int32Array) -> list[str]:
-    seqs, pool, index = tables.sequences, tables.pool, tables.index
+def _check_sequence(state: PoolState, slot: int, row: Int32Array) -> list[str]:
+    seqs, pool, index = state.sequences, state.pool, state.index
     name = f"sequence {int(seqs.ids[slot])}"
     blocks = row.tolist()
     wrong: list[str] = []
@@ -162,13 +161,13 @@ def _check_sequence(tables: SequenceLifecycle, slot: int, row: Int32Array) -> li
     if not seqs.may_copy[slot]:
         tail = row[num_full:]
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
-            wrong.append(f"{name} could write a block that somebody else holds")
+            wrong.append(f"{name} could write a block that has another holder")
     return wrong
 
 
-def _check_retention(tables: SequenceLifecycle, slot: int, row: Int32Array) -> list[str]:
+def _check_retention(state: PoolState, slot: int, row: Int32Array) -> list[str]:
     """Holes are where sink and window say, neither more nor fewer; what may be shared ends before them."""
-    seqs, size = tables.sequences, tables.sequences.block_size
+    seqs, size = state.sequences, state.sequences.block_size
     name = f"sequence {int(seqs.ids[slot])}"
     sink, window, committed = int(seqs.num_sink[slot]), int(seqs.num_window[slot]), int(seqs.num_committed[slot])
     first, end = -(-sink // size), int(seqs.hole_ends[slot])

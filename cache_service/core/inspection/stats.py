@@ -4,16 +4,15 @@ from dataclasses import asdict
 
 import numpy as np
 
-from ..blocks.pressure import PressureGauge
-from ..tables.lifecycle import SequenceLifecycle
+from ..pool_state import PoolState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import SequenceState
 from ..values.views import PoolStats
 
 
-def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, num_sessions: int) -> PoolStats:
+def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
     """Costs a look at every block; not for the path of a step."""
-    pool, seqs, counters = tables.pool, tables.sequences, tables.counters
+    pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
     num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
@@ -26,31 +25,30 @@ def pool_stats(tables: SequenceLifecycle, gauge: PressureGauge, revision: int, n
         num_quarantined_blocks=pool.num_quarantined,
         num_indexed_blocks=int(np.count_nonzero(pool.indexed)),
         peak_used_blocks=pool.peak_used,
-        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - tables.pins.counts > 1)),
+        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - state.pins.counts > 1)),
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
         num_running_sequences=len(running),
         slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
-        num_evicted_blocks=pool.num_evicted + tables.counters.num_retention_dropped_blocks,
-        revision=revision,
+        num_evicted_blocks=pool.num_evicted + counters.num_retention_dropped_blocks,
+        revision=state.revision,
         pressure=gauge.level,
-        num_owed_blocks=tables.claims.num_owed,
+        num_owed_blocks=state.claims.num_reserved,
         num_pressure_changes=gauge.num_changes,
-        num_sessions=num_sessions,
+        num_sessions=len(state.sessions),
         num_misses=counters.num_look_ups - counters.num_hits,
         hit_rate=counters.num_hit_tokens / counters.num_look_up_tokens if counters.num_look_up_tokens else 0.0,
         block_utilization=pool.num_used / (pool.num_blocks - 1),
-        num_pins=len(tables.pins),
-        num_pinned_blocks=tables.pins.num_blocks,
+        num_pins=len(state.pins),
+        num_pinned_blocks=state.pins.num_blocks,
         num_transfer_blocks=pool.num_in_transfer,
         num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
-        num_tenants=tables.index.num_roots,
-        num_expired_blocks=pool.limits.num_expired
-        + (tables.swapper.host.pool.limits.num_expired if tables.swapper is not None else 0),
+        num_tenants=state.index.num_roots,
+        num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
-        num_stored_logits=len(tables.index.logits.by_node),
+        num_stored_logits=len(state.index.logits.by_node),
         **asdict(counters),
-        **_host_stats(tables.swapper),
+        **_host_stats(swapper),
     )
 
 

@@ -6,26 +6,26 @@ index. Raises nothing and changes nothing.
 
 import numpy as np
 
-from ..tables.lifecycle import SequenceLifecycle
+from ..pool_state import PoolState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import Move
 from ..values.types import Int32Array, SequenceState, TransferKind
 from .invariants import check_orders
 
 
-def violations(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
+def violations(state: PoolState, swapper: SequenceSwapper) -> list[str]:
     """One sentence per violation; empty when all is well."""
-    return [*_check_blocks(tables, swapper), *_check_orders(swapper), *_check_moves(tables, swapper)]
+    return [*_check_blocks(state, swapper), *_check_orders(swapper), *_check_moves(state, swapper)]
 
 
-def _check_blocks(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
+def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
     host, transfers = swapper.host, swapper.offloader.transfers
     out_sources, out_destinations = transfers.ends(TransferKind.SWAP_OUT)
     in_sources, in_destinations = transfers.ends(TransferKind.SWAP_IN)
     held = [table[table > 0] for table in host.tables.values()]
     wrong: list[str] = []
     for name, counts, entries in (
-        ("transfers", tables.pool.transfer_counts, [out_sources, in_destinations]),
+        ("transfers", state.pool.transfer_counts, [out_sources, in_destinations]),
         ("host references", host.pool.ref_counts, held),
         ("host transfers", host.pool.transfer_counts, [in_sources, out_destinations]),
         ("host quarantines", host.pool.quarantine_counts, host.quarantined_blocks()),
@@ -33,7 +33,7 @@ def _check_blocks(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[s
     ):
         differ = np.flatnonzero(counts != _count(entries, len(counts)))
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
-    if (host.pool.indexed != (tables.index.node_of_host > 0)).any():
+    if (host.pool.indexed != (state.index.node_of_host > 0)).any():
         wrong.append("host tier and index disagree on what is indexed")
     if host.pool.num_referenced != np.count_nonzero(host.pool.ref_counts) or host.pool.fence_counts.any():
         wrong.append("the number of held host blocks is wrong")
@@ -57,8 +57,8 @@ def _check_orders(swapper: SequenceSwapper) -> list[str]:
     return wrong
 
 
-def _check_moves(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[str]:
-    seqs, offloader = tables.sequences, swapper.offloader
+def _check_moves(state: PoolState, swapper: SequenceSwapper) -> list[str]:
+    seqs, offloader = state.sequences, swapper.offloader
     wrong: list[str] = []
     pending: dict[int, int] = {}
     for order in offloader.transfers.in_flight.values():
@@ -66,14 +66,14 @@ def _check_moves(tables: SequenceLifecycle, swapper: SequenceSwapper) -> list[st
             pending[id(waiter)] = pending.get(id(waiter), 0) + 1
     arrived = {id(waiter) for moves in swapper.arrived.values() for waiter in moves}
     for slot in seqs.live_slots().tolist():
-        state, name = int(seqs.states[slot]), f"sequence {int(seqs.ids[slot])}"
+        sequence_state, name = int(seqs.states[slot]), f"sequence {int(seqs.ids[slot])}"
         move = swapper.moves.get(slot)
-        is_loading = state == SequenceState.LOADING
+        is_loading = sequence_state == SequenceState.LOADING
         if bool(seqs.keeps_table[slot]) != (move is not None and move.towards == SequenceState.SWAPPED):
             wrong.append(f"{name} keeps its device blocks for no swap-out")
         if is_loading != (move is not None and move.towards == SequenceState.LOADING):
             wrong.append(f"{name} and its move disagree on its state")
-        if (slot in swapper.host.tables) != (state == SequenceState.SWAPPED or (is_loading and _is_swap_in(move))):
+        if (slot in swapper.host.tables) != (sequence_state == SequenceState.SWAPPED or (is_loading and _is_swap_in(move))):
             wrong.append(f"{name} has host blocks that it should not have, or none")
         if move is not None:
             if move.num_pending != pending.get(id(move), 0) or move.is_over:

@@ -23,11 +23,12 @@ _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes
 
 
 class Publisher:
-    """The link between block tables and the prefix index of one pool."""
+    """The link between block tables and the prefix index of one pool. Where prefixes are not cached it notes nothing."""
 
     def __init__(
         self, config: PoolConfig, sequences: SequenceTable, index: PrefixIndex, pool: BlockPool, counters: Counters
     ) -> None:
+        self._is_on = config.prefix_caching
         self._block_size = config.block_size
         self._offsets = np.arange(config.block_size, dtype=np.int32)
         self._sequences = sequences
@@ -39,21 +40,23 @@ class Publisher:
 
     def note(self, owner: SessionState, slots: Int64Array) -> None:
         """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
+        if not self._is_on:
+            return
         if len(self._pending) == _MOST_PENDING:
             self.publish(told_now=owner)
         self._pending.append((owner, slots))
 
     def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: SessionState | None = None) -> bool:
-        """Publishes up to max_blocks of what is pending; whether more is left. Waits for copies in flight without being asked.
+        """Publishes up to max_blocks of what is pending; whether more is left. What a copy in flight fills waits for it.
 
-        told_now: whose reply, not written yet, will tell its table updates; others hear of theirs in their next one.
+        told_now: the session whose reply, not written yet, tells its table updates; others hear of theirs in their next one.
         """
         pending = self._pending
         if self._waiting:
             pending.extendleft(reversed(self._waiting))
             self._waiting.clear()
         while pending and max_blocks > 0:
-            max_blocks -= self._publish_some(*pending.popleft(), max_blocks, told_now)
+            max_blocks -= self._publish_commit(*pending.popleft(), max_blocks, told_now)
         return bool(pending)
 
     def is_waiting(self, slot: int) -> bool:
@@ -71,12 +74,10 @@ class Publisher:
         self._pending.clear()
         self._waiting.clear()
         blocks = self._index.clear()
-        running = self._sequences.running_slots()
-        self._sequences.num_published[running] = 0
-        self._sequences.last_nodes[running] = self._sequences.roots[running]
+        self._sequences.unpublish(self._sequences.running_slots())
         return self._pool.unindex(blocks), len(blocks)
 
-    def forget(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
+    def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Un-indexes blocks and what is below. Answers the others that lost their entry."""
         lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
@@ -88,9 +89,12 @@ class Publisher:
         seqs = self._sequences
         running = seqs.running_slots()
         gone = self._index.block_of_node[np.maximum(seqs.last_nodes[running], 0)] == 0
-        orphans = running[gone & (seqs.last_nodes[running] > 0)]
-        seqs.num_published[orphans] = 0
-        seqs.last_nodes[orphans] = seqs.roots[orphans]
+        seqs.unpublish(running[gone & (seqs.last_nodes[running] > 0)])
+
+    def publish_again(self, owner: SessionState, slot: int) -> None:
+        """The table is published from its first block."""
+        self._sequences.unpublish(slot)
+        self.note(owner, np.array([slot]))
 
     def set_published(self, slot: int, num_published: int, *, like: int) -> None:
         """The first num_published blocks of a table are indexed, as they are in the row `like`."""
@@ -101,25 +105,24 @@ class Publisher:
             node = int(self._index.node_of_block[seqs.tables[like, num_published - 1]])
         else:
             node = int(seqs.roots[like])
-        seqs.num_published[slot] = num_published
-        seqs.last_nodes[slot] = node
+        seqs.set_published(slot, num_published, node)
 
     def publish_at_most(self, slot: int, num_blocks: int) -> None:
         """From now on nothing of the sequence from this table index on is published."""
         seqs = self._sequences
-        seqs.share_limits[slot] = min(int(seqs.share_limits[slot]), num_blocks)
+        seqs.limit_sharing(slot, num_blocks)
         if seqs.num_published[slot] > num_blocks:
             self.set_published(slot, num_blocks, like=slot)
 
     def check(self) -> list[str]:
-        """What is wrong, for audits: whatever is pending belongs to a living sequence of its owner."""
+        """What is wrong, for audits: all that is pending belongs to a living sequence of its session."""
         seqs, wrong = self._sequences, list[str]()
         for owner, slots in (*self._pending, *self._waiting):
             strange = (seqs.owners[slots] != owner.number) | (seqs.states[slots] == SequenceState.FREE_SLOT)
             wrong.extend(f"slot {slot} is to be published and has no such sequence" for slot in slots[strange].tolist())
         return wrong
 
-    def _publish_some(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
+    def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
         """Of one commit; what is too much goes back to the front. Answers the number of blocks."""
         seqs = self._sequences
         behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
@@ -163,7 +166,7 @@ class Publisher:
         if not counts.all():  # what waits for a copy, or is too much, has none
             some = counts > 0
             slots, first, last, counts = slots[some], first[some], last[some], counts[some]
-        self._sequences.num_published[slots] = last
+        self._sequences.note_published(slots, last)
         done = 0
         for at in (counts > 1).nonzero()[0].tolist():
             self._publish_each(owner, until, slots[done:at], first[done:at])
@@ -178,7 +181,7 @@ class Publisher:
             tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
             nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
             self._settle(owner, until, slots, places, nodes)
-            seqs.last_nodes[slots] = nodes
+            seqs.note_last_nodes(slots, nodes)
 
     def _publish_run(self, owner: SessionState, until: int, slot: int, start: int, end: int) -> None:
         """Consecutive blocks of one sequence."""
@@ -186,7 +189,7 @@ class Publisher:
         tokens = seqs.tokens[slot, start * size : end * size]
         nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
         self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
-        seqs.last_nodes[slot] = nodes[-1]
+        seqs.note_last_nodes(slot, nodes[-1])
 
     def _settle(self, owner: SessionState, until: int, slots: Int64Array, places: Int32Array, nodes: Int32Array) -> None:
         """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
@@ -199,8 +202,8 @@ class Publisher:
             return
         slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
         pool.acquire(known)
-        seqs.tables[slots, places] = known
+        seqs.set_blocks(slots, places, known)
         owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))
         # Steps that were told of the duplicate may still read it, so it is fenced like everything that is dropped.
-        owner.drop(pool, own[::-1].copy(), until=until)
+        owner.drop_blocks(pool, own[::-1].copy(), until=until)
         self._counters.num_adopted_blocks += len(own)

@@ -7,18 +7,18 @@ run of table entries, from the first block wholly behind the sink up to Sequence
 retention is never widened, and no sequence is cut to a length whose window would reach into its holes.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ..blocks.block_pool import BlockPool
+from ..values.counters import Counters
 from ..values.errors import InvalidField
 from ..values.sequence_args import Retention
-from ..values.types import NULL_BLOCK, Int64Array, SequenceState
+from ..values.types import Int64Array, SequenceState
+from .publisher import Publisher
+from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates
-
-if TYPE_CHECKING:
-    from ..tables.lifecycle import SequenceLifecycle
-    from .sequence_table import SequenceTable
 
 
 class Span(NamedTuple):
@@ -37,7 +37,7 @@ class Span(NamedTuple):
         """The same for a sequence of its first num_tokens, a length that check_cut lets pass."""
         return self._replace(end=0) if num_tokens <= self.first else self
 
-    def check_fits(self, field: str, num_tokens: int, sequences: "SequenceTable") -> None:
+    def check_fits(self, field: str, num_tokens: int, sequences: SequenceTable) -> None:
         """Raises InvalidField for a length that no pool of this size can hold at once, holes taken off."""
         num_holes = max(self.end - self.first, 0) // sequences.block_size
         limit = (sequences.most_held_blocks + num_holes) * sequences.block_size
@@ -55,39 +55,47 @@ class Span(NamedTuple):
             )
 
 
-def span(sequences: "SequenceTable", slot: int) -> Span:
+def span(sequences: SequenceTable, slot: int) -> Span:
     size = sequences.block_size
     first = -(-int(sequences.num_sink[slot]) // size) * size
     return Span(int(sequences.num_window[slot]), first, int(sequences.hole_ends[slot]) * size)
 
 
-def drop_outside(tables: "SequenceLifecycle", owner: SessionState, slots: Int64Array, *, told_now: bool) -> None:
-    """Drops the blocks wholly outside sink and window, as the committed lengths have it now.
+class RetentionDrops:
+    """Gives back the blocks that fall outside the sink and window of one pool's sequences."""
 
-    told_now: the reply that tells is not written yet; else the session hears of it in its next one. The blocks wait for the
-    steps that were told of them. What may be shared of them is published first.
-    """
-    seqs, size = tables.sequences, tables.sequences.block_size
-    slots = slots[(seqs.num_window[slots] > 0) & (seqs.states[slots] == SequenceState.RUNNING)]
-    firsts, ends = -(-seqs.num_sink[slots] // size), (seqs.num_committed[slots] - seqs.num_window[slots]) // size
-    due = np.flatnonzero(ends > np.maximum(firsts, seqs.hole_ends[slots]))
-    if not len(due):
-        return
-    tables.publisher.publish(told_now=owner if told_now else None)
-    dropped, holes = [], []
-    for slot, first, end in zip(slots[due].tolist(), firsts[due].tolist(), ends[due].tolist(), strict=True):
-        start = max(first, int(seqs.hole_ends[slot]))
-        places = start + np.flatnonzero(seqs.tables[slot, start:end])[::-1]  # deepest first
-        dropped.append(seqs.tables[slot, places])
-        holes.append((np.full(len(places), slot), places))
-        seqs.tables[slot, places] = NULL_BLOCK
-        seqs.hole_ends[slot] = end
-        tables.publisher.publish_at_most(slot, first)
-    blocks = np.concatenate(dropped)
-    rows, table_idx = (np.concatenate(parts) for parts in zip(*holes, strict=True))
-    owner.updates.append(TableUpdates(rows, seqs.ids[rows], table_idx, np.zeros(len(blocks), np.int32)))
-    owner.drop(tables.pool, blocks, until=owner.step_id - told_now)
-    tables.counters.num_retention_dropped_blocks += len(blocks)
+    def __init__(self, sequences: SequenceTable, publisher: Publisher, pool: BlockPool, counters: Counters) -> None:
+        self._sequences = sequences
+        self._publisher = publisher
+        self._pool = pool
+        self._counters = counters
+
+    def drop_outside(self, owner: SessionState, slots: Int64Array, *, told_now: bool) -> None:
+        """Drops the blocks wholly outside sink and window, as the committed lengths have it now.
+
+        told_now: the reply that tells is not written yet; else the session hears of it in its next one. The blocks wait for
+        the steps that were told of them. What may be shared of them is published first.
+        """
+        seqs, size = self._sequences, self._sequences.block_size
+        slots = slots[(seqs.num_window[slots] > 0) & (seqs.states[slots] == SequenceState.RUNNING)]
+        firsts, ends = -(-seqs.num_sink[slots] // size), (seqs.num_committed[slots] - seqs.num_window[slots]) // size
+        due = np.flatnonzero(ends > np.maximum(firsts, seqs.hole_ends[slots]))
+        if not len(due):
+            return
+        self._publisher.publish(told_now=owner if told_now else None)
+        dropped, holes = [], []
+        for slot, first, end in zip(slots[due].tolist(), firsts[due].tolist(), ends[due].tolist(), strict=True):
+            start = max(first, int(seqs.hole_ends[slot]))
+            places = start + np.flatnonzero(seqs.tables[slot, start:end])[::-1]  # deepest first
+            dropped.append(seqs.tables[slot, places])
+            holes.append((np.full(len(places), slot), places))
+            seqs.open_hole(slot, places, end)
+            self._publisher.publish_at_most(slot, first)
+        blocks = np.concatenate(dropped)
+        rows, table_idx = (np.concatenate(parts) for parts in zip(*holes, strict=True))
+        owner.updates.append(TableUpdates(rows, seqs.ids[rows], table_idx, np.zeros(len(blocks), np.int32)))
+        owner.drop_blocks(self._pool, blocks, until=owner.step_id - told_now)
+        self._counters.num_retention_dropped_blocks += len(blocks)
 
 
 def check_readable(retention: Retention | None, num_committed: int, first_token_idx: int, num_tokens: int) -> None:

@@ -1,26 +1,26 @@
 """The sequences of one pool, as columns.
 
-Owns what is known of each sequence: its three counters, its tokens and its block table, one row per slot. Rules: committed
-<= tokens, committed <= reserved, and a table of exactly ceil(reserved / block size) entries (R2). Columns instead of
-objects, because a step over a thousand sequences must be array work. Does not know who holds a block or why.
+Owns what is known of each sequence: its state, its three counters, its tokens and its block table, one row per slot. Other
+parts read the columns; only the methods here write them. Rules: committed <= tokens, committed <= reserved, and a table of
+exactly ceil(reserved / block size) entries (R2); a state follows another as transitions.py says. Columns instead of objects,
+because a step over a thousand sequences must be array work. Does not know who holds a block or why.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.service.rows import untouched
-
-from ..values.errors import InvalidField, UnknownSequence
 from ..values.pool_config import PoolConfig
+from ..values.rows import untouched
 from ..values.sequence_args import Retention
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
+from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
 class SequenceTable:
-    """Columns over slots. Rows of free slots hold leftovers; memory is touched only as far as rows are used."""
+    """One row per slot. Rows of free slots hold leftovers; memory is touched only as far as rows are used."""
 
     def __init__(self, config: PoolConfig) -> None:
         slots = config.max_sequences
@@ -38,7 +38,7 @@ class SequenceTable:
         self.num_reserved_before: Int32Array = np.zeros(slots, np.int32)
         self.last_reserve_step: Int64Array = np.zeros(slots, np.int64)
         self.num_prompt: Int32Array = np.zeros(slots, np.int32)
-        self.parent_ids: Int64Array = np.zeros(slots, np.int64)  # whom it was forked from; 0 when it was created
+        self.parent_ids: Int64Array = np.zeros(slots, np.int64)  # the sequence it was forked from; 0 when it was created
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
@@ -46,7 +46,7 @@ class SequenceTable:
         # What steps leave for later: accesses not counted (slots, when), tokens (slots, positions, tokens) not written yet.
         self._accessed: list[tuple[Int64Array, float]] = []
         self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
-        self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals; elder is smaller
+        self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
         self._last_access = np.zeros(slots, np.float64)
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
@@ -97,10 +97,10 @@ class SequenceTable:
         if len(self._accessed) == _MOST_NOTED:
             self.settle()
 
-    def note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
+    def _note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
         """Each of these distinct sequences gets one token at its position.
 
-        Written when somebody looks: a thousand rows are a thousand cache misses, and the engine need not wait for them.
+        Written at the next look: a thousand rows are a thousand cache misses, and the engine need not wait for them.
         """
         self._told.append((slots, positions, tokens))
         if len(self._told) == _MOST_NOTED:
@@ -121,7 +121,7 @@ class SequenceTable:
         return len(self._free_slots)
 
     @property
-    def some_run(self) -> bool:
+    def has_active(self) -> bool:
         """Whether any sequence holds blocks, or is about to."""
         return bool(((self.states == SequenceState.RUNNING) | (self.states == SequenceState.LOADING)).any())
 
@@ -129,31 +129,191 @@ class SequenceTable:
         """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def take_slot(self) -> int:
-        """A slot whose counters are all 0."""
-        self.settle()
-        slot = self._free_slots.pop()
-        for column in self._counters:
-            column[slot] = 0
-        self.may_copy[slot] = False
-        self.share_limits[slot] = _ALL
+    # Sequences come and go
+
+    def add(
+        self,
+        sequence_id: int,
+        owner_number: int,
+        root: int,
+        tokens: Int32Array,
+        *,
+        max_tokens: int,
+        priority: int,
+        start_number: int,
+        now: float,
+    ) -> int:
+        """A sequence that waits without blocks. Answers its slot; needs a free one."""
+        slot = self._take_slot()
+        self._enter(slot, SequenceState.WAITING)
+        self.ids[slot], self.owners[slot], self.roots[slot] = sequence_id, owner_number, root
+        self._tokens[slot, : len(tokens)] = tokens
+        self.num_tokens[slot] = self.num_prompt[slot] = len(tokens)
+        self.max_tokens[slot], self.priorities[slot] = max_tokens, priority
+        self.start_numbers[slot], self._last_access[slot] = start_number, now
         return slot
 
-    def touch(self, slot: int, now: float) -> None:
-        """A call or a read has named the sequence."""
-        self.num_accesses[slot] += 1
-        self.last_access[slot] = now
+    def add_fork(self, parent: int, child_id: int, num_tokens: int, now: float) -> int:
+        """A running sequence on the parent's first tokens and blocks, all committed. Answers its slot; needs a free one."""
+        child, num_blocks = self._take_slot(), self.num_blocks(num_tokens)
+        self._enter(child, SequenceState.RUNNING)
+        self.tables[child, :num_blocks] = self.tables[parent, :num_blocks]
+        self._tokens[child, :num_tokens] = self._tokens[parent, :num_tokens]
+        for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_prompt):
+            column[child] = num_tokens
+        for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
+            column[child] = column[parent]
+        self.start_numbers[child], self._last_access[child] = self.start_numbers[parent], now
+        self.ids[child], self.parent_ids[child] = child_id, self.ids[parent]
+        if self.num_window[parent]:
+            self.retain(child, int(self.num_sink[parent]), int(self.num_window[parent]))
+            if self.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
+                self.hole_ends[child], self.share_limits[child] = self.hole_ends[parent], self.share_limits[parent]
+        if num_tokens % self.block_size:
+            self.may_copy[[parent, child]] = True
+        return child
 
-    def free_slot(self, slot: int) -> None:
-        self.states[slot] = SequenceState.FREE_SLOT
+    def remove(self, slot: int) -> None:
+        """The sequence is released; its slot is free."""
+        self._enter(slot, SequenceState.FREE_SLOT)
         self.num_retaining -= int(self.num_window[slot] > 0)
         self._free_slots.append(slot)
 
+    # Starts and swaps
+
+    def place_start(
+        self, slot: int, hits: Int32Array, new_blocks: Int32Array, num_reserved: int, step_id: int, now: float
+    ) -> None:
+        """A waiting sequence gets its first blocks: those of its hit, then new ones."""
+        hit_len = len(hits) * self.block_size
+        self.tables[slot, : len(hits)] = hits
+        self.tables[slot, len(hits) : len(hits) + len(new_blocks)] = new_blocks
+        self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
+        self.settle()
+        self._num_accesses[slot] += 1
+        self._last_access[slot] = now
+
+    def set_hit(self, slot: int, hit_len: int) -> None:
+        """So many tokens of a start are there, and count as committed."""
+        for column in (self.num_committed, self.num_reserved_before, self.num_hit):
+            column[slot] = hit_len
+
+    def end_load(self, slot: int, hit_len: int, step_id: int) -> None:
+        """The loads of a start have ended; so much of its hit is there, and what was reserved counts from this step on."""
+        self.set_hit(slot, hit_len)
+        self.last_reserve_step[slot] = step_id
+
+    def run(self, slot: int) -> None:
+        """The sequence runs on its device blocks."""
+        self._enter(slot, SequenceState.RUNNING)
+        self.keeps_table[slot] = False
+
+    def begin_load(self, slot: int) -> None:
+        self._enter(slot, SequenceState.LOADING)
+
+    def swap_out(self, slot: int) -> None:
+        """The sequence is swapped out, and keeps its device blocks for now."""
+        self._enter(slot, SequenceState.SWAPPED)
+        self.keeps_table[slot] = True
+
+    def give_up_table(self, slot: int) -> None:
+        """The device blocks of a sequence that is swapped out are not its own any more."""
+        self.keeps_table[slot] = False
+
+    def fail_load(self, slot: int) -> None:
+        """The sequence stays in the host tier: a block of its swap-in could not be loaded."""
+        self._enter(slot, SequenceState.SWAPPED)
+
+    # Tokens and reservations
+
+    def append_tokens(self, slots: Int64Array, num_new: Int32Array, tokens: Int32Array, *, one_each: bool) -> None:
+        """Appends num_new[i] of the concatenated tokens to each sequence. one_each: every num_new is 1."""
+        known = self.num_tokens[slots]
+        if one_each:
+            self._note_tokens(slots, known, tokens)
+        else:
+            within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
+            self.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
+        self.num_tokens[slots] = known + num_new
+
+    def commit(self, slots: Int64Array, lens: Int32Array) -> None:
+        self.num_committed[slots] = lens
+
+    def grant(self, slots: Int64Array, held: Int32Array, wanted: Int32Array, step_id: int) -> None:
+        """A step reserves slots up to wanted [n], where held [n] were reserved before."""
+        self.num_reserved_before[slots] = held
+        self.num_reserved[slots] = wanted
+        self.last_reserve_step[slots] = step_id
+
+    def grant_one(self, slot: int, held: int, wanted: int, step_id: int) -> None:
+        """The same for one sequence. What it may write from now on is its own."""
+        if wanted > self.num_committed[slot]:
+            self.may_copy[slot] = False
+        self.num_reserved_before[slot] = held
+        self.num_reserved[slot] = wanted
+        self.last_reserve_step[slot] = step_id
+
+    def truncate(self, slot: int, num_tokens: int) -> None:
+        """No counter is above num_tokens any more. What is behind them may be shared."""
+        for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before):
+            column[slot] = min(int(column[slot]), num_tokens)
+        self.may_copy[slot] = True
+
+    def trim_reserved(self, slot: int, num_tokens: int) -> None:
+        """At most so many slots are reserved from now on."""
+        for column in (self.num_reserved, self.num_reserved_before):
+            column[slot] = min(int(column[slot]), num_tokens)
+
+    def set_priority(self, slot: int, priority: int) -> None:
+        self.priorities[slot] = priority
+
+    # Block tables
+
+    def set_blocks(self, slots: Int64Array, table_idx: Int64Array | Int32Array, blocks: Int32Array) -> None:
+        """One entry each: the block at table_idx[i] of slots[i] is blocks[i]."""
+        self.tables[slots, table_idx] = blocks
+
+    def set_run(self, slot: int, start: int, blocks: Int32Array) -> None:
+        """Consecutive entries of one table, from `start` on."""
+        self.tables[slot, start : start + len(blocks)] = blocks
+
+    def replace_blocks(self, slot: int, table_idx: Int64Array, blocks: Int32Array) -> None:
+        self.tables[slot, table_idx] = blocks
+
+    # What the index knows of a table
+
+    def note_published(self, slots: Int64Array, num_published: Int32Array) -> None:
+        """The index is about to name so many leading blocks [n] of each."""
+        self.num_published[slots] = num_published
+
+    def note_last_nodes(self, slots: Int64Array | int, nodes: Int32Array) -> None:
+        self.last_nodes[slots] = nodes
+
+    def set_published(self, slot: int, num_published: int, node: int) -> None:
+        """The index names so many leading blocks; the last of them is this node's, or the node is the root."""
+        self.num_published[slot], self.last_nodes[slot] = num_published, node
+
+    def unpublish(self, slots: Int64Array | int) -> None:
+        """The index knows nothing of these tables."""
+        self.num_published[slots] = 0
+        self.last_nodes[slots] = self.roots[slots]
+
+    def limit_sharing(self, slot: int, num_blocks: int) -> None:
+        """Blocks from this table index on are never shared."""
+        self.share_limits[slot] = min(int(self.share_limits[slot]), num_blocks)
+
+    # Retention
+
     def retain(self, slot: int, num_sink: int, num_window: int) -> None:
-        """From now on only so many leading and last tokens are kept. Whoever narrows it drops what is outside next."""
+        """From now on only so many leading and last tokens are kept. The caller drops what is outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
         self.close_hole(slot)
+
+    def open_hole(self, slot: int, table_idx: Int64Array, end: int) -> None:
+        """These entries are holes; the last hole ends before `end`."""
+        self.tables[slot, table_idx] = NULL_BLOCK
+        self.hole_ends[slot] = end
 
     def close_hole(self, slot: int) -> None:
         """No table entry is a hole any more."""
@@ -162,9 +322,25 @@ class SequenceTable:
             limit = int(self.num_sink[slot] + self.num_window[slot]) // self.block_size
             self.share_limits[slot] = min(limit, _ALL)
 
+    # Waiting for a prefix that is being computed, see inflight_prefix.py
+
+    def restart_waits(self, slot: int, found_len: int) -> None:
+        """The prefix that it could hit is longer than when it began to wait."""
+        self.waited_len[slot], self.num_waits[slot] = found_len, 0
+
+    def count_wait(self, slot: int) -> None:
+        self.num_waits[slot] += 1
+
+    # Rows, read
+
     def table(self, slot: int) -> Int32Array:
         """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole of retention; a view."""
         return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
+
+    def shown_table(self, slot: int) -> Int32Array:
+        """The table as its session sees it: a swapped sequence has none."""
+        table = self.table(slot)
+        return table[:0] if self.states[slot] == SequenceState.SWAPPED else table
 
     def held(self, slot: int) -> Int32Array:
         """The blocks that a table names, in order, without its holes."""
@@ -187,68 +363,18 @@ class SequenceTable:
         states = self.states
         return np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING) | self.keeps_table)
 
+    def _enter(self, slot: int, state: SequenceState) -> None:
+        """The one place that writes a state."""
+        before = SequenceState(int(self.states[slot]))
+        assert (before, state) in TRANSITIONS, f"a sequence goes from {before.name} to {state.name}"
+        self.states[slot] = state
 
-class IdMap:
-    """Sequence ids of one session to slots, looked up by the column.
-
-    A sorted array and a binary search: 1,024 look-ups cost 25 us where a dictionary costs 70, and a new id, usually the
-    largest, is appended.
-    """
-
-    def __init__(self) -> None:
-        self._ids: Int64Array = np.zeros(16, np.int64)
-        self._slots: Int64Array = np.zeros(16, np.int64)
-        self._size = 0
-        self._last_key = b""
-        self._last_slots: Int64Array = np.zeros(0, np.int64)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def find(self, ids: Int64Array, field: str) -> Int64Array:
-        """[n] slots of [n] distinct ids. Raises UnknownSequence with the first that is not there, or InvalidField.
-
-        Steps name the same sequences again and again, so the last answer is kept until the map changes.
-        """
-        key = ids.tobytes()
-        if key == self._last_key:
-            return self._last_slots
-        at = np.searchsorted(self._ids[: self._size], ids)
-        there = self._ids.take(at, mode="clip") == ids
-        there &= at < self._size
-        if not there.all():
-            unknown = int(ids[int(np.argmin(there))])
-            raise UnknownSequence(f"no sequence {unknown} in this session", sequence_id=unknown)
-        if len(ids) > 1 and int(np.bincount(at).max()) > 1:
-            raise InvalidField(f"{field} names a sequence twice", field=field)
-        self._last_key, self._last_slots = key, self._slots[at]
-        return self._last_slots
-
-    def get(self, sequence_id: int) -> int | None:
-        at = int(np.searchsorted(self._ids[: self._size], sequence_id))
-        return int(self._slots[at]) if at < self._size and self._ids[at] == sequence_id else None
-
-    def add(self, sequence_id: int, slot: int) -> None:
-        if self._size == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
-        at = int(np.searchsorted(self._ids[: self._size], sequence_id))
-        self._ids[at + 1 : self._size + 1] = self._ids[at : self._size]
-        self._slots[at + 1 : self._size + 1] = self._slots[at : self._size]
-        self._ids[at], self._slots[at] = sequence_id, slot
-        self._size += 1
-        self._forget_last()
-
-    def remove(self, sequence_id: int) -> None:
-        at = int(np.searchsorted(self._ids[: self._size], sequence_id))
-        self._ids[at : self._size - 1] = self._ids[at + 1 : self._size]
-        self._slots[at : self._size - 1] = self._slots[at + 1 : self._size]
-        self._size -= 1
-        self._forget_last()
-
-    def items(self) -> tuple[Int64Array, Int64Array]:
-        """([n] ids ascending, [n] slots)."""
-        return self._ids[: self._size].copy(), self._slots[: self._size].copy()
-
-    def _forget_last(self) -> None:
-        self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
+    def _take_slot(self) -> int:
+        """A slot whose counters are all 0."""
+        self.settle()
+        slot = self._free_slots.pop()
+        for column in self._counters:
+            column[slot] = 0
+        self.may_copy[slot] = False
+        self.share_limits[slot] = _ALL
+        return slot

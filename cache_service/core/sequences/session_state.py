@@ -13,11 +13,11 @@ import numpy as np
 
 from ..blocks.block_pool import BlockPool
 from ..values.types import Executor, Int32Array, Int64Array, SessionId
-from .sequence_table import IdMap
+from .id_map import IdMap
 
 
 class TableUpdates(NamedTuple):
-    """Table entries that were replaced behind the session's back; columns of equal length."""
+    """Table entries that were replaced without the session knowing; columns of equal length."""
 
     slots: Int64Array
     sequence_ids: Int64Array
@@ -34,7 +34,7 @@ class HeldLogits(NamedTuple):
 
 @dataclass(slots=True)
 class SessionState:
-    """step_id: the last step applied; completed_step_id: all device work up to it has finished."""
+    """One session in one pool. step_id: the last step applied; completed_step_id: all device work up to it has finished."""
 
     number: int
     session: SessionId
@@ -48,7 +48,7 @@ class SessionState:
     logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
     updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
 
-    def drop(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
+    def drop_blocks(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
         """Gives up one reference per entry; nothing of it is reused before step `until` has completed."""
         fenced = until > self.completed_step_id
         pool.drop(blocks, fenced=fenced)
@@ -56,12 +56,12 @@ class SessionState:
             assert not self.fences or self.fences[-1][0] <= until, "fences out of order"
             self.fences.append((until, blocks))
 
-    def copy(self, pool: BlockPool, destinations: Int32Array) -> None:
+    def note_copies(self, pool: BlockPool, destinations: Int32Array) -> None:
         """The step being applied tells the session to fill these blocks, which only its own sequences hold."""
         pool.is_filling[destinations] = True
         self.copies.append((self.step_id, destinations))
 
-    def complete(self, pool: BlockPool, step_id: int) -> None:
+    def complete_steps(self, pool: BlockPool, step_id: int) -> None:
         """All device work up to step_id has finished; a lower id than before changes nothing."""
         self.completed_step_id = max(self.completed_step_id, step_id)
         while self.copies and self.copies[0][0] <= self.completed_step_id:

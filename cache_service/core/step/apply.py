@@ -1,36 +1,60 @@
 """The steps of one pool.
 
-Owns the order of things: a step is decided by validate.py and then applied by lifecycle.py and sequence_swap.py, list by list,
-as the protocol says. Who may call, and whether a call is a repeat, is lease.py's.
+Owns the order of things: a step is decided by validate.py and then applied by the parts in tables/ and tiers/, list by list, as
+the protocol says. Which session may call, and whether a call is a repeat, is lease.py's.
 """
 
 import numpy as np
 
-from ..calls.create import CreateCalls
+from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..tables.inflight_prefix import computing_len
-from ..tables.table_base import Grants, StepLog
+from ..tables.inflight_prefix import InflightPrefixes
+from ..tables.lifecycle import SequenceLifecycle
+from ..tables.reserve import Reservations
+from ..tables.start import SequenceStarter
+from ..tables.step_log import Grants, StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
-from .reply import int32_of, step_reply, with_moves
+from .reply import StepOutcome, int32_of, step_reply, with_moves
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
 
 
-class StepApplier(CreateCalls):
-    """See the module."""
+class StepApplier:
+    """Applies the steps of one pool."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        lifecycle: SequenceLifecycle,
+        reservations: Reservations,
+        starter: SequenceStarter,
+        inflight: InflightPrefixes,
+        swapper: SequenceSwapper | None,
+    ) -> None:
+        self._state = state
+        self._sequences = state.sequences
+        self._pool = state.pool
+        self._claims = state.claims
+        self._publisher = state.publisher
+        self._counters = state.counters
+        self._lifecycle = lifecycle
+        self._reservations = reservations
+        self._starter = starter
+        self._inflight = inflight
+        self._swapper = swapper
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply."""
-        owner = self._owner(session)
-        plan = check_step(self.tables.sequences, owner, batch)
+        owner = self._state.session(session)
+        plan = check_step(self._sequences, owner, batch)
         if len(batch.completed_transfers) or len(batch.failed_transfers):
             self._check_report(owner, batch.completed_transfers, batch.failed_transfers)
         owner.step_id = batch.step_id
-        owner.complete(self.tables.pool, batch.completed_step_id)
+        owner.complete_steps(self._pool, batch.completed_step_id)
         return self._apply(owner, batch, plan)
 
     def complete(
@@ -41,16 +65,17 @@ class StepApplier(CreateCalls):
         failed_transfers: Int64Array = NO_INT64,
     ) -> None:
         """All device work of the session up to this step has finished, and these orders have ended. Raises InvalidField."""
-        owner = self._owner(session)
+        owner = self._state.session(session)
         if len(completed_transfers) or len(failed_transfers):
-            self._check_report(owner, completed_transfers, failed_transfers).report(completed_transfers, failed_transfers)
-            self.revision += 1
-        owner.complete(self.tables.pool, completed_step_id)
-        self._note_change()
+            swapper = self._check_report(owner, completed_transfers, failed_transfers)
+            swapper.report_orders(completed_transfers, failed_transfers)
+            self._state.revision += 1
+        owner.complete_steps(self._pool, completed_step_id)
+        self._state.update_pressure()
 
     def _check_report(self, owner: SessionState, completed: Int64Array, failed: Int64Array) -> SequenceSwapper:
-        """Who takes a report of orders, which is lawful. Raises InvalidField."""
-        swapper = self.tables.swapper
+        """The part that takes a report of orders, which is lawful. Raises InvalidField."""
+        swapper = self._swapper
         if swapper is None:
             field = "completed_transfer_ids" if len(completed) else "failed_transfer_ids"
             raise InvalidField("no transfer order was ever issued", field=field)
@@ -58,28 +83,26 @@ class StepApplier(CreateCalls):
         return swapper
 
     def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
-        tables, log = self.tables, StepLog()
-        self.revision += 1
-        tables.claims.now = self.now
-        if tables.claims.claims:
-            tables.claims.pass_time(self.now)
-        tables.counters.num_steps += 1
+        state, claims, swapper, log = self._state, self._claims, self._swapper, StepLog()
+        state.revision += 1
+        if claims.claims:
+            claims.forget_stale()
+        self._counters.num_steps += 1
         forks: list[ItemResult] = []
         starts: list[StartResult] = []
         refused: set[int] = set()
         swap_outs = swap_ins = NO_INT32
-        swapper = tables.swapper
         if swapper is not None:
-            swapper.begin(owner, log.orders)
+            swapper.begin_call(owner, log.orders)
             if len(batch.completed_transfers) or len(batch.failed_transfers):
-                swapper.report(batch.completed_transfers, batch.failed_transfers)
+                swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
             if swapper.arrived:
-                log.ready.extend(swapper.wake(owner))
+                log.ready.extend(swapper.conclude_arrived(owner))
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            tables.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
+            self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         if plan.needs_published:
-            tables.publisher.publish(told_now=owner)
+            self._publisher.publish(told_now=owner)
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
             self._tell_updates(owner, log)
         if len(batch.fork_children):
@@ -87,36 +110,38 @@ class StepApplier(CreateCalls):
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             slot = owner.ids.get(sequence_id)
             if slot is not None:
-                tables.truncate(owner, slot, num_tokens)
+                self._lifecycle.truncate(owner, slot, num_tokens)
         if len(batch.release_ids):
             slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
-            tables.release(owner, [slot for slot in slots if slot is not None])
+            self._lifecycle.release(owner, [slot for slot in slots if slot is not None])
         if has_swaps(batch):
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
             starts = self._start_all(owner, log, batch, plan)
         grants = self._reserve_all(owner, log, batch, plan, refused)
         if log.copy_destinations:
-            owner.copy(tables.pool, int32_of(log.copy_destinations))
+            owner.note_copies(self._pool, int32_of(log.copy_destinations))
         if swapper is not None:
-            swapper.finish(owner)
+            swapper.finish_call(owner)
         num_give_back = 0
-        if tables.claims.claims:
-            tables.claims.end_step(owner)
-            num_give_back = tables.claims.num_give_back(owner)
-        pressure = self._note_change()
+        if claims.claims:
+            claims.forget_unrepeated(owner)
+            num_give_back = claims.reclaim_hint(owner)
+        pressure = state.update_pressure()
         reply = step_reply(
-            *(tables, log, plan, forks, starts, grants),
+            self._sequences,
+            self._pool,
+            StepOutcome(log, plan, forks, starts, grants),
             num_give_back=num_give_back,
             pressure=pressure,
-            revision=self.revision,
+            revision=state.revision,
         )
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])
             reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
         if log.orders or log.ready or has_swaps(batch):
-            reply = with_moves(reply, tables.sequences, owner, log, swap_outs, swap_ins)
+            reply = with_moves(reply, self._sequences, owner, log, swap_outs, swap_ins)
         return reply
 
     def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
@@ -127,17 +152,17 @@ class StepApplier(CreateCalls):
             batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
         ):
             parent = owner.ids.get(parent_id)
-            if parent is None or not self.tables.sequences.num_free_slots:
+            if parent is None or not self._sequences.num_free_slots:
                 refused.add(child_id)
                 results.append(ItemResult.NO_ROOM)
                 continue
-            self.tables.fork(parent, child_id, owner, num_tokens)
+            self._lifecycle.fork(parent, child_id, owner, num_tokens)
             results.append(ItemResult.OK)
         return results, refused
 
     def _tell_updates(self, owner: SessionState, log: StepLog) -> None:
         """Table entries replaced by publishing since the last reply, but for those that have changed again."""
-        seqs = self.tables.sequences
+        seqs = self._sequences
         for slots, ids, table_idx, blocks in owner.updates:
             holds = (seqs.ids[slots] == ids) & (seqs.owners[slots] == owner.number)
             holds &= (seqs.states[slots] == SequenceState.RUNNING) & (table_idx * seqs.block_size < seqs.num_reserved[slots])
@@ -148,18 +173,18 @@ class StepApplier(CreateCalls):
         owner.updates.clear()
 
     def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
-        if not self.tables.start(owner, log, slot, max_hit, max_new, num_spare=self._num_spare()):
+        if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare()):
             return StartResult.NO_ROOM
-        if self.tables.sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
+        if self._sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
             return StartResult.LOADING
         return StartResult.STARTED
 
     def _load_now(self, owner: SessionState, log: StepLog, slot: int) -> bool:
         """Whether a sequence that was to load runs already, because its orders are run before the answer."""
-        swapper = self.tables.swapper
+        swapper = self._swapper
         assert swapper is not None, "a load without a host tier"
         swapper.run_now(owner)
-        woken = swapper.wake(owner)
+        woken = swapper.conclude_arrived(owner)
         log.ready.extend(other for other in woken if other != slot)
         return slot in woken
 
@@ -168,7 +193,7 @@ class StepApplier(CreateCalls):
 
         A child whose fork was refused has no slot: there was no room for it, and there is none for its swaps.
         """
-        swapper, states = self.tables.swapper, self.tables.sequences.states
+        swapper, states = self._swapper, self._sequences.states
         outs: list[ItemResult] = []
         ins: list[ItemResult] = []
         for slot in map(owner.ids.get, batch.swap_out_ids.tolist()):
@@ -192,29 +217,28 @@ class StepApplier(CreateCalls):
         return int32_of(outs), int32_of(ins)
 
     def _swap_in(self, owner: SessionState, swapper: SequenceSwapper, slot: int) -> bool:
-        """A swap-in claims as a start does, and leaves alone what is kept for elder sequences."""
-        claims, num_apart = self.tables.claims, self._num_spare()
+        """A swap-in claims as a start does, and leaves alone what is reserved for earlier arrivals."""
+        claims, num_apart = self._claims, self._state.num_spare()
         num_kept = claims.num_kept_from(slot) if claims.claims else 0
-        # Blocks that are still on their way out would only be taken back; an elder sequence that misses some has them first.
-        is_owed = num_kept > self.tables.pool.num_available and bool(self.tables.sequences.keeps_table[slot])
-        done = not is_owed and swapper.swap_in(owner, slot, num_apart + num_kept)
+        # Do not cancel a swap-out while an earlier arrival waits for its blocks.
+        is_awaited = num_kept > self._pool.num_available and bool(self._sequences.keeps_table[slot])
+        done = not is_awaited and swapper.swap_in(owner, slot, num_apart + num_kept)
         if done:
-            claims.forget(slot)
+            claims.forget_claim(slot)
         else:
             num_missing, num_room = swapper.shortage_in(owner, slot, num_apart)
-            claims.refuse(owner, slot, max(1, num_missing + self.tables.pool.num_available - num_room))
+            claims.add_claim(owner, slot, max(1, num_missing + self._pool.num_available - num_room))
         return done
 
     def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
-        tables = self.tables
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
-        owners = {other.number: other for other in self._owners.values()} if may_wait.any() else {}
+        owners = {other.number: other for other in self._state.sessions.values()} if may_wait.any() else {}
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            if waits and (length := computing_len(tables, slot, max_hit, owners)):
-                tables.claims.forget(slot)  # it is not for want of blocks that it waits
-                tables.counters.num_computing_answers += 1
+            if waits and (length := self._inflight.length_to_come(slot, max_hit, owners)):
+                self._claims.forget_claim(slot)  # it is not for want of blocks that it waits
+                self._counters.num_computing_answers += 1
                 log.computing_lens[slot] = length
                 results.append(StartResult.COMPUTING)
             else:
@@ -225,10 +249,10 @@ class StepApplier(CreateCalls):
         if not len(batch.reserve_ids):
             return _NO_GRANTS
         if plan.reserve_slots is not None:
-            return self.tables.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
+            return self._reservations.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
         there = np.array([sequence_id not in refused for sequence_id in batch.reserve_ids.tolist()])
         slots = owner.ids.find(batch.reserve_ids[there], "reserve_sequence_ids")
-        grants = self.tables.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
+        grants = self._reservations.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
         reserved = np.zeros(len(there), np.int32)
         reserved[there] = grants.reserved
         return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)

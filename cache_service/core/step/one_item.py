@@ -2,31 +2,58 @@
 
 import numpy as np
 
+from ..pool_state import PoolState
 from ..sequences.retention import span
 from ..sequences.session_state import SessionState
-from ..tables.table_base import StepLog
+from ..sequences.transitions import wrong_state
+from ..tables.prefix_lookup import PrefixLookup
+from ..tables.reserve import Reservations
+from ..tables.start import SequenceStarter
+from ..tables.step_log import StepLog
+from ..tiers.sequence_swap import SequenceSwapper
 from ..values.copies import Copies
 from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import Int32Array, ItemResult, SequenceState, SessionId
 from .apply import StepApplier
 from .reply import copies_from, copies_of
-from .validate import too_long, wrong_state
+from .validate import too_long
 
 _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
            "truncate_num_tokens": "num_tokens", "reserve_max_tokens": "num_tokens"}  # fmt: skip
 
 
-class OneItemCalls(StepApplier):
-    """See the module."""
+class OneItemCalls:
+    """The one-item calls of one pool."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        steps: StepApplier,
+        lookup: PrefixLookup,
+        starter: SequenceStarter,
+        reservations: Reservations,
+        swapper: SequenceSwapper | None,
+    ) -> None:
+        self._state = state
+        self._sequences = state.sequences
+        self._pool = state.pool
+        self._blocks_left = state.blocks_left
+        self._claims = state.claims
+        self._counters = state.counters
+        self._steps = steps
+        self._lookup = lookup
+        self._starter = starter
+        self._reservations = reservations
+        self._swapper = swapper
 
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
         """Reserves up to num_tokens, starting a waiting sequence first; all or nothing.
 
         Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
         """
-        owner, slot = self._find(session, sequence_id)
-        seqs = self.tables.sequences
+        owner, slot = self._state.find_sequence(session, sequence_id)
+        seqs = self._sequences
         if num_tokens < 1:
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:
@@ -41,17 +68,17 @@ class OneItemCalls(StepApplier):
             )
             if reply.reserve_reserved[0] >= num_tokens:
                 return copies_of(reply)
-            self.tables.claims.forget(slot)  # what is refused with an error leaves no trace
+            self._claims.forget_claim(slot)  # what is refused with an error leaves no trace
         elif seqs.states[slot] != SequenceState.WAITING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
             log, owner.is_one_item = StepLog(), True
-            self.tables.claims.pass_time(self.now)
+            self._claims.forget_stale()
             max_hit = num_tokens if look_up else 0
             if self._start_exactly(owner, log, slot, max_hit, num_tokens):
-                self.revision += 1
-                self.tables.counters.num_steps += 1
-                self._note_change()
+                self._state.revision += 1
+                self._counters.num_steps += 1
+                self._state.update_pressure()
                 return copies_from(log.copy_sources, log.copy_destinations, log.orders)
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
@@ -60,13 +87,13 @@ class OneItemCalls(StepApplier):
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
     ) -> None:
         """Appends token ids, which stand at first_token_idx, and commits. What is stored already is not stored twice."""
-        owner, slot = self._find(session, sequence_id)
-        seqs = self.tables.sequences
+        owner, slot = self._state.find_sequence(session, sequence_id)
+        seqs = self._sequences
         known = int(seqs.num_tokens[slot])
         repeated = token_ids[: max(known - first_token_idx, 0)]
         stored = seqs.tokens[slot, first_token_idx : first_token_idx + len(repeated)]
         if not 0 <= first_token_idx <= known or not np.array_equal(repeated, stored):
-            raise InvalidField(f"{known} tokens are stored, and other ones", field="first_token_idx", limit=known)
+            raise InvalidField(f"the tokens differ from the {known} already stored", field="first_token_idx", limit=known)
         new = token_ids[len(repeated) :]
         if len(new) == 0 and num_tokens <= seqs.num_committed[slot]:
             return
@@ -80,8 +107,8 @@ class OneItemCalls(StepApplier):
 
     def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int | None) -> None:
         """Shares the parent's first tokens, by default all committed ones. The same fork again changes nothing."""
-        owner, parent = self._find(session, parent_id)
-        seqs = self.tables.sequences
+        owner, parent = self._state.find_sequence(session, parent_id)
+        seqs = self._sequences
         num_tokens = num_tokens or int(seqs.num_committed[parent])
         child = owner.ids.get(child_id)
         if child is not None:
@@ -97,82 +124,82 @@ class OneItemCalls(StepApplier):
             fork_lens=np.array([num_tokens], np.int32),
         )
         if reply.fork_results[0] == ItemResult.NO_ROOM:
-            limit = self.config.max_sequences
+            limit = self._state.config.max_sequences
             raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
 
     def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
         """Cuts to num_tokens, 1 or more, and gives back the blocks behind."""
-        owner, _ = self._find(session, sequence_id)
+        owner, _ = self._state.find_sequence(session, sequence_id)
         lens = np.array([num_tokens], np.int32)
         self._step_once(owner, truncate_ids=np.array([sequence_id]), truncate_lens=lens)
 
     def release(self, session: SessionId, sequence_id: int) -> int:
         """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
-        owner, slot = self._find(session, sequence_id)
-        table = self.tables.shown_table(slot)
-        alone = int(np.count_nonzero(self.tables.pool.ref_counts[table[table > 0]] == 1))
+        owner, slot = self._state.find_sequence(session, sequence_id)
+        table = self._sequences.shown_table(slot)
+        num_alone = self._blocks_left.num_held_once(table[table > 0])
         self._step_once(owner, release_ids=np.array([sequence_id]))
-        return alone
+        return num_alone
 
     def swap_out(self, session: SessionId, sequence_id: int) -> Copies:
         """Moves a sequence to the host tier; one that is there stays there. Raises OutOfHostBlocks, which changes nothing."""
-        owner, slot = self._find(session, sequence_id)
+        owner, slot = self._state.find_sequence(session, sequence_id)
         reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
         if reply.swap_out_results[0] == ItemResult.NO_ROOM:
-            swapper = self.tables.swapper
-            num_blocks = np.count_nonzero(self.tables.sequences.table(slot))
+            swapper = self._swapper
+            num_blocks = np.count_nonzero(self._sequences.table(slot))
             requested, available = swapper.shortage(owner, slot) if swapper is not None else (int(num_blocks), 0)
             raise OutOfHostBlocks(f"{requested} host blocks, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
 
     def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
         """Moves a sequence back to the device; one that is there stays. Raises OutOfBlocks, which changes nothing."""
-        owner, slot = self._find(session, sequence_id)
+        owner, slot = self._state.find_sequence(session, sequence_id)
         reply = self._step_once(owner, swap_in_ids=np.array([sequence_id]))
         if reply.swap_in_results[0] == ItemResult.NO_ROOM:
-            swapper = self.tables.swapper
+            swapper = self._swapper
             assert swapper is not None, "a swapped sequence without a host tier"
-            claims = self.tables.claims
-            claims.forget(slot)  # what is refused with an error leaves no trace
-            requested, room = swapper.shortage_in(owner, slot, self._num_spare() + claims.num_kept_from(slot))
+            claims = self._claims
+            claims.forget_claim(slot)  # what is refused with an error leaves no trace
+            requested, room = swapper.shortage_in(owner, slot, self._state.num_spare() + claims.num_kept_from(slot))
             available = max(room, 0)
             raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
         return copies_of(reply)
 
     def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
-        seqs, pool = self.tables.sequences, self.tables.pool
+        seqs, pool = self._sequences, self._pool
         num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
         if seqs.states[slot] == SequenceState.RUNNING:
-            num_room = max(0, pool.num_available - self.tables.claims.num_kept_from(slot))
-            return num_needed + len(self.tables.copies_due(owner, slot, num_tokens)), num_room
-        hits = self.tables.index.block_of_node[self.tables.match(slot, num_tokens if look_up else 0)]
+            num_room = max(0, pool.num_available - self._claims.num_kept_from(slot))
+            return num_needed + len(self._reservations.copies_due(owner, slot, num_tokens)), num_room
+        hits = self._state.index.block_of_node[self._lookup.match_sequence(slot, num_tokens if look_up else 0)]
         hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
-        if self.tables.claims.is_younger(slot):
+        if self._claims.is_later(slot):
             return num_needed - len(hits), 0
-        return num_needed - len(hits), max(0, pool.num_available - pool.num_revived(hits) - self._num_spare())
+        return num_needed - len(hits), max(0, self._blocks_left.beside(hits, self._state.num_spare()))
 
     def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
-        """Starts a waiting sequence; what it hits in the host tier is loaded by whoever runs the copies of this call."""
-        swapper = self.tables.swapper
+        """Starts a waiting sequence; what it hits in the host tier is loaded by the copies of this call."""
+        swapper = self._swapper
         if swapper is not None:
-            swapper.begin(owner, log.orders)
-        started = self.tables.start(owner, log, slot, max_hit, 0, num_spare=self._num_spare(), exactly=num_tokens)
+            swapper.begin_call(owner, log.orders)
+        started = self._starter.start(owner, log, slot, max_hit, 0, num_spare=self._state.num_spare(), exactly=num_tokens)
         if swapper is not None:
-            swapper.finish(owner)
-            swapper.wake(owner)
+            swapper.finish_call(owner)
+            swapper.conclude_arrived(owner)
         return started
 
     def _step_once(self, owner: SessionState, **columns: np.ndarray) -> StepReply:
         owner.is_one_item = True
         step_id = owner.step_id + 1
         try:
-            reply = self.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
+            reply = self._steps.step(owner.session, StepBatch(step_id, step_id - 1, **columns))
         except InvalidField as error:  # names a column of the step, where the call has a field
             error.metadata["field"] = _FIELDS.get(error.metadata["field"], error.metadata["field"])
             raise
-        self._publish()
-        owner.updates.clear()  # whoever asks is shown the table itself
-        owner.complete(self.tables.pool, step_id)
-        self._note_change()
+        self._state.publish()
+        owner.updates.clear()  # the session is shown the table itself
+        owner.complete_steps(self._pool, step_id)
+        self._state.update_pressure()
         return reply

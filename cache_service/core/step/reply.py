@@ -1,13 +1,14 @@
 """The reply of a step, as columns, from what the step did."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from ..blocks.block_pool import BlockPool
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
-from ..tables.lifecycle import SequenceLifecycle
-from ..tables.table_base import Grants, StepLog
+from ..tables.step_log import Grants, StepLog
 from ..tiers.transfers import TransferOrder
 from ..values.copies import Copies
 from ..values.step_columns import StepReply
@@ -15,20 +16,21 @@ from ..values.types import NO_INT32, NO_INT64, Int32Array, ItemResult, PressureL
 from .validate import StepPlan
 
 
+class StepOutcome(NamedTuple):
+    """What the items of a step came to."""
+
+    log: StepLog
+    plan: StepPlan
+    forks: list[ItemResult]
+    starts: list[StartResult]
+    grants: Grants
+
+
 def step_reply(
-    tables_of: SequenceLifecycle,
-    log: StepLog,
-    plan: StepPlan,
-    forks: list[ItemResult],
-    starts: list[StartResult],
-    grants: Grants,
-    *,
-    num_give_back: int,
-    pressure: PressureLevel,
-    revision: int,
+    seqs: SequenceTable, pool: BlockPool, outcome: StepOutcome, *, num_give_back: int, pressure: PressureLevel, revision: int
 ) -> StepReply:
     """The reply of most steps."""
-    seqs, pool = tables_of.sequences, tables_of.pool
+    log, plan, forks, starts, grants = outcome
     # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
     tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32

@@ -14,7 +14,8 @@ import numpy as np
 from ..sequences.retention import Span, span
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
-from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence, WrongState
+from ..sequences.transitions import wrong_state
+from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence
 from ..values.step_columns import StepBatch
 from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState
 
@@ -76,9 +77,10 @@ def has_swaps(batch: StepBatch) -> bool:
     return len(batch.swap_out_ids) > 0 or len(batch.swap_in_ids) > 0
 
 
-def wrong_state(sequence_id: int, state: int) -> WrongState:
-    name = SequenceState(state).name
-    return WrongState(f"sequence {sequence_id} is {name}", sequence_id=sequence_id, state=name)
+def check_id(sequence_id: int, field: str) -> SequenceId:
+    if not 1 <= sequence_id <= MAX_ID:
+        raise InvalidField("a sequence id is 1 to 2^53 - 1", field=field, limit=MAX_ID)
+    return SequenceId(sequence_id)
 
 
 def too_long(field: str, limit: int) -> InvalidField:
@@ -293,12 +295,6 @@ def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, c
         for row in np.flatnonzero(commit_slots == slots[at]).tolist():
             gone = gone.after_commit(int(batch.commit_lens[row]), sequences.block_size)
         gone.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
-
-
-def check_id(sequence_id: int, field: str) -> SequenceId:
-    if not 1 <= sequence_id <= MAX_ID:
-        raise InvalidField("a sequence id is 1 to 2^53 - 1", field=field, limit=MAX_ID)
-    return SequenceId(sequence_id)
 
 
 def _check_lengths(batch: StepBatch) -> None:

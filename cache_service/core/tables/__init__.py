@@ -1,4 +1,4 @@
-"""What the items of a step do to block tables: commit, fork, truncate, release, reserve and start.
+"""What the items of a step do to block tables: look up, start, reserve, commit, fork, truncate, release.
 
-Every operation takes lawful items and cannot fail.
+Every operation takes lawful items and cannot fail. Each file is a part over PoolState. May import tiers, pool_state and below.
 """

@@ -10,53 +10,62 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..values.types import SequenceState
-from .lifecycle import SequenceLifecycle
+from .prefix_lookup import PrefixLookup
 
 MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed
 
 
-def computing_len(tables: SequenceLifecycle, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
-    """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
+class InflightPrefixes:
+    """The prefixes of one pool that running sequences are about to publish."""
 
-    0 where that is no more than it could hit now, with max_hit as the most that it takes, or where it has waited long enough.
-    owners: by number, those whose sessions live; others will commit no more.
-    """
-    seqs, size = tables.sequences, tables.sequences.block_size
-    start = len(tables.match(slot, max_hit)) * size
-    end = min(min(max_hit, int(seqs.num_tokens[slot]) - 1) // size, int(seqs.share_limits[slot])) * size
-    if end <= start or not tables.prefix_caching:
-        return 0
-    if start > seqs.waited_len[slot]:  # what it waited for has come, as far as that
-        seqs.waited_len[slot], seqs.num_waits[slot] = start, 0
-    if seqs.num_waits[slot] >= MOST_WAITS:
-        return 0
-    lens = np.minimum(np.minimum(seqs.num_tokens, seqs.num_reserved), seqs.share_limits.astype(np.int64) * size)
-    rivals = np.flatnonzero((seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size))
-    next_blocks = seqs.tokens[rivals, start : start + size]
-    longest = 0
-    for rival in rivals[(next_blocks == seqs.tokens[slot, start : start + size]).all(1)].tolist():
-        owner = owners.get(int(seqs.owners[rival]))
-        if owner is None or not _will_publish(tables, owner, rival, int(lens[rival])):
-            continue
-        known = min(int(lens[rival]), end)
-        differ = np.flatnonzero(seqs.tokens[rival, :known] != seqs.tokens[slot, :known])
-        num_common = (int(differ[0]) if len(differ) else known) // size * size
-        longest = max(longest, num_common)
-    if longest <= start or longest < tables.min_prefix_tokens:
-        return 0
-    seqs.num_waits[slot] += 1
-    return longest
+    def __init__(self, state: PoolState, lookup: PrefixLookup) -> None:
+        self._sequences = state.sequences
+        self._publisher = state.publisher
+        self._lookup = lookup
 
+    def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
+        """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
 
-def _will_publish(tables: SequenceLifecycle, owner: SessionState, rival: int, length: int) -> bool:
-    """Whether so many tokens of the running sequence are to be expected in the index.
+        0 where that is no more than it could hit now, with max_hit as the most that it takes, or where it has waited long
+        enough. owners: by number, those whose sessions live; others will commit no more.
+        """
+        seqs, size = self._sequences, self._sequences.block_size
+        start = len(self._lookup.match_sequence(slot, max_hit)) * size
+        end = min(min(max_hit, int(seqs.num_tokens[slot]) - 1) // size, int(seqs.share_limits[slot])) * size
+        if end <= start or not self._lookup.is_on:
+            return 0
+        if start > seqs.waited_len[slot]:  # what it waited for has come, as far as that
+            seqs.restart_waits(slot, start)
+        if seqs.num_waits[slot] >= MOST_WAITS:
+            return 0
+        lens = np.minimum(np.minimum(seqs.num_tokens, seqs.num_reserved), seqs.share_limits.astype(np.int64) * size)
+        is_long = (seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size)
+        rivals = np.flatnonzero(is_long)
+        next_blocks = seqs.tokens[rivals, start : start + size]
+        longest = 0
+        for rival in rivals[(next_blocks == seqs.tokens[slot, start : start + size]).all(1)].tolist():
+            owner = owners.get(int(seqs.owners[rival]))
+            if owner is None or not self._will_publish(owner, rival, int(lens[rival])):
+                continue
+            known = min(int(lens[rival]), end)
+            differ = np.flatnonzero(seqs.tokens[rival, :known] != seqs.tokens[slot, :known])
+            num_common = (int(differ[0]) if len(differ) else known) // size * size
+            longest = max(longest, num_common)
+        if longest <= start or longest < self._lookup.min_tokens:
+            return 0
+        seqs.count_wait(slot)
+        return longest
 
-    One-item calls do not say what is under way: what was granted with them may be committed any time.
-    """
-    seqs = tables.sequences
-    if seqs.num_committed[rival] >= length:
-        return tables.publisher.is_waiting(rival)
-    return owner.is_one_item or owner.step_id - int(seqs.last_reserve_step[rival]) < _STEPS_TO_COMMIT
+    def _will_publish(self, owner: SessionState, rival: int, length: int) -> bool:
+        """Whether so many tokens of the running sequence are to be expected in the index.
+
+        One-item calls do not say what is under way: what was granted with them may be committed any time.
+        """
+        seqs = self._sequences
+        if seqs.num_committed[rival] >= length:
+            return self._publisher.is_waiting(rival)
+        return owner.is_one_item or owner.step_id - int(seqs.last_reserve_step[rival]) < _STEPS_TO_COMMIT

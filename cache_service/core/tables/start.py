@@ -1,16 +1,33 @@
 """How a waiting sequence gets its first blocks: look-up, hold and first reservation as one decision.
 
-Rules: at least one token is left to compute, unless stored logits stand for it (R4); what must be left alone is left alone (the
-watermark, and what elder sequences are owed); pins give way to a sequence that runs alone; all or nothing.
+Rules: blocks that must be left alone are left alone (the watermark, and those reserved for an earlier arrival); pins give way
+to a sequence that runs alone; all or nothing (R7).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
+from ..pool_state import PoolState
 from ..sequences.session_state import HeldLogits, SessionState
-from ..values.types import NO_INT32, Int32Array, SequenceState
-from .table_base import StepLog, TableBase
+from ..tiers.sequence_swap import SequenceSwapper
+from ..tiers.transfers import TransferOrder
+from ..values.types import NO_INT32, Int32Array
+from .prefix_lookup import PrefixLookup
+from .step_log import StepLog
+
+
+class Hit(NamedTuple):
+    """What a start finds: nodes and their blocks [n], 0 for one to be loaded.
+
+    joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
+    whole prompt, where no token is left to compute.
+    """
+
+    nodes: Int32Array
+    blocks: Int32Array
+    joined: list[tuple[TransferOrder, int]] | None
+    logits: bytes | None
 
 
 class Fit(NamedTuple):
@@ -25,44 +42,22 @@ class Fit(NamedTuple):
     num_wanted: int
 
 
-class SequenceStarter(TableBase):
-    """See the module."""
+class SequenceStarter:
+    """Starts the waiting sequences of one pool."""
 
-    def match(self, slot: int, max_hit: int) -> Int32Array:
-        """[matched] nodes that a waiting sequence can start on; at least one token is left to compute (R4).
-
-        None where they are too few to count as a hit.
-        """
-        seqs = self.sequences
-        known = int(seqs.num_tokens[slot])
-        num_most = min(max_hit, known - 1) // self._block_size if self.prefix_caching else 0
-        num_most = min(num_most, int(seqs.share_limits[slot]))
-        nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
-        return nodes if len(nodes) * self._block_size >= self.min_prefix_tokens else NO_INT32
-
-    def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
-        """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
-        nodes = self.index.match(root, tokens, max_blocks)
-        if self.swapper is not None and len(nodes):
-            hosts = self.index.host_of_node[nodes]
-            is_away = (self.index.block_of_node[nodes] == 0) & self.swapper.host.is_filling[hosts]
-            if np.count_nonzero(is_away):
-                nodes = nodes[: int(np.argmax(is_away))]
-        return nodes
-
-    def full_hit(self, slot: int, max_hit: int) -> tuple[Int32Array, bytes] | None:
-        """[num_tokens / block size] blocks of a waiting sequence's whole prompt, and the logits stored behind it."""
-        seqs = self.sequences
-        known = int(seqs.num_tokens[slot])
-        num_blocks, rest = divmod(known, self._block_size)
-        if rest or max_hit < known or known < self.min_prefix_tokens or num_blocks > seqs.share_limits[slot]:
-            return None
-        nodes = self.index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
-        blocks = self.index.block_of_node[nodes]
-        if np.count_nonzero(blocks) < num_blocks:
-            return None
-        logits = self.index.logits.get(int(nodes[-1]))
-        return None if logits is None else (blocks, logits)
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+        self._block_size = state.config.block_size
+        self._clock = state.clock
+        self._sequences = state.sequences
+        self._index = state.index
+        self._pool = state.pool
+        self._allocator = state.allocator
+        self._blocks_left = state.blocks_left
+        self._claims = state.claims
+        self._pin_preemption = state.pin_preemption
+        self._counters = state.counters
+        self._lookup = lookup
+        self._swapper = swapper
 
     def start(
         self, owner: SessionState, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
@@ -70,102 +65,87 @@ class SequenceStarter(TableBase):
         """Admits a waiting sequence with 1 to max_new slots beyond its hit, or with `exactly` so many; or changes nothing.
 
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
-        follow the whole prompt, which the owner then holds; leaves num_spare blocks alone.
-        Look-up, hold and first reservation are one decision, so nobody steals the match. Where a part of the hit is in the
-        host tier only, it is LOADING afterwards; for want of room for that it starts on what is on the device. While an elder
-        sequence is owed blocks it is refused. A refusal is a claim, but not with `exactly`: that one is an error and leaves no
-        trace.
+        follow the whole prompt, which the session then holds; leaves num_spare blocks alone. Look-up, hold and reservation are
+        one decision, so that no other start takes the match away. Where a part of the hit is in the host tier only, it is
+        LOADING afterwards; for want of room for that it starts on what is on the device. While blocks are reserved for an
+        earlier arrival it is refused. A refusal is a claim, but not with `exactly`: that one is an error and leaves no trace.
         """
-        seqs, pool = self.sequences, self.pool
-        known = int(seqs.num_tokens[slot])
-        full = self.full_hit(slot, max_hit) if self.index.logits.by_node and not exactly else None
-        nodes = self.match(slot, max_hit) if full is None else self.index.node_of_block[full[0]]
-        hits, joined, num_least = self.index.block_of_node[nodes], None, int(full is None)
-        if self.swapper is not None and np.count_nonzero(hits) < len(hits):
-            joined = self.swapper.join(owner, nodes, hits)
-        fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
-        if fit.num_short and joined is not None:
-            on_device = self.index.block_of_node[nodes] > 0
-            nodes, joined = nodes[: int(np.argmin(on_device))], None
-            if len(nodes) * self._block_size < self.min_prefix_tokens:
-                nodes = NO_INT32
-            hits = self.index.block_of_node[nodes]
-            fit = self._fit(hits, known, num_least, max_new, num_spare, exactly)
-        is_younger = bool(self.claims.claims) and self.claims.is_younger(slot)
-        if fit.num_short and not is_younger and self.pins_give_way(slot, fit.num_short, hits):
+        claims = self._claims
+        hit = self._find_hit(owner, slot, max_hit, exactly)
+        fit = self._fit(slot, hit, max_new, num_spare, exactly)
+        if fit.num_short and hit.joined is not None:
+            hit = self._part_on_device(hit)
+            fit = self._fit(slot, hit, max_new, num_spare, exactly)
+        is_later = bool(claims.claims) and claims.is_later(slot)
+        if fit.num_short and not is_later and self._pin_preemption.make_pins_give_way(slot, fit.num_short, hit.blocks):
             return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
-        if fit.num_short or is_younger:
-            self.counters.num_refusals += 1
-            self.counters.num_refused_starts += 1
+        if fit.num_short or is_later:
+            self._counters.num_refusals += 1
+            self._counters.num_refused_starts += 1
             if not exactly:
-                self.claims.refuse(owner, slot, max(1, fit.num_wanted))
+                claims.add_claim(owner, slot, max(1, fit.num_wanted))
             return False
-        if self.claims.claims:
-            self.claims.forget(slot)
-        num_new, most = fit.num_new, fit.num_slots
-        hit_len = len(hits) * self._block_size
-        if joined is not None and self.swapper is not None:
-            self.swapper.start(owner, slot, nodes, hits, joined)
-        else:
-            pool.acquire(hits)
-        seqs.tables[slot, : len(hits)] = hits
-        seqs.tables[slot, len(hits) : len(hits) + num_new] = self._allocate(log, num_new, seqs.roots[slot])
-        is_look_up = max_hit > 0 and self.prefix_caching
-        self.counters.num_look_ups += is_look_up
-        self.counters.num_look_up_tokens += known * is_look_up
-        self.counters.num_starts += 1
-        seqs.num_hit[slot] = hit_len
-        seqs.num_reserved[slot] = most
-        seqs.last_reserve_step[slot] = owner.step_id
-        seqs.touch(slot, self.claims.now)
-        if joined is not None:
-            seqs.states[slot] = SequenceState.LOADING
-            return True
-        for column in (seqs.num_committed, seqs.num_reserved_before):
-            column[slot] = hit_len
-        seqs.num_published[slot] = len(hits)
-        seqs.last_nodes[slot] = nodes[-1] if len(nodes) else seqs.roots[slot]
-        seqs.states[slot] = SequenceState.RUNNING
-        if full is not None:
-            owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, full[1])
-            self.counters.num_full_hits += 1
-        self.counters.num_hits += is_look_up and len(hits) > 0
-        self.counters.num_hit_tokens += hit_len
+        if claims.claims:
+            claims.forget_claim(slot)
+        self._admit(owner, log, slot, hit, fit, is_look_up=max_hit > 0 and self._lookup.is_on)
         return True
 
-    def _fit(self, hits: Int32Array, known: int, num_least: int, max_new: int, num_spare: int, exactly: int) -> Fit:
-        """How a start on these blocks fits; the zeros are to be loaded, and take a block each."""
-        hit_len = len(hits) * self._block_size
-        least, most = hit_len + num_least, min(hit_len + max_new, known)
+    def _find_hit(self, owner: SessionState, slot: int, max_hit: int, exactly: int) -> Hit:
+        full = self._lookup.find_full_hit(slot, max_hit) if self._index.logits.by_node and not exactly else None
+        if full is not None:
+            return Hit(self._index.node_of_block[full.blocks], full.blocks, None, full.logits)
+        nodes = self._lookup.match_sequence(slot, max_hit)
+        blocks, joined = self._index.block_of_node[nodes], None
+        if self._swapper is not None and np.count_nonzero(blocks) < len(blocks):
+            joined = self._swapper.join_loads(owner, nodes, blocks)
+        return Hit(nodes, blocks, joined, None)
+
+    def _part_on_device(self, hit: Hit) -> Hit:
+        """The first part of a hit, which needs no load."""
+        on_device = self._index.block_of_node[hit.nodes] > 0
+        nodes = hit.nodes[: int(np.argmin(on_device))]
+        if len(nodes) * self._block_size < self._lookup.min_tokens:
+            nodes = NO_INT32
+        return Hit(nodes, self._index.block_of_node[nodes], None, None)
+
+    def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
+        """How a start on this hit fits; its zeros are to be loaded, and take a block each."""
+        seqs, num_hits = self._sequences, len(hit.blocks)
+        hit_len = num_hits * self._block_size
+        least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
             least = most = max(exactly, hit_len)
-        num_loads = len(hits) - int(np.count_nonzero(hits))
-        num_apart = self.pool.num_revived(hits) + num_spare + num_loads  # available, but not for new blocks
-        num_room = self.pool.num_available - num_apart
-        num_new = self.sequences.num_blocks(most) - len(hits)
-        num_short, num_wanted = 0, num_new + num_apart
+        num_loads = num_hits - int(np.count_nonzero(hit.blocks))
+        num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
+        num_new = seqs.num_blocks(most) - num_hits
+        num_short, num_wanted = 0, num_new + self._pool.num_available - num_room
         if num_new > num_room:
             num_new = max(num_room, 0)
-            most = (len(hits) + num_new) * self._block_size
+            most = (num_hits + num_new) * self._block_size
         if most < least or (num_loads and num_room < 0):
-            num_short = self.sequences.num_blocks(least) - len(hits) - num_room
+            num_short = seqs.num_blocks(least) - num_hits - num_room
         return Fit(num_new, most, num_short, num_wanted)
 
-    def could_pins_give_way(self, slot: int | None, num_short: int, hits: Int32Array) -> bool:
-        """Whether so many blocks, beside these hits, would come free of pins for a sequence that could not go on otherwise.
-
-        Only for one that runs alone: whatever else holds blocks ends some day, and fences are lifted soon.
-        """
-        if not self.pins or num_short <= self.pool.num_fenced:
-            return False
-        states = self.sequences.states
-        holding = np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING))
-        is_alone = all(other == slot for other in holding.tolist())
-        return is_alone and self.pins.could_give_way(num_short, hits)
-
-    def pins_give_way(self, slot: int, num_short: int, hits: Int32Array) -> bool:
-        """The same, done where it can be."""
-        gives_way = self.could_pins_give_way(slot, num_short, hits)
-        if gives_way:
-            self.pins.give_way(num_short, hits)
-        return gives_way
+    def _admit(self, owner: SessionState, log: StepLog, slot: int, hit: Hit, fit: Fit, *, is_look_up: bool) -> None:
+        seqs, counters = self._sequences, self._counters
+        num_hits = len(hit.blocks)
+        if hit.joined is not None and self._swapper is not None:
+            self._swapper.start_load(owner, slot, hit.nodes, hit.blocks, hit.joined)
+        else:
+            self._pool.acquire(hit.blocks)
+        new_blocks = self._allocator.allocate(log, fit.num_new, seqs.roots[slot])
+        seqs.place_start(slot, hit.blocks, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
+        counters.num_look_ups += is_look_up
+        counters.num_look_up_tokens += int(seqs.num_tokens[slot]) * is_look_up
+        counters.num_starts += 1
+        if hit.joined is not None:
+            seqs.begin_load(slot)
+            return
+        seqs.set_hit(slot, num_hits * self._block_size)
+        seqs.set_published(slot, num_hits, int(hit.nodes[-1] if num_hits else seqs.roots[slot]))
+        seqs.run(slot)
+        if hit.logits is not None:
+            owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, hit.logits)
+            counters.num_full_hits += 1
+        counters.num_hits += is_look_up and num_hits > 0
+        counters.num_hit_tokens += num_hits * self._block_size

@@ -1,1 +1,4 @@
-"""Where a block can be beside the device: one module per tier."""
+"""The tier below the device: its blocks, the transfer orders between the two, and sequences on their way.
+
+Owns what is in flight. May import pool_state and all below.
+"""

@@ -19,7 +19,7 @@ from ..values.types import NO_INT32, Int32Array, MatchEnd, SessionId
 
 
 class HostTier:
-    """Block ids are the host tier's own; 0 is its null block."""
+    """The blocks of one pool's host tier. Block ids are its own; 0 is its null block."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
         """forget(host blocks, why) tells the index which copies are gone."""
@@ -44,7 +44,7 @@ class HostTier:
     def num_busy(self) -> int:
         return self.num_blocks - 1 - len(self.pool.free) - self.num_cached - self.num_held
 
-    def take(self, count: int, *, held: bool) -> Int32Array:
+    def take_blocks(self, count: int, *, held: bool) -> Int32Array:
         """[count] blocks to be filled by orders, each an end of one; with a reference each where a sequence is to hold them."""
         blocks = self.pool.allocate(count)
         self.pool.begin_transfers(blocks)
@@ -53,13 +53,13 @@ class HostTier:
             self.pool.drop(blocks, fenced=False)
         return blocks
 
-    def give_back(self, blocks: Int32Array) -> None:
-        """Takes a `take` back: no order will fill these."""
+    def return_blocks(self, blocks: Int32Array) -> None:
+        """Undoes take_blocks: no order will fill these."""
         self.is_filling[blocks] = False
         self.pool.end_transfers(blocks)
 
-    def let_go(self, slot: int) -> None:
-        """The sequence is on the device again, or gone."""
+    def drop_table(self, slot: int) -> None:
+        """The sequence is on the device again, or released: its host blocks are given up."""
         table = self.tables.pop(slot)[::-1]
         self.pool.drop(table[table > 0], fenced=False)
 

@@ -4,80 +4,67 @@ Owns issuing and ending them: copies to the host for sequences that are swapped 
 (demotion), loads for sequences that come back and for hits (promotion). Rules: both ends of an order in flight are kept from
 reuse in both tiers until it ends; a host copy counts from its completion on, and a device block is its node's from then on;
 an order that fails leaves no copy, and what only that copy held is forgotten. Orders of one session run in the order of their
-issue, before the copies and writes of the step that they were told with: so a victim may be granted in that very step. Does
-not know sequences but by the moves that wait.
+issue, before the copies and writes of the step that they were told with: so a victim may be granted in that very step. Knows
+sequences only by the moves that wait.
 """
-
-from collections.abc import Callable
 
 import numpy as np
 
-from ..blocks.block_pool import BlockPool
-from ..index.prefix_index import PrefixIndex
+from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..values.pool_config import PoolConfig
-from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, MatchEnd, TransferKind
+from ..values.types import NO_INT32, Int32Array, MatchEnd, TransferKind
 from .host_tier import HostTier
 from .transfers import TransferOrder, Transfers
 
 
 class Offloader:
-    """One pool's. `on_lost()` is told when nodes were forgotten, so that tables that knew them publish again."""
+    """The tier below the device of one pool."""
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        index: PrefixIndex,
-        pool: BlockPool,
-        last_roots: Int32Array,
-        on_lost: Callable[[], None],
-    ) -> None:
-        self.host = HostTier(config, index, self._forget_hosts)
+    def __init__(self, state: PoolState) -> None:
+        self.host = HostTier(state.config, state.index, self._forget_hosts)
         self.transfers = Transfers()
         self.num_demoted = 0
         self.num_promoted = 0
-        self.outs: dict[
-            int, TransferOrder
-        ] = {}  # device block: the swap-out in flight that reads it, while nothing may write it
+        # device block: the swap-out in flight that reads it, while nothing may write it
+        self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
-        self._index = index
-        self._pool = pool
-        self._last_roots = last_roots
-        self._on_lost = on_lost
-        self._for: SessionState | None = None  # whose call this is: whoever gets its answer runs its orders
+        self._index = state.index
+        self._pool = state.pool
+        self._allocator = state.allocator
+        self._publisher = state.publisher
+        self._for: SessionState | None = None  # the session of this call: its answer tells the orders
         self._told: list[TransferOrder] = []
 
     # The call at hand
 
-    def begin(self, owner: SessionState, told: list[TransferOrder]) -> None:
+    def begin_call(self, owner: SessionState, told: list[TransferOrder]) -> None:
         """From here on orders are this session's, and appended to `told`. Without a call nothing is demoted."""
         self._for, self._told = owner, told
 
-    def finish(self) -> None:
+    def finish_call(self) -> None:
         self._for, self._told = None, []
 
     # Orders
 
-    def fill(self, blocks: Int32Array, hosts: Int32Array) -> list[TransferOrder]:
+    def order_swap_outs(self, blocks: Int32Array, hosts: Int32Array) -> list[TransferOrder]:
         """Orders copies of device blocks to host blocks that were taken for it."""
         self._pool.begin_transfers(blocks)
         orders = self._issue(TransferKind.SWAP_OUT, blocks, hosts, 0)
         self.fills.update(zip(hosts.tolist(), orders, strict=True))
         return orders
 
-    def load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
+    def order_loads(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
         """Allocates a device block for each host block, with a reference, and orders the loads."""
         self.host.pool.begin_transfers(hosts)  # before the allocation evicts anything to the host tier
-        blocks = self._pool.allocate(len(hosts))
+        blocks = self._allocator.allocate_for_loads(len(hosts))
         self._pool.begin_transfers(blocks)
-        self._last_roots[blocks] = UNKNOWN_ROOT
         orders = self._issue(TransferKind.SWAP_IN, hosts, blocks, root)
         for order in orders:
             self.loads.setdefault(order.source, order)
         return blocks, orders
 
-    def end(self, orders: list[TransferOrder], *, ok: bool) -> None:
+    def end_orders(self, orders: list[TransferOrder], *, ok: bool) -> None:
         """These orders have been run, or never will be. Array work: a report may name all blocks of a long sequence."""
         if not ok:
             self.transfers.num_failed += len(orders)
@@ -108,7 +95,7 @@ class Offloader:
             if self.loads.get(order.source) is order:
                 del self.loads[order.source]
         if ok:
-            self._last_roots[destinations] = [order.root for order in orders]
+            self._allocator.note_loaded(destinations, [order.root for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
             _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
             first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
@@ -131,30 +118,34 @@ class Offloader:
         num_room = min(len(needy), host.pool.num_available) if self._for is not None else 0
         if not num_room:
             return needy
-        needy, lucky = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
-        copies = host.take(num_room, held=False)
-        nodes = index.node_of_block[lucky]  # now: making room in the host tier may have forgotten some
+        needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
+        copies = host.take_blocks(num_room, held=False)
+        nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten some
         index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
         host.pool.indexed[copies[nodes > 0]] = True
-        host.give_back(copies[nodes == 0])
-        lucky, copies = lucky[nodes > 0], copies[nodes > 0]
-        self.fill(lucky, copies)
-        index.leave_device(lucky)
-        self.num_demoted += len(lucky)
+        host.return_blocks(copies[nodes == 0])
+        moved, copies = moved[nodes > 0], copies[nodes > 0]
+        self.order_swap_outs(moved, copies)
+        index.leave_device(moved)
+        self.num_demoted += len(moved)
         return needy
+
+    def drop_copies(self, hosts: Int32Array) -> None:
+        """The nodes of these host blocks were forgotten."""
+        self.host.pool.unindex(hosts)
 
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> tuple[Int32Array, list[TransferOrder]]:
         """The session's orders will never be run, or are still being run: none counts.
 
         Answers their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
         """
-        orders = self.transfers.take(order.id for order in self.transfers.of(owner))
+        orders = self.transfers.take_orders(order.id for order in self.transfers.orders_of(owner))
         loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])
         if may_still_write:
             fills = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
             self._pool.quarantine(loads, fences=NO_INT32)
             self.host.quarantine(owner.session, _destinations(fills))
-        self.end(orders, ok=False)
+        self.end_orders(orders, ok=False)
         return loads if may_still_write else NO_INT32, orders
 
     def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[TransferOrder]:
@@ -172,7 +163,7 @@ class Offloader:
             num_freed = self._pool.unindex(lost)
             if why is not MatchEnd.EXPIRED:
                 self._pool.num_evicted += num_freed
-            self._on_lost()
+            self._publisher.disown()
 
 
 def _sources(orders: list[TransferOrder]) -> Int32Array:

@@ -7,26 +7,21 @@ swap-in, still in the host tier; of a start, its hit ends before the block that 
 state only in a call of its own session, which is told of it there, so that no session acts on what it does not know.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..sequences.retention import drop_outside
+from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
 from .offload import Offloader
 from .transfers import Move, TransferOrder
 
-if TYPE_CHECKING:
-    from ..tables.lifecycle import SequenceLifecycle
-
 AT_ONCE = 512  # orders, about a millisecond
 
 
 class SequenceSwapper:
-    """One pool's; there is none without a host tier."""
+    """Moves the sequences of one pool; a pool without a host tier has none."""
 
-    def __init__(self, tables: "SequenceLifecycle", offloader: Offloader) -> None:
+    def __init__(self, state: PoolState, offloader: Offloader) -> None:
         self.offloader = offloader
         self.host = offloader.host
         self.moves: dict[int, Move] = {}  # slot: a swap-out whose device blocks are still held, or a load
@@ -34,46 +29,54 @@ class SequenceSwapper:
         self.at_once = AT_ONCE  # reported orders that are ended with the call that reports them
         self.num_swap_outs = 0
         self.num_swap_ins = 0
-        self._tables = tables
+        self._sequences = state.sequences
+        self._index = state.index
+        self._pool = state.pool
+        self._blocks_left = state.blocks_left
+        self._pin_preemption = state.pin_preemption
+        self._claims = state.claims
+        self._publisher = state.publisher
+        self._retention = state.retention
+        self._counters = state.counters
         self._caller: SessionState | None = None
         self._told: list[TransferOrder] = []
         self._num_run = 0  # of them, by this service
 
     # Calls
 
-    def begin(self, owner: SessionState, told: list[TransferOrder]) -> None:
-        """A call of the session begins, which orders are to be told with. Without one nothing is demoted."""
+    def begin_call(self, owner: SessionState, told: list[TransferOrder]) -> None:
+        """A call of the session begins, which will tell the orders. Without one nothing is demoted."""
         self._caller, self._told, self._num_run = owner, told, 0
-        self.offloader.begin(owner, told)
+        self.offloader.begin_call(owner, told)
 
-    def finish(self, owner: SessionState) -> None:
+    def finish_call(self, owner: SessionState) -> None:
         """The call is over."""
         self.run_now(owner)
         self._caller, self._told = None, []
-        self.offloader.finish()
+        self.offloader.finish_call()
 
     def run_now(self, owner: SessionState) -> None:
-        """Where the cache service runs the session's orders, they are complete for whoever comes next."""
+        """Where the cache service runs the session's orders, they are complete for all that comes next."""
         if owner.executor is Executor.CACHE and self._num_run < len(self._told):
             ids = [order.id for order in self._told[self._num_run :]]
             self._num_run = len(self._told)
-            self._end(self.offloader.transfers.take(ids), ok=True)
+            self._end_orders(self.offloader.transfers.take_orders(ids), ok=True)
 
-    def report(self, completed: Int64Array, failed: Int64Array) -> None:
-        """Orders have ended, as `Transfers.check_report` has allowed. Of many, some are left for `end_some`."""
-        self.offloader.transfers.report(completed, failed)
-        self.end_some(self.at_once)
+    def report_orders(self, completed: Int64Array, failed: Int64Array) -> None:
+        """Orders have ended, as `Transfers.check_report` has allowed. Of many, a rest is left for `end_reported_orders`."""
+        self.offloader.transfers.add_report(completed, failed)
+        self.end_reported_orders(self.at_once)
 
-    def end_some(self, max_orders: int) -> bool:
+    def end_reported_orders(self, max_orders: int) -> bool:
         """What up to so many of the reported orders mean for blocks and sequences. Whether any are left."""
         transfers = self.offloader.transfers
-        while max_orders > 0 and (reported := transfers.take_reported(max_orders)) is not None:
+        while max_orders > 0 and (reported := transfers.take_reported_orders(max_orders)) is not None:
             orders, ok = reported
-            self._end(orders, ok=ok)
+            self._end_orders(orders, ok=ok)
             max_orders -= len(orders)
         return transfers.has_reported
 
-    def wake(self, owner: SessionState) -> list[int]:
+    def conclude_arrived(self, owner: SessionState) -> list[int]:
         """Concludes what has arrived for this session. Answers the slots that run from now on."""
         arrived = self.arrived.pop(owner.number, [])
         return [move.slot for move in arrived if not move.is_over and self._conclude(move)]
@@ -85,9 +88,9 @@ class SequenceSwapper:
 
         A copy on its way is waited for only where this session makes it: of another's failure it would not be told.
         """
-        table = self._tables.sequences.table(slot)
+        table = self._sequences.table(slot)
         places = np.flatnonzero(table)
-        index = self._tables.index
+        index = self._index
         hosts = index.host_of_node[index.node_of_block[table[places]]]
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
             if self.offloader.fills[int(hosts[at])].owner is not owner:
@@ -105,16 +108,16 @@ class SequenceSwapper:
 
     def swap_out(self, owner: SessionState, slot: int) -> bool:
         """Moves a running sequence to the host tier; or answers False and changes nothing."""
-        seqs, index, host = self._tables.sequences, self._tables.index, self.host
+        seqs, index, host = self._sequences, self._index, self.host
         num_missing, num_room = self.shortage(owner, slot)
         if num_missing > num_room:
-            self._tables.counters.num_refusals += 1
+            self._counters.num_refusals += 1
             return False
         table = seqs.table(slot)
         places, hosts = self.copies_of(owner, slot)
         has_copy = hosts > 0
         host.pool.acquire(hosts[has_copy])
-        hosts[~has_copy] = host.take(num_missing, held=True)
+        hosts[~has_copy] = host.take_blocks(num_missing, held=True)
         move = self.moves[slot] = Move(slot, owner, SequenceState.SWAPPED)
         for block in hosts[has_copy & host.is_filling[hosts]].tolist():
             self.offloader.fills[block].add_waiter(move, 0)
@@ -123,15 +126,15 @@ class SequenceSwapper:
         named = (nodes > 0) & (index.host_of_node[nodes] == 0)
         index.add_hosts(nodes[named], copies[named])
         host.pool.indexed[copies[named]] = True
-        for order in self.offloader.fill(blocks, copies):
+        for order in self.offloader.order_swap_outs(blocks, copies):
             order.add_waiter(move, 0)
             self.offloader.outs.setdefault(order.source, order)
         host_table = np.zeros(len(table), np.int32)
         host_table[places] = hosts
         host.tables[slot] = host_table
-        self._tables.unpublish(slot)
-        seqs.states[slot], seqs.keeps_table[slot] = SequenceState.SWAPPED, True
-        self._tables.claims.forget(slot)
+        seqs.unpublish(slot)
+        seqs.swap_out(slot)
+        self._claims.forget_claim(slot)
         self.num_swap_outs += 1
         if not move.num_pending:
             self._leave_device(move)
@@ -140,8 +143,8 @@ class SequenceSwapper:
     def _leave_device(self, move: Move) -> None:
         """All host copies are written: the device blocks are given up."""
         self._end_move(move)
-        self._drop(move.owner, self._tables.sequences.table(move.slot))
-        self._tables.sequences.keeps_table[move.slot] = False
+        self._drop_blocks(move.owner, self._sequences.table(move.slot))
+        self._sequences.give_up_table(move.slot)
 
     # Swapping in
 
@@ -149,52 +152,53 @@ class SequenceSwapper:
         """(device blocks that a swap-in would take, those that there are)."""
         blocks, _ = self._present(owner, slot)
         num_missing = int(np.count_nonzero((blocks == 0) & (self.host.tables[slot] > 0)))
-        pool = self._tables.pool
-        return num_missing, pool.num_available - pool.num_revived(blocks) - num_spare
+        return num_missing, self._blocks_left.beside(blocks, num_spare)
 
     def swap_in(self, owner: SessionState, slot: int, num_spare: int) -> bool:
         """Brings a swapped sequence back: it runs if nothing is to be loaded, else it loads. Or False, and nothing changed."""
-        seqs = self._tables.sequences
+        seqs = self._sequences
         if seqs.keeps_table[slot]:
             self._return_to_device(self.moves[slot])
             self.num_swap_ins += 1
             return True
         num_missing, num_room = self.shortage_in(owner, slot, num_spare)
-        if num_missing > num_room and self._tables.pins_give_way(slot, num_missing - num_room, self._present(owner, slot)[0]):
-            num_missing, num_room = self.shortage_in(owner, slot, num_spare)
         if num_missing > num_room:
-            self._tables.counters.num_refusals += 1
+            hits, num_short = self._present(owner, slot)[0], num_missing - num_room
+            if self._pin_preemption.make_pins_give_way(slot, num_short, hits):
+                num_missing, num_room = self.shortage_in(owner, slot, num_spare)
+        if num_missing > num_room:
+            self._counters.num_refusals += 1
             return False
         blocks, joined = self._present(owner, slot)
         hosts = self.host.tables[slot]
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING)
-        seqs.states[slot] = SequenceState.LOADING
+        seqs.begin_load(slot)
         self._load(move, hosts, blocks, joined, np.flatnonzero((blocks == 0) & (hosts > 0)))
-        seqs.table(slot)[:] = blocks
+        seqs.set_run(slot, 0, blocks)
         if not move.num_pending:
             self._conclude(move)
         return True
 
     def _present(self, owner: SessionState, slot: int) -> tuple[Int32Array, list[tuple[TransferOrder, int]]]:
         """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
-        hosts, index = self.host.tables[slot], self._tables.index
+        hosts, index = self.host.tables[slot], self._index
         blocks = index.block_of_node[index.node_of_host[hosts]]
         return blocks, self._join(owner, hosts, blocks, any_session=False)
 
     # Starting
 
-    def join(self, owner: SessionState, nodes: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
+    def join_loads(self, owner: SessionState, nodes: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
         """Fills in the blocks [n] of nodes that are being loaded; answers the orders, each with its index."""
-        return self._join(owner, self._tables.index.host_of_node[nodes], blocks, any_session=True)
+        return self._join(owner, self._index.host_of_node[nodes], blocks, any_session=True)
 
-    def start(
+    def start_load(
         self, owner: SessionState, slot: int, nodes: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]]
     ) -> None:
         """Holds the hit of a start and fills in the blocks [n] that are to be loaded; the sequence is LOADING."""
-        hit_len = len(nodes) * self._tables.sequences.block_size
+        hit_len = len(nodes) * self._sequences.block_size
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING, hit_len)
         missing = np.flatnonzero(blocks == 0)
-        self._load(move, self._tables.index.host_of_node[nodes], blocks, joined, missing)
+        self._load(move, self._index.host_of_node[nodes], blocks, joined, missing)
 
     def _join(
         self, owner: SessionState, hosts: Int32Array, blocks: Int32Array, *, any_session: bool
@@ -202,7 +206,7 @@ class SequenceSwapper:
         """Of a load that another session runs only a start may wait: a shorter hit is all that its failure means."""
         joined: list[tuple[TransferOrder, int]] = []
         if self.offloader.loads:
-            any_session &= owner.executor is Executor.ENGINE  # who is answered at once waits for nobody
+            any_session &= owner.executor is Executor.ENGINE  # a session that is answered at once waits for no other
             for at in np.flatnonzero((blocks == 0) & (hosts > 0)).tolist():
                 order = self.offloader.loads.get(int(hosts[at]))
                 if order is not None and (any_session or order.owner is owner):
@@ -214,31 +218,31 @@ class SequenceSwapper:
         self, move: Move, hosts: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]], missing: Int64Array
     ) -> None:
         """Holds blocks [n] of a table to come, and fills in and orders the missing ones from hosts [n]."""
-        self._tables.pool.acquire(blocks[blocks > 0])
+        self._pool.acquire(blocks[blocks > 0])
         for order, at in joined:
             order.add_waiter(move, at)
         if len(missing):
-            root = int(self._tables.sequences.roots[move.slot])
-            blocks[missing], orders = self.offloader.load(hosts[missing], root)
+            root = int(self._sequences.roots[move.slot])
+            blocks[missing], orders = self.offloader.order_loads(hosts[missing], root)
             for order, at in zip(orders, missing.tolist(), strict=True):
                 order.add_waiter(move, at)
 
     # Ends
 
-    def release(self, owner: SessionState, slot: int) -> None:
-        """A sequence that is swapped or loading ends. What is in flight for it goes on, for nobody."""
-        seqs = self._tables.sequences
+    def release_sequence(self, owner: SessionState, slot: int) -> None:
+        """A sequence that is swapped or loading ends. What is in flight for it goes on, and is for no sequence."""
+        seqs = self._sequences
         if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
-            self._drop(owner, seqs.table(slot))
-            seqs.keeps_table[slot] = False
+            self._drop_blocks(owner, seqs.table(slot))
+            seqs.give_up_table(slot)
         if slot in self.moves:
             self._end_move(self.moves[slot])
         if slot in self.host.tables:
-            self.host.let_go(slot)
+            self.host.drop_table(slot)
 
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> Int32Array:
-        """After its sequences were released: its orders have failed, for whoever waits. Answers blocks in quarantine."""
-        self.end_some(self.offloader.transfers.num_issued)  # what was run before it ended was run
+        """After its sequences were released: its orders have failed, for all that wait. Answers blocks in quarantine."""
+        self.end_reported_orders(self.offloader.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
         blocks, orders = self.offloader.end_session(owner, may_still_write=may_still_write)
         self._tell_waiters(orders, ok=False)
@@ -247,8 +251,8 @@ class SequenceSwapper:
     def end_quarantine(self, session: SessionId) -> None:
         self.host.end_quarantine(session)
 
-    def _end(self, orders: list[TransferOrder], *, ok: bool) -> None:
-        self.offloader.end(orders, ok=ok)
+    def _end_orders(self, orders: list[TransferOrder], *, ok: bool) -> None:
+        self.offloader.end_orders(orders, ok=ok)
         self._tell_waiters(orders, ok=ok)
 
     def _tell_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
@@ -268,55 +272,52 @@ class SequenceSwapper:
 
     def _conclude(self, move: Move) -> bool:
         """All that the move waited for has ended; or part of it has failed. Whether the sequence runs now."""
-        seqs, slot = self._tables.sequences, move.slot
+        seqs, slot = self._sequences, move.slot
         if move.towards == SequenceState.SWAPPED:
             self._return_to_device(move)
             return True
         self._end_move(move)
         if move.hit_len is None:
             if move.failed_idx is not None:
-                self._drop(move.owner, seqs.table(slot))
-                seqs.states[slot] = SequenceState.SWAPPED
+                self._drop_blocks(move.owner, seqs.table(slot))
+                seqs.fail_load(slot)
                 return False
-            self.host.let_go(slot)
+            self.host.drop_table(slot)
             self.num_swap_ins += 1
             self._run(move)
             return True
         hit_len = move.hit_len
         if move.failed_idx is not None:
             hit_len = move.failed_idx * seqs.block_size
-            self._drop(move.owner, seqs.table(slot)[move.failed_idx :])
-            seqs.num_reserved[slot] = hit_len
-        for column in (seqs.num_committed, seqs.num_reserved_before, seqs.num_hit):
-            column[slot] = hit_len
-        seqs.last_reserve_step[slot] = move.owner.step_id
-        self._tables.counters.num_hits += hit_len > 0
-        self._tables.counters.num_hit_tokens += hit_len
+            self._drop_blocks(move.owner, seqs.table(slot)[move.failed_idx :])
+            seqs.trim_reserved(slot, hit_len)
+        seqs.end_load(slot, hit_len, move.owner.step_id)
+        self._counters.num_hits += hit_len > 0
+        self._counters.num_hit_tokens += hit_len
         self._run(move)
         return True
 
     def _return_to_device(self, move: Move) -> None:
         """A sequence that still has its device blocks runs on them again."""
         self._end_move(move)
-        self._tables.sequences.keeps_table[move.slot] = False
-        self.host.let_go(move.slot)
+        self.host.drop_table(move.slot)
         self._run(move)
 
     def _run(self, move: Move) -> None:
-        seqs = self._tables.sequences
-        seqs.states[move.slot] = SequenceState.RUNNING
-        self._tables.publish_again(move.owner, move.slot)
+        seqs = self._sequences
+        seqs.run(move.slot)
+        self._publisher.publish_again(move.owner, move.slot)
         if seqs.num_retaining:  # what was committed meanwhile may have moved its window
-            drop_outside(self._tables, move.owner, np.array([move.slot]), told_now=True)
+            self._retention.drop_outside(move.owner, np.array([move.slot]), told_now=True)
 
     def _end_move(self, move: Move) -> None:
-        """From now on somebody may write the device blocks of a swap-out, so that its copies are shared no more."""
+        """From now on the device blocks of a swap-out may be written, so that its copies are shared no more."""
         move.is_over = True
         del self.moves[move.slot]
         if self.offloader.outs and move.towards == SequenceState.SWAPPED:
-            for block in self._tables.sequences.table(move.slot).tolist():
+            for block in self._sequences.table(move.slot).tolist():
                 self.offloader.outs.pop(block, None)
 
-    def _drop(self, owner: SessionState, table: Int32Array) -> None:
+    def _drop_blocks(self, owner: SessionState, table: Int32Array) -> None:
         """Gives up device blocks, deepest first; in a step of the session, that step does not touch them any more."""
-        owner.drop(self._tables.pool, table[table > 0][::-1], until=owner.step_id - (owner is self._caller))
+        owner.drop_blocks(self._pool, table[table > 0][::-1], until=owner.step_id - (owner is self._caller))

@@ -1,4 +1,4 @@
-"""Transfer orders in flight: who was told to move what, and who waits for it.
+"""Transfer orders in flight: which session was told to move what, and which sequences wait for it.
 
 Owns the ids, which grow over the life of a pool, and the orders that are neither completed nor failed yet. Rules: an order
 ends once, so a repeated report of its end changes nothing; a session reports its own orders only; a report is checked whole
@@ -52,7 +52,7 @@ class TransferOrder:
 
 
 class Transfers:
-    """See the module."""
+    """The orders of one pool."""
 
     def __init__(self) -> None:
         self.num_issued = 0  # the last id
@@ -69,8 +69,8 @@ class Transfers:
         self._of.setdefault(owner.number, {})[self.num_issued] = order
         return order
 
-    def of(self, owner: SessionState) -> list[TransferOrder]:
-        """What the session has in flight, eldest first."""
+    def orders_of(self, owner: SessionState) -> list[TransferOrder]:
+        """What the session has in flight, oldest first."""
         return list(self._of.get(owner.number, {}).values())
 
     def ends(self, kind: TransferKind) -> tuple[Int32Array, Int32Array]:
@@ -89,23 +89,23 @@ class Transfers:
         if len(failed) and not own.isdisjoint(np.intersect1d(completed, failed).tolist()):
             raise InvalidField("an order is completed or failed, not both", field="failed_transfer_ids")
 
-    def report(self, completed: Int64Array, failed: Int64Array) -> None:
-        """Orders have ended, as check_report allows; `take_reported` hands them out."""
+    def add_report(self, completed: Int64Array, failed: Int64Array) -> None:
+        """Orders have ended, as check_report allows; `take_reported_orders` hands them out."""
         for ids, ok in ((completed, True), (failed, False)):
             if len(ids):
                 self._reported.append((ids.tolist(), ok))
 
-    def take_reported(self, max_orders: int) -> tuple[list[TransferOrder], bool] | None:
-        """Some orders, at most so many, of the eldest report, which are in flight no more, and whether they were run."""
+    def take_reported_orders(self, max_orders: int) -> tuple[list[TransferOrder], bool] | None:
+        """At most so many orders of the oldest report, which are in flight no more, and whether they were run."""
         if not self._reported:
             return None
         ids, ok = self._reported[0]
-        some, left = ids[:max_orders], ids[max_orders:]
+        first, left = ids[:max_orders], ids[max_orders:]
         if left:
             self._reported[0] = left, ok
         else:
             self._reported.popleft()
-        return self.take(some), ok
+        return self.take_orders(first), ok
 
     @property
     def has_reported(self) -> bool:
@@ -121,7 +121,7 @@ class Transfers:
         known = {order_id: order for orders in self._of.values() for order_id, order in orders.items()}
         return known == self.in_flight and all(self._of.values())
 
-    def take(self, ids: Iterable[int]) -> list[TransferOrder]:
+    def take_orders(self, ids: Iterable[int]) -> list[TransferOrder]:
         """The orders of these ids that are still in flight, which they are no more."""
         orders = [self.in_flight.pop(order_id) for order_id in ids if order_id in self.in_flight]
         for order in orders:

@@ -33,8 +33,8 @@ class TierWorld(TierAnswers):
         at_once: orders of a report that are ended with it; the others when their turn comes.
         """
         super().__init__(config, alphabet, faults)
-        if self.manager.tables.swapper is not None:
-            self.manager.tables.swapper.at_once = at_once
+        if self.manager.swapper is not None:
+            self.manager.swapper.at_once = at_once
         self.engines: dict[SessionId, TierEngine] = {}
         self.ended: list[SessionId] = []
         self.forks_much = False  # engines of sessions to come
@@ -201,7 +201,7 @@ class TierWorld(TierAnswers):
         """The pool's own audit, and the content oracle."""
         wrong = self.manager.check_invariants() + self.memory.faults
         assert not wrong, wrong
-        swapper = self.manager.tables.swapper
+        swapper = self.manager.swapper
         assert swapper is not None
         told = {order.id for engine in self.engines.values() for order in engine.orders if not order.num_reports}
         transfers = swapper.offloader.transfers

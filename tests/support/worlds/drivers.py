@@ -129,11 +129,11 @@ class CoreDriver:
 
     @now.setter
     def now(self, seconds: float) -> None:
-        self.manager.now = seconds
+        self.manager.tick(seconds)
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.manager.tick()
+        self.manager.do_due_work()
 
     def memory(self) -> ShadowMemory:
         return ShadowMemory(self.config.num_blocks, self.config.block_size)

@@ -100,7 +100,8 @@ class EngineCrowd:
         return self.counts
 
     def _step(self, number: int) -> None:
-        world, self.manager.now = self.worlds[number], self._next_at[number]
+        world = self.worlds[number]
+        self.manager.tick(self._next_at[number])
         self._next_at[number] += self.rng.uniform(*_STEP_SECONDS) * self._slowness[number]
         before = sum(len(output) for output in world.outputs.values())
         was_busy = any(other.busy for other in self.worlds)

@@ -99,7 +99,8 @@ class EngineDays:
         self._next_at = [self.now] * len(self.worlds)
         while arrivals or any(_has_work(world) for world in self.worlds):
             number = self._next_at.index(min(self._next_at))
-            self.now = self.manager.now = self._next_at[number]
+            self.now = self._next_at[number]
+            self.manager.tick(self.now)
             while arrivals and arrivals[0] <= self.now:
                 arrivals.pop(0)
                 self._arrival(self.rng.choice(self.worlds))

@@ -38,11 +38,11 @@ def check_contents(world: TierWorld) -> None:
 def check_crash(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that the engine still fills or writes to."""
     twin = copy.deepcopy(world.manager)
-    swapping = twin.tables.swapper
+    swapping = twin.swapper
     assert swapping is not None
     twin.close_session(session, may_still_write=True)
     device, host = in_flight(world, session)
-    for name, pool, blocks in (("", twin.tables.pool, device), ("host ", swapping.host.pool, host)):
+    for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapping.host.pool, host)):
         exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
         assert not exposed, f"{name}blocks {exposed} could be had, or are shared, while an engine that died writes them"
     assert not (wrong := twin.check_invariants()), wrong
@@ -55,15 +55,15 @@ def check_residue(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that would be cleared for whoever gets them."""
     twin = copy.deepcopy(world.manager)
     twin.close_session(session, may_still_write=False)
-    pool = twin.tables.pool
+    pool = twin.state.pool
     idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
     idle[0] = False
     for block in np.flatnonzero(idle).tolist():
-        root = int(twin.tables.last_roots[block])
+        root = int(twin.state.allocator.last_roots[block])
         for tenant, contents in world.written.items():
-            if root != UNKNOWN_ROOT and twin.tables.index.find_root(tenant) != root:
+            if root != UNKNOWN_ROOT and twin.state.index.find_root(tenant) != root:
                 assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {tenant!r} has written"
-    return int(np.count_nonzero(twin.tables.last_roots[idle] == UNKNOWN_ROOT))
+    return int(np.count_nonzero(twin.state.allocator.last_roots[idle] == UNKNOWN_ROOT))
 
 
 def in_flight(world: TierWorld, session: SessionId) -> tuple[set[int], set[int]]:

@@ -237,7 +237,7 @@ class _CollidingNodes(dict[bytes, int]):
 
 def test_4_a_hash_collision_cannot_hit() -> None:
     pool = CorePool(num_blocks=2048, block_size=2, max_sequences=1024)
-    pool.manager.tables.index._nodes = _CollidingNodes()
+    pool.manager.state.index._nodes = _CollidingNodes()
     prompts = [[i % 32, i // 32, 7 * i % 32, i % 5, 1] for i in range(600)]
     for sequence_id, prompt in enumerate(prompts, start=1):
         pool.create(sequence_id, prompt)

@@ -11,7 +11,7 @@ def test_a_token_is_left_to_compute_where_a_full_hit_could_be_had() -> None:
     prompt = [1, 2, 0, 1]
     world.submit(make_request(prompt, 2))
     world.run()
-    index = world.cache.manager.tables.index
+    index = world.cache.manager.state.index
     nodes = index.match(index.find_root(""), np.array(prompt, np.int32), 2)
     index.logits.max_bytes = 4
     index.logits.put(int(nodes[-1]), b"\0\0\0\0")

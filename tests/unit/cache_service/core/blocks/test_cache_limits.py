@@ -17,8 +17,8 @@ def cache(pool: CorePool, tokens: list[int], tenant: str = "", **args: object) -
 
 
 def pass_time(pool: CorePool, seconds: float) -> bool:
-    pool.manager.now += seconds
-    is_left = pool.manager.tick()
+    pool.manager.tick(pool.manager.now + seconds)
+    is_left = pool.manager.do_due_work()
     pool.audit()
     return is_left
 
@@ -99,7 +99,7 @@ def test_a_tick_forgets_a_slice_leaves_before_parents() -> None:
 
 def test_no_time_to_live_costs_nothing_and_ends_nothing() -> None:
     pool = CorePool()
-    assert not pool.manager.tables.pool.limits.is_on
+    assert not pool.manager.state.pool.limits.is_on
     cache(pool, ONE)
     pass_time(pool, 1e9)
     assert cached(pool, ONE) == [2]

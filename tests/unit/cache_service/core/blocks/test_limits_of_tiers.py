@@ -8,8 +8,8 @@ PROMPT = range(100, 116)  # four blocks of 4
 
 
 def pass_time(pool: TierPool, seconds: float) -> None:
-    pool.manager.now += seconds
-    pool.manager.tick()
+    pool.manager.tick(pool.manager.now + seconds)
+    pool.manager.do_due_work()
     pool.audit()
 
 

@@ -30,8 +30,8 @@ def cached(num_blocks: int = 9, **config: object) -> CorePool:
 
 
 def pass_time(pool: CorePool, seconds: float) -> None:
-    pool.manager.now += seconds
-    pool.manager.tick()
+    pool.manager.tick(pool.manager.now + seconds)
+    pool.manager.do_due_work()
     pool.audit()
 
 
@@ -105,7 +105,7 @@ def test_references_drop_however_a_pin_ends(end: str) -> None:
 
 def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() -> None:
     pool = cached()
-    pool.manager.now = 100.0
+    pool.manager.tick(100.0)
     assert pinned(pool, PROMPT, ttl=5.0) == 16
     pass_time(pool, 4.75)
     assert referenced(pool) == 4
@@ -118,7 +118,7 @@ def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() 
 def test_whoever_looks_sees_the_end_without_a_tick() -> None:
     pool = cached()
     pinned(pool, PROMPT, ttl=5.0)
-    pool.manager.now = 5.0
+    pool.manager.tick(5.0)
     with pytest.raises(UnknownPin):
         pool.manager.unpin_prefix(A, "p")
     assert referenced(pool) == 0

@@ -78,12 +78,12 @@ def test_eviction_to_a_target_stops_there(how: str, evicted: int) -> None:
 def test_idle_time_is_since_the_last_step_or_read() -> None:
     pool = CorePool()
     pool.prefill(1, range(4))
-    pool.manager.now = 3.0
+    pool.manager.tick(3.0)
     assert pool.view(1).idle_seconds == 3.0
     before = pool.view(1).num_accesses
     pool.manager.note_read("a", 1)  # type: ignore[arg-type]
     assert (pool.view(1).idle_seconds, pool.view(1).num_accesses) == (0.0, before + 1)
-    pool.manager.now = 5.0
+    pool.manager.tick(5.0)
     pool.step(reserves=[(1, 5, 5)])
-    pool.manager.now = 6.0
+    pool.manager.tick(6.0)
     assert pool.view(1).idle_seconds == 1.0

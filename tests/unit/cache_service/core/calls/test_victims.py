@@ -12,7 +12,7 @@ POLICIES = ["priority", "lru", "lfu", "longest_first", "fifo", "clock", "adaptiv
 def victims(pool: CorePool, policy: str = "priority", num_blocks: int = 0, share: float | None = None) -> list[int]:
     chosen = pool.manager.select_victims(A, policy, num_blocks, share)
     assert chosen.num_freed == sorted(chosen.num_freed)
-    return pool.manager.tables.sequences.ids[chosen.slots].tolist() if chosen.slots else []
+    return pool.manager.state.sequences.ids[chosen.slots].tolist() if chosen.slots else []
 
 
 def crowd() -> CorePool:
@@ -22,7 +22,7 @@ def crowd() -> CorePool:
     pool.prefill(2, range(100, 108))
     pool.prefill(3, range(200, 204))
     for now, named in ((1.0, 3), (2.0, 3), (3.0, 1), (4.0, 2)):
-        pool.manager.now = now
+        pool.manager.tick(now)
         length = pool.counters(named)[2]
         pool.step(reserves=[(named, length, length)])
     pool.step()
@@ -127,7 +127,7 @@ def test_garbage_is_what_lies_behind_the_tokens_and_is_free_afterwards() -> None
 def test_another_sessions_sequence_is_cut_only_when_nobody_has_used_it_for_long() -> None:
     pool, _ = one_item_pool()
     assert pool.manager.collect_garbage(A).num_trimmed_blocks == 0
-    pool.manager.now += 10.0
+    pool.manager.tick(pool.manager.now + 10.0)
     assert pool.manager.collect_garbage(A).num_trimmed_blocks == 2
 
 
@@ -137,7 +137,7 @@ def test_what_a_stepping_session_has_reserved_stays_its_own() -> None:
     pool.step(starts=[(1, ALL, 0)])
     pool.step(reserves=[(1, 12, 12)])
     pool.step()
-    pool.manager.now += 100.0
+    pool.manager.tick(pool.manager.now + 100.0)
     assert pool.manager.collect_garbage(A).num_trimmed_blocks == 0
     assert len(pool.table(1)) == 3
 
@@ -147,7 +147,7 @@ def test_garbage_is_also_what_has_outlived_its_time() -> None:
     pool.prefill(1, range(12))
     pool.manager.pin_prefix(A, "p", "", int32(range(4)), 1.0)
     pool.step(releases=[1])
-    pool.manager.now += 6.0
+    pool.manager.tick(pool.manager.now + 6.0)
     garbage = pool.manager.collect_garbage(A)
     # What was pinned has been in use until now, so its time begins now.
     assert (garbage.num_expired_pins, garbage.num_expired_blocks, garbage.num_freed_blocks) == (1, 2, 2)
@@ -161,7 +161,7 @@ def test_of_two_families_of_forks_only_the_one_that_goes_whole_is_chosen() -> No
     pool.prefill(2, range(100, 108))
     pool.step(forks=[(1, 3, 8), (2, 4, 8)])
     for now, named in enumerate((1, 2, 3, 4), start=1):
-        pool.manager.now = float(now)
+        pool.manager.tick(float(now))
         pool.step(reserves=[(named, 8, 8)])
     pool.step()
     assert victims(pool, "lru", num_blocks=2) == [1, 3]  # 2 is used less than 3, and frees nothing without 4

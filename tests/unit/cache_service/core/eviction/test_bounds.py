@@ -123,7 +123,7 @@ def test_a_tenant_of_which_nothing_is_cached_has_no_queue() -> None:
     for number in range(1, 40):
         pool.prefill(number, [1, 2, 3, 4, 5], tenant=f"t{number}")
         pool.step(releases=[number])
-    limits = pool.manager.tables.pool.limits
+    limits = pool.manager.state.pool.limits
     assert 0 < len(limits._queues) <= 4  # two blocks of each tenant, in a pool of eight
     pool.manager.clear_prefix_cache()
     pool.audit()

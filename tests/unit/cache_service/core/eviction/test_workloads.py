@@ -37,7 +37,7 @@ def test_adaptive_recovers_from_a_change() -> None:
 def test_victims_are_leaves_in_the_core(policy: str) -> None:
     requests = [request for three in zip(zipf(1), multi_turn(1), recency(1), strict=True) for request in three][:900]
     replay = CoreReplay(150, policy)
-    index = replay.manager.tables.index
+    index = replay.manager.state.index
     forget = index.forget_blocks
     num_forgotten = 0
 

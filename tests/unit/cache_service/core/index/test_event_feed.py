@@ -116,7 +116,7 @@ def test_snapshot_and_events_are_the_index_of_the_tenant(first_seed: int) -> Non
 def test_what_steps_do_is_told_in_their_order() -> None:
     world = CorePool(num_blocks=5, block_size=2)
     world.prefill(1, [1, 2, 3, 4])
-    feed = EventFeed(world.manager.tables.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    feed = EventFeed(world.manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     reader = EventReader("", feed.open(""))
     while feed.advance(1):
         pass
@@ -141,7 +141,7 @@ def test_what_steps_do_is_told_in_their_order() -> None:
 
 def test_another_tenants_blocks_are_never_told() -> None:
     world = CorePool(num_blocks=9, block_size=2)
-    feed = EventFeed(world.manager.tables.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    feed = EventFeed(world.manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     ours, theirs = (EventReader(tenant, feed.open(tenant)) for tenant in ("ours", "theirs"))
     world.prefill(1, [1, 2, 3, 4], tenant="ours")
     while feed.advance(1):

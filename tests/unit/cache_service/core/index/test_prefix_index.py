@@ -106,10 +106,10 @@ def test_blocks_that_lose_their_entry_with_a_victim_come_free_at_once() -> None:
 def test_a_sequence_whose_entries_went_with_a_parent_publishes_again_from_its_first_block() -> None:
     pool = CorePool()
     held = pool.prefill(1, range(8))
-    tables = pool.manager.tables
-    lost = tables.publisher.forget(int32(held[:1]), MatchEnd.EVICTED)
-    tables.pool.indexed[held[0]] = False
-    tables.pool.unindex(lost)
+    state = pool.manager.state
+    lost = state.publisher.forget_blocks(int32(held[:1]), MatchEnd.EVICTED)
+    state.pool.indexed[held[0]] = False
+    state.pool.unindex(lost)
     pool.audit()
     assert lost.tolist() == held[1:]
     assert pool.matched(range(8)) == []

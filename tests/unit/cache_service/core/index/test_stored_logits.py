@@ -124,8 +124,8 @@ def test_logits_go_with_their_prefix_and_do_not_come_back_with_its_number(end: s
     elif end == "clear":
         pool.manager.clear_prefix_cache()
     else:
-        pool.manager.now = 10.0
-        pool.manager.tick()
+        pool.manager.tick(10.0)
+        pool.manager.do_due_work()
     pool.audit()
     assert pool.manager.stats().num_stored_logits == 0
     pool.prefill(1, PROMPT)
@@ -241,8 +241,8 @@ def test_once_nothing_is_stored_the_next_logits_may_have_another_size(end: str) 
     elif end == "clear":
         pool.manager.clear_prefix_cache()
     else:
-        pool.manager.now = 10.0
-        pool.manager.tick()
+        pool.manager.tick(10.0)
+        pool.manager.do_due_work()
     assert pool.manager.stats().num_stored_logits == 0
     pool.prefill(4, PROMPT)
     pool.manager.store_logits(A, 4, 8, logits(2.0, size=5))

@@ -6,6 +6,7 @@ import pytest
 from kvkeeper.cache_service.core.index import eviction_log as gone
 from kvkeeper.cache_service.core.index.eviction_log import GoneBlocks
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
+from kvkeeper.cache_service.core.values.clock import Clock
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.worlds.core_pool import A, B, CorePool, int32
@@ -90,9 +91,9 @@ def test_a_prompt_with_stored_logits_is_a_hit_whole() -> None:
 
 def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -> None:
     world = cached(num_blocks=4)
-    world.manager.now = 10.0
+    world.manager.tick(10.0)
     world.manager.evict_blocks(2)
-    world.manager.now = 12.5
+    world.manager.tick(12.5)
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (4, MatchEnd.EVICTED, 2.5)
     assert explain(world, [*PROMPT[:4], 5, 6, 7, 0]).end is MatchEnd.NEVER_STORED
@@ -103,9 +104,9 @@ def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -
 
 def test_a_block_that_outlived_its_time_is_told_as_such() -> None:
     world = cached(prefix_ttl=5.0)
-    world.manager.now = 20.0
-    world.manager.tick()
-    world.manager.now = 21.0
+    world.manager.tick(20.0)
+    world.manager.do_due_work()
+    world.manager.tick(21.0)
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.EXPIRED, 1.0)
 
@@ -206,31 +207,33 @@ def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
 
 def test_the_memory_of_what_went_is_bounded_and_forgets_the_eldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gone, "CAPACITY", 8)
-    memory = GoneBlocks(num_nodes=100, max_roots=4, block_size=2)
+    clock = Clock()
+    memory = GoneBlocks(num_nodes=100, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)
     tokens = np.arange(200, dtype=np.int32).reshape(100, 2)
     memory.add_each(np.arange(1, 100, dtype=np.int32), np.full(99, -1, np.int32), tokens[1:])
     for node in range(1, 13):
-        memory.now = float(node)
+        clock.now = float(node)
         memory.remove(int32([node]), MatchEnd.EVICTED)
     known = [node for node in range(1, 100) if memory.last_end(-1, tokens[node]) is not None]
     assert known == list(range(5, 13))
     memory.remove(np.arange(20, 40, dtype=np.int32), MatchEnd.CLEARED)  # more than it holds: the last are kept
     known = [node for node in range(1, 100) if memory.last_end(-1, tokens[node]) is not None]
     assert known == list(range(32, 40))
-    memory.now = 100.0
+    clock.now = 100.0
     memory.remove(int32([35]), MatchEnd.EXPIRED)
     assert memory.last_end(-1, tokens[35]) == (MatchEnd.EXPIRED, 100.0)  # the last time counts
 
 
 def test_a_run_and_single_blocks_have_the_same_digests() -> None:
-    memory = GoneBlocks(num_nodes=20, max_roots=4, block_size=2)
+    clock = Clock()
+    memory = GoneBlocks(num_nodes=20, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)
     tokens = int32([1, 2, 3, 4, 5, 6])
     memory.add_run(int32([1, 2, 3]), -1, tokens)
     for row, (node, parent) in enumerate([(11, -1), (12, 11), (13, 12)]):
         memory.add_each(int32([node]), int32([parent]), tokens[2 * row : 2 * row + 2].reshape(1, 2))
-    memory.now = 1.0
+    clock.now = 1.0
     memory.remove(int32([13]), MatchEnd.EVICTED)
     assert memory.last_end(2, tokens[4:]) == (MatchEnd.EVICTED, 1.0)
     assert memory.last_end(1, tokens[4:]) is None

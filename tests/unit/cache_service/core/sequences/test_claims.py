@@ -156,7 +156,7 @@ def test_a_client_that_gave_up_does_not_block_the_pool(end: str) -> None:
         for _ in range(PATIENCE_STEPS):
             pool.step()
     else:
-        pool.manager.now += PATIENCE_SECONDS
+        pool.manager.tick(pool.manager.now + PATIENCE_SECONDS)
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [STARTED]
 
 

@@ -168,11 +168,11 @@ def test_a_steady_step_keeps_no_account_of_copies() -> None:
     pool = CorePool()
     pool.prefill(1, range(6))
     pool.step(reserves=[(1, 7, 7)])
-    owner = pool.manager._owner(A)
+    owner = pool.manager.state.session(A)
     assert not owner.copies
     for _ in range(3):
         pool.step(forks=[(1, 2, 6)], reserves=[(1, 7, 7)])
         assert len(owner.copies) == 1
-        assert np.count_nonzero(pool.manager.tables.pool.is_filling) == 1
+        assert np.count_nonzero(pool.manager.state.pool.is_filling) == 1
         pool.step(releases=[2])
         assert not owner.copies

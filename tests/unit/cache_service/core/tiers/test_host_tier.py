@@ -128,7 +128,7 @@ def test_what_a_dead_session_was_saving_is_forgotten_and_kept_from_reuse() -> No
     pool.manager.close_session(B, may_still_write=True)
     pool.audit()
     assert pool.matched(range(12)) == []
-    host = pool.manager.tables.swapper.host.pool
+    host = pool.manager.swapper.host.pool
     assert {host.state(block) for block in hosts} == {BlockState.QUARANTINED}
     pool.manager.end_quarantine(B)
     pool.audit()

@@ -16,7 +16,7 @@ NUM_BLOCKS = 24
 def swapped_out(at_once: int) -> tuple[TierPool, list[int]]:
     """A pool whose session a has swapped out a sequence of many blocks and has run the orders. Answers their ids."""
     pool = TierPool(num_blocks=NUM_BLOCKS + 8, block_size=1, num_host_blocks=NUM_BLOCKS + 8)
-    swapper = pool.manager.tables.swapper
+    swapper = pool.manager.swapper
     assert swapper is not None
     swapper.at_once = at_once
     pool.prefill(1, range(NUM_BLOCKS))
@@ -25,7 +25,7 @@ def swapped_out(at_once: int) -> tuple[TierPool, list[int]]:
 
 
 def num_in_flight(pool: TierPool) -> int:
-    swapper = pool.manager.tables.swapper
+    swapper = pool.manager.swapper
     assert swapper is not None
     return len(swapper.offloader.transfers.in_flight)
 
@@ -53,7 +53,7 @@ def test_a_swap_in_is_ready_when_the_last_slice_is_done() -> None:
     pool.manager.clear_prefix_cache()
     pool.scribble()
     ids = pool.run(pool.step(ins=[1]))
-    swapper = pool.manager.tables.swapper
+    swapper = pool.manager.swapper
     assert swapper is not None
     swapper.at_once = 10
     assert pool.step(done=ids).ready_ids.tolist() == []

@@ -1,0 +1,61 @@
+"""Blocks for sequences, cleared where they held another tenant's tokens (R8).
+
+Owns which tenant's tokens each block held last. Does not know which operation asks.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from ..index.prefix_index import PrefixIndex
+from ..values.counters import Counters
+from ..values.types import UNKNOWN_ROOT, Int32Array
+from .block_pool import BlockPool
+
+
+class ClearLog(Protocol):
+    """Where the allocator writes what must be cleared before it is used."""
+
+    def clear(self, blocks: list[int]) -> None: ...
+
+
+class BlockAllocator:
+    """Allocates from the blocks of one pool."""
+
+    def __init__(self, pool: BlockPool, index: PrefixIndex, counters: Counters) -> None:
+        self.last_roots: Int32Array = np.zeros(pool.num_blocks, np.int32)  # the tenant whose tokens each block held last
+        self._pool = pool
+        self._index = index
+        self._counters = counters
+
+    def allocate(self, log: ClearLog, count: int, roots: Int32Array) -> Int32Array:
+        """[count] blocks for sequences under these roots ([count] or a scalar); another tenant's are cleared first."""
+        blocks = self._pool.allocate(count)
+        last_roots = self.last_roots
+        if self._index.num_roots > 1:
+            before = last_roots[blocks]
+            foreign = blocks[(before != 0) & (before != roots)].tolist()
+            log.clear(foreign)
+            self._counters.num_cleared_blocks += len(foreign)
+        last_roots[blocks] = roots
+        return blocks
+
+    def allocate_for_copies(self, count: int, root: int) -> Int32Array:
+        """[count] blocks that a copy of this tenant's tokens overwrites whole."""
+        blocks = self._pool.allocate(count)
+        self.last_roots[blocks] = root
+        return blocks
+
+    def allocate_for_loads(self, count: int) -> Int32Array:
+        """[count] blocks that loads are to overwrite whole; until note_loaded no tenant may trust them."""
+        blocks = self._pool.allocate(count)
+        self.distrust(blocks)
+        return blocks
+
+    def note_loaded(self, blocks: Int32Array, roots: list[int]) -> None:
+        """Loads have filled these blocks [n] with tokens of these tenants [n]."""
+        self.last_roots[blocks] = roots
+
+    def distrust(self, blocks: Int32Array) -> None:
+        """What was ordered for these blocks may never have run: each is cleared before its next use."""
+        self.last_roots[blocks] = UNKNOWN_ROOT

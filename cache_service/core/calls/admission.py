@@ -1,0 +1,57 @@
+"""CheckAdmission: whether a prompt could start whole now, later or never. Holds and changes nothing."""
+
+import numpy as np
+
+from ..pool_state import PoolState
+from ..tables.prefix_lookup import PrefixLookup
+from ..values.sequence_args import Retention
+from ..values.types import Int32Array
+from ..values.views import Admission
+
+
+class AdmissionCalls:
+    """Answers for one pool."""
+
+    def __init__(self, state: PoolState, lookup: PrefixLookup) -> None:
+        self._state = state
+        self._lookup = lookup
+
+    def check_admission(
+        self,
+        tenant: str,
+        token_ids: Int32Array | None,
+        num_prompt_tokens: int,
+        num_new_tokens: int,
+        retention: Retention | None = None,
+    ) -> Admission:
+        """num_prompt_tokens counts where token_ids are not given. With retention it need not start whole: what it holds at once
+        is enough."""
+        state, config = self._state, self._state.config
+        block_size, hits = config.block_size, np.empty(0, np.int32)
+        if token_ids is not None:
+            num_prompt_tokens = len(token_ids)
+            hits = state.index.block_of_node[self._lookup.match_prompt(tenant, token_ids)]
+            hits = hits[: (num_prompt_tokens - 1) // block_size]
+        num_required = -(-num_prompt_tokens // block_size)
+        if retention is not None:
+            hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
+            num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
+        if len(hits) * block_size < config.min_prefix_tokens:
+            hits = hits[:0]
+        num_required -= int(np.count_nonzero(hits))  # what is to be loaded takes a block too
+        num_room = state.blocks_left.beside(hits, state.num_spare())
+        has_room = num_required <= num_room
+        has_room = has_room or state.pin_preemption.could_pins_give_way(None, num_required - num_room, hits)
+        limit = config.limit_with(retention)
+        state.claims.forget_stale()
+        if state.claims.would_be_later(priority=0):
+            num_room, has_room = 0, False  # an earlier arrival waits, and none starts before it
+        can_ever = num_prompt_tokens + num_new_tokens <= limit
+        return Admission(
+            can_now=can_ever and has_room and state.sequences.num_free_slots > 0,
+            can_ever=can_ever,
+            num_hit_tokens=len(hits) * block_size,
+            num_required_blocks=num_required,
+            num_available_blocks=max(0, num_room),
+            limit_tokens=limit,
+        )

@@ -1,0 +1,127 @@
+"""Sessions of a pool: how they open, and what they leave behind when they end.
+
+What a session cached stays cached; what it may still write is quarantined; what it held is given back by reclaim.py.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..pool_state import PoolState
+from ..sequences.session_state import SessionState
+from ..tiers.sequence_swap import SequenceSwapper
+from ..values.types import NO_INT32, Executor, Int32Array, SequenceState, SessionId
+from .reclaim import Reclaim
+
+
+class CloseResult(NamedTuple):
+    """What the end of a session did."""
+
+    num_released_sequences: int
+    num_quarantined_blocks: int
+
+
+class SessionCalls:
+    """Opens and closes the sessions of one pool."""
+
+    def __init__(self, state: PoolState, reclaim: Reclaim, swapper: SequenceSwapper | None) -> None:
+        self._state = state
+        self._sequences = state.sequences
+        self._pool = state.pool
+        self._reclaim = reclaim
+        self._swapper = swapper
+        self._num_opened = 0
+
+    def open_session(self, session: SessionId, executor: Executor) -> None:
+        assert session not in self._state.sessions, "a session id is drawn once"
+        self._num_opened += 1
+        self._state.sessions[session] = SessionState(self._num_opened, session, executor)
+
+    def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
+        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+
+        Of a large one, a rest is left for `give_back`.
+        """
+        state, pool = self._state, self._pool
+        owner = state.session(session)
+        state.revision += 1
+        state.publish()
+        ids, slots = owner.ids.items()
+        self._end_device_work(owner, slots.tolist(), may_still_write=may_still_write)
+        state.claims.forget_claims(slots)
+        self._reclaim.add_ended(owner)
+        state.pins.end_of(session)
+        if self._swapper is not None:
+            self._end_transfers(owner, self._swapper, may_still_write=may_still_write)
+        del state.sessions[session]
+        state.update_pressure()
+        return CloseResult(len(ids), pool.num_distinct(state.quarantines.get(session, NO_INT32)))
+
+    def give_back(self, max_blocks: int) -> bool:
+        """Gives back about so many blocks of sessions that ended. Whether any are left."""
+        is_left = self._reclaim.give_back(max_blocks)
+        self._state.update_pressure()
+        return is_left
+
+    def end_quarantine(self, session: SessionId) -> int:
+        """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
+        if self._swapper is not None:
+            self._swapper.end_quarantine(session)
+        blocks = self._state.quarantines.pop(session, None)
+        if blocks is None:
+            return 0
+        self._state.revision += 1
+        num_freed = self._pool.end_quarantine(blocks)
+        self._state.update_pressure()
+        return num_freed
+
+    def reclaim_hint(self, session: SessionId) -> int:
+        """Blocks that the oldest claim misses, where the session runs later arrivals."""
+        claims = self._state.claims
+        if not claims.claims:
+            return 0
+        claims.forget_stale()
+        return claims.reclaim_hint(self._state.session(session))
+
+    def _end_device_work(self, owner: SessionState, slots: list[int], *, may_still_write: bool) -> None:
+        """No step and no copy of the session is waited for any more; what they may still write is quarantined."""
+        state, pool = self._state, self._pool
+        fences = owner.fenced_blocks()
+        owner.fences.clear()
+        # A copy in flight fills its block also where a commit for the step before has covered it, or where it was dropped.
+        filling = owner.filling_blocks()
+        owner.end_copies(pool)
+        if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
+            state.allocator.distrust(filling)
+        if may_still_write:
+            blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots)])
+            # No step writes an indexed block (R5), and what the session's steps still read matters to no one.
+            blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
+            pool.quarantine(blocks, fences=fences[~is_cached])
+            state.quarantines[owner.session] = np.concatenate([blocks, fences[~is_cached]])
+            fences = fences[is_cached]
+        pool.lift_fences(fences)
+        owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
+
+    def _writable_blocks(self, slot: int) -> Int32Array:
+        """Blocks that a step of the session may still write: those behind the committed length, or behind the hit to come.
+
+        What is being loaded is the transfers' to keep.
+        """
+        seqs, first = self._sequences, int(self._sequences.num_committed[slot])
+        if seqs.states[slot] == SequenceState.LOADING:
+            assert self._swapper is not None, "a load without a host tier"
+            hit_len = self._swapper.moves[slot].hit_len
+            if hit_len is None:
+                return NO_INT32
+            first = hit_len
+        elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
+            return NO_INT32
+        return seqs.table(slot)[first // seqs.block_size :]
+
+    def _end_transfers(self, owner: SessionState, swapper: SequenceSwapper, *, may_still_write: bool) -> None:
+        """Orders of a session that ends: all that they fill is kept from reuse with the rest that it may still write."""
+        blocks = swapper.end_session(owner, may_still_write=may_still_write)
+        if len(blocks):
+            quarantines = self._state.quarantines
+            quarantines[owner.session] = np.concatenate([quarantines[owner.session], blocks])

@@ -1,0 +1,129 @@
+"""Questions about one pool's sequences, blocks and cached prefixes. Changes nothing."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..pool_state import PoolState
+from ..sequences.session_state import SessionState
+from ..sequences.transitions import wrong_state
+from ..tables.prefix_lookup import PrefixLookup
+from ..tiers.sequence_swap import SequenceSwapper
+from ..values.errors import UnknownBlock
+from ..values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId
+from ..values.views import BlockView, PoolStats, Readable, SequenceView
+from . import invariants, tier_invariants
+from .explain import Explanation, explain_match
+from .stats import pool_stats
+
+
+class Queries:
+    """Asks one pool."""
+
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+        self._state = state
+        self._sequences = state.sequences
+        self._lookup = lookup
+        self._swapper = swapper
+
+    # Sequences
+
+    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
+        """One sequence with its block table. Raises UnknownSession, UnknownSequence."""
+        owner, slot = self._state.find_sequence(session, sequence_id)
+        return self._view(owner, slot, self._sequences.shown_table(slot).copy())
+
+    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
+        """Sequences of one session or of all, by session and id, without tables. Raises UnknownSession."""
+        sessions = self._state.sessions
+        owners = [self._state.session(session)] if session else [sessions[name] for name in sorted(sessions)]
+        for owner in owners:
+            for slot in owner.ids.items()[1].tolist():
+                yield self._view(owner, slot, np.empty(0, np.int32))
+
+    def start_number(self, session: SessionId, sequence_id: int) -> int:
+        """The sequence's place in the order of arrivals."""
+        _, slot = self._state.find_sequence(session, sequence_id)
+        return int(self._sequences.start_numbers[slot])
+
+    def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
+        """[num_tokens] token ids."""
+        _, slot = self._state.find_sequence(session, sequence_id)
+        return self._sequences.tokens[slot, : self._sequences.num_tokens[slot]].copy()
+
+    def readable(self, session: SessionId, sequence_id: int) -> Readable:
+        """One sequence, to read K and V through its table. Raises WrongState where they are not on the device."""
+        view = self.view(session, sequence_id)
+        if view.state not in (SequenceState.WAITING, SequenceState.RUNNING):
+            raise wrong_state(sequence_id, view.state)
+        num_tokens, owner = view.num_committed_tokens, self._state.session(session)
+        if owner.executor is Executor.ENGINE and owner.copies:
+            filling = np.flatnonzero(self._state.pool.is_filling[view.block_table])
+            num_tokens = min(num_tokens, int(filling[0]) * self._sequences.block_size) if len(filling) else num_tokens
+        return Readable(view, num_tokens)
+
+    def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
+        """[committed, reserved): the token indices whose K and V may be written. Raises WrongState."""
+        _, slot = self._state.find_sequence(session, sequence_id)
+        state = int(self._sequences.states[slot])
+        if state in (SequenceState.SWAPPED, SequenceState.LOADING):
+            raise wrong_state(sequence_id, state)
+        return int(self._sequences.num_committed[slot]), int(self._sequences.num_reserved[slot])
+
+    # Cached prefixes and blocks
+
+    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
+        """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
+        return self._state.index.block_of_node[self._lookup.match_prompt(tenant, token_ids)]
+
+    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
+        """Why the longest cached prefix ends where it does. May take a millisecond."""
+        return explain_match(self._state, self._lookup, tenant, token_ids)
+
+    def block_view(self, block: int) -> BlockView:
+        """Raises UnknownBlock."""
+        pool, index = self._state.pool, self._state.index
+        if not 0 < block < pool.num_blocks:
+            raise UnknownBlock(f"the pool has no block {block}", limit=pool.num_blocks - 1)
+        return BlockView(
+            state=pool.state(block),
+            num_references=int(pool.ref_counts[block]),
+            num_fences=int(pool.fence_counts[block]),
+            num_transfers=int(pool.transfer_counts[block]),
+            num_quarantines=int(pool.quarantine_counts[block]),
+            indexed=bool(pool.indexed[block]),
+            has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
+        )
+
+    # The whole pool
+
+    def stats(self) -> PoolStats:
+        """Counts derived from the state, and sums over the pool's life."""
+        return pool_stats(self._state, self._swapper)
+
+    def check_invariants(self) -> list[str]:
+        """What is wrong, one sentence each; empty when all is well."""
+        wrong = invariants.violations(self._state)
+        if self._swapper is not None and not wrong:
+            wrong = tier_invariants.violations(self._state, self._swapper)
+        return wrong
+
+    def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
+        seqs = self._sequences
+        return SequenceView(
+            sequence_id=SequenceId(int(seqs.ids[slot])),
+            session_id=owner.session,
+            state=SequenceState(int(seqs.states[slot])),
+            num_tokens=int(seqs.num_tokens[slot]),
+            num_committed_tokens=int(seqs.num_committed[slot]),
+            num_reserved_tokens=int(seqs.num_reserved[slot]),
+            max_tokens=int(seqs.max_tokens[slot]),
+            priority=int(seqs.priorities[slot]),
+            num_hit_tokens=int(seqs.num_hit[slot]),
+            num_accesses=int(seqs.num_accesses[slot]),
+            block_table=table,
+            num_host_blocks=self._swapper.host.num_blocks_of(slot) if self._swapper is not None else 0,
+            retention=seqs.retention(slot),
+            start_number=int(seqs.start_numbers[slot]),
+            idle_seconds=max(0.0, self._state.now - float(seqs.last_access[slot])),
+        )

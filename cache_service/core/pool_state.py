@@ -1,0 +1,143 @@
+"""The state of one pool: its parts, put together, and what all of them share.
+
+Owns the parts, the one clock, the revision, the live sessions by id, and what sessions that ended left behind. Everything above
+works on it and is handed it. Knows no operation, and of the tiers below the device only that there may be one.
+"""
+
+from collections import deque
+from typing import Protocol
+
+from .blocks.allocator import BlockAllocator
+from .blocks.block_pool import BlockPool
+from .blocks.blocks_left import BlocksLeft
+from .blocks.pins import Pins
+from .blocks.pressure import PressureGauge
+from .index.prefix_index import PrefixIndex
+from .sequences.claims import Claims, StartNumbers
+from .sequences.pin_preemption import PinPreemption
+from .sequences.publisher import ALL_BLOCKS, Publisher
+from .sequences.retention import RetentionDrops
+from .sequences.sequence_table import SequenceTable
+from .sequences.session_state import SessionState
+from .values.clock import Clock
+from .values.counters import Counters
+from .values.errors import InvalidField, UnknownSequence, UnknownSession
+from .values.pool_config import PoolConfig
+from .values.types import Int32Array, MatchEnd, PressureLevel, SessionId
+
+
+class LowerTier(Protocol):
+    """The tier below the device, as the device's blocks and the index know it."""
+
+    def demote(self, victims: Int32Array) -> Int32Array:
+        """Moves evicted blocks there as far as it has room; answers those that are to be forgotten."""
+
+    def drop_copies(self, hosts: Int32Array) -> None:
+        """The nodes of these host blocks were forgotten."""
+
+
+class PoolState:
+    """One pool. Sessions, sequences and blocks are read through its parts, and changed by their methods."""
+
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
+        """start_numbers: of the whole service; a pool alone has its own. Raises InvalidField for a config that cannot work."""
+        _check_config(config)
+        self.config = config
+        self.clock = Clock()
+        self.revision = 0
+        self.start_numbers = start_numbers or StartNumbers()
+        self.sessions: dict[SessionId, SessionState] = {}
+        self.ended_sessions: deque[SessionState] = deque()  # their sequences still hold blocks
+        self.quarantines: dict[SessionId, Int32Array] = {}  # blocks that an ended session may still write
+        self.counters = Counters()
+        self.sequences = SequenceTable(config)
+        self.index = PrefixIndex(
+            *(config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks),
+            lose_hosts=self._lose_hosts,
+            clock=self.clock,
+        )
+        self.pool = BlockPool(config, self.index, self._forget_blocks)
+        self.allocator = BlockAllocator(self.pool, self.index, self.counters)
+        self.blocks_left = BlocksLeft(config, self.pool)
+        self.pins = Pins(self.pool)
+        self.claims = Claims(self.sequences, self.pool, self.clock)
+        self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
+        self.retention = RetentionDrops(self.sequences, self.publisher, self.pool, self.counters)
+        self.pin_preemption = PinPreemption(self.sequences, self.pool, self.pins)
+        self.lower_tier: LowerTier | None = None  # set where there is one
+        self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
+        self.gauge.on_change = self._tell_pressure
+        self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
+
+    # Time
+
+    @property
+    def now(self) -> float:
+        """Seconds of a monotone clock, as last told by `tick`."""
+        return self.clock.now
+
+    def tick(self, now: float) -> None:
+        """It is this late."""
+        self.clock.now = now
+
+    # Look-ups
+
+    def session(self, session: SessionId) -> SessionState:
+        """Raises UnknownSession."""
+        if session not in self.sessions:
+            raise UnknownSession("no live session of this id on this pool")
+        return self.sessions[session]
+
+    def find_sequence(self, session: SessionId, sequence_id: int) -> tuple[SessionState, int]:
+        """The session and the slot of its sequence. Raises UnknownSession, UnknownSequence."""
+        owner = self.session(session)
+        slot = owner.ids.get(sequence_id)
+        if slot is None:
+            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+        return owner, slot
+
+    # Blocks
+
+    def num_spare(self) -> int:
+        """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
+        return self._num_spare_blocks if self.sequences.has_active else 0
+
+    def update_pressure(self) -> PressureLevel:
+        """Blocks were taken, or came free."""
+        return self.gauge.update(self.pool.num_used)
+
+    def publish(self, max_blocks: int = ALL_BLOCKS) -> bool:
+        """Publishes up to so many blocks of what steps have committed. Whether more is left."""
+        self.sequences.settle()
+        is_left = self.publisher.publish(max_blocks)
+        self.update_pressure()
+        return is_left
+
+    def _tell_pressure(self, level: PressureLevel) -> None:
+        if self.index.change_log is not None:
+            self.index.change_log.pressure_changed(level)
+
+    def _forget_blocks(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:
+        """These leave the device: for the tier below, or for good with what is below them in the index.
+
+        Answers the other blocks that lost their entry.
+        """
+        if self.lower_tier is not None and why is MatchEnd.EVICTED:
+            blocks = self.lower_tier.demote(blocks)
+        return self.publisher.forget_blocks(blocks, why)
+
+    def _lose_hosts(self, hosts: Int32Array) -> None:
+        assert self.lower_tier is not None, "host copies without a host tier"
+        self.lower_tier.drop_copies(hosts)
+
+
+def _check_config(config: PoolConfig) -> None:
+    for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
+        if getattr(config, name) < least:
+            raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
+    if not 0 <= config.watermark < 1:
+        raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
+    if config.num_host_blocks and config.num_host_blocks < 2:
+        raise InvalidField("num_host_blocks is 0, or 2 or more", field="num_host_blocks", limit=2)
+    if not 0 < config.evict_above <= 1:
+        raise InvalidField("evict_above is a share above 0 and up to 1", field="evict_above", limit=1)

@@ -1,0 +1,70 @@
+"""The look-up: how much of a prompt is cached, and may be used.
+
+Owns the rules of a hit: at least one token is left to compute, unless stored logits stand for it (R4); nothing that is still on
+its way to the host tier; nothing shorter than the pool's minimum; not more than the sequence's retention lets it share. Changes
+nothing.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..pool_state import PoolState
+from ..tiers.host_tier import HostTier
+from ..values.types import NO_INT32, Int32Array
+
+
+class FullHit(NamedTuple):
+    """Blocks [num_tokens / block size] of a whole prompt, all on the device, and the logits stored behind it."""
+
+    blocks: Int32Array
+    logits: bytes
+
+
+class PrefixLookup:
+    """Looks up prefixes in one pool."""
+
+    def __init__(self, state: PoolState, host: HostTier | None) -> None:
+        self.is_on = state.config.prefix_caching
+        self.min_tokens = state.config.min_prefix_tokens
+        self._block_size = state.config.block_size
+        self._sequences = state.sequences
+        self._index = state.index
+        self._host = host
+
+    def match_sequence(self, slot: int, max_hit: int) -> Int32Array:
+        """[matched] nodes that a waiting sequence can start on; none where they are too few to count as a hit."""
+        seqs = self._sequences
+        known = int(seqs.num_tokens[slot])
+        num_most = min(max_hit, known - 1) // self._block_size if self.is_on else 0
+        num_most = min(num_most, int(seqs.share_limits[slot]))
+        nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
+
+    def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
+        """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
+        nodes = self._index.match(root, tokens, max_blocks)
+        if self._host is not None and len(nodes):
+            hosts = self._index.host_of_node[nodes]
+            is_away = (self._index.block_of_node[nodes] == 0) & self._host.is_filling[hosts]
+            if np.count_nonzero(is_away):
+                nodes = nodes[: int(np.argmax(is_away))]
+        return nodes
+
+    def match_prompt(self, tenant: str, tokens: Int32Array) -> Int32Array:
+        """[matched] nodes of a tenant's prompt, whole blocks, in any tier."""
+        return self.match_tokens(self._index.find_root(tenant), tokens, len(tokens) // self._block_size)
+
+    def find_full_hit(self, slot: int, max_hit: int) -> FullHit | None:
+        """The hit of a waiting sequence whose prompt needs no pass at all, if it has one."""
+        seqs = self._sequences
+        known = int(seqs.num_tokens[slot])
+        num_blocks, rest = divmod(known, self._block_size)
+        if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
+            return None
+        nodes = self._index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
+        blocks = self._index.block_of_node[nodes]
+        if np.count_nonzero(blocks) < num_blocks:
+            return None
+        logits = self._index.logits.get(int(nodes[-1]))
+        return None if logits is None else FullHit(blocks, logits)

@@ -1,0 +1,125 @@
+"""Reservations: slots, and with them blocks, for what running sequences write next.
+
+Owns granting and copy-on-write: a block that another holder has is copied before it is written (R5). Rules: all or nothing per
+item (R7); blocks reserved for the oldest claim go to no later arrival. Takes lawful items and cannot fail.
+"""
+
+import numpy as np
+
+from ..pool_state import PoolState
+from ..sequences.session_state import SessionState
+from ..values.types import NO_INT32, Int32Array, Int64Array
+from .step_log import Grants, StepLog
+
+
+class Reservations:
+    """Grants blocks to the running sequences of one pool."""
+
+    def __init__(self, state: PoolState) -> None:
+        size = state.config.block_size
+        self._block_size = size
+        self._divisor, self._round_up = np.int32(size), np.int32(size - 1)
+        self._clock = state.clock
+        self._sequences = state.sequences
+        self._pool = state.pool
+        self._allocator = state.allocator
+        self._claims = state.claims
+        self._pin_preemption = state.pin_preemption
+        self._counters = state.counters
+
+    def reserve(self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, most: Int32Array) -> Grants:
+        """Grants each sequence slots up to most[i], in order; the protocol says which items are refused."""
+        seqs, pool, claims = self._sequences, self._pool, self._claims
+        held = seqs.num_reserved[slots]
+        wanted = np.maximum(held, most)
+        table_lens = (held + self._round_up) // self._divisor
+        num_new = (wanted + self._round_up) // self._divisor - table_lens
+        growing = num_new.nonzero()[0]
+        total = int(num_new.sum()) if len(growing) else 0
+        seqs.note_access(slots, self._clock.now)
+        if total > pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
+            return self._reserve_in_order(owner, log, slots, least, wanted)
+        if claims.claims:
+            is_enough = total + claims.most_reserved <= pool.num_available
+            if not is_enough and claims.are_later(slots[growing]).any():
+                return self._reserve_in_order(owner, log, slots, least, wanted)
+            claims.forget_claims(slots)
+        seqs.grant(slots, held, wanted, owner.step_id)
+        if not total:
+            return Grants(wanted, NO_INT32, NO_INT32)
+        places = table_lens[growing]
+        if total > len(growing):
+            counts = num_new[growing]
+            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            growing, places = np.repeat(growing, counts), np.repeat(places, counts) + within
+        rows = slots[growing]
+        blocks = self._allocator.allocate(log, total, seqs.roots[rows])
+        seqs.set_blocks(rows, places, blocks)
+        return Grants(wanted, growing.astype(np.int32), blocks)
+
+    def copies_due(self, owner: SessionState, slot: int, wanted: int) -> Int64Array:
+        """Table indices in [committed, wanted) whose blocks have another holder or reader; the index is a holder (R5)."""
+        seqs, pool = self._sequences, self._pool
+        if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
+            return np.empty(0, np.int64)
+        first = int(seqs.num_committed[slot]) // self._block_size
+        blocks = seqs.table(slot)[first:]
+        others = pool.fence_counts[blocks]
+        if others.any():  # a session's own steps run in order, so its own fences do not matter here
+            others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
+        return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
+
+    def _reserve_in_order(
+        self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array
+    ) -> Grants:
+        """The same, one by one: when blocks are short or reserved for an earlier arrival, or copies are due."""
+        seqs, pool, claims = self._sequences, self._pool, self._claims
+        reserved = np.empty(len(slots), np.int32)
+        item_idx: list[int] = []
+        new_blocks: list[int] = []
+        refused: list[tuple[int, int]] = []  # slot, blocks asked for
+        starved = False
+        for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
+            held = int(seqs.num_reserved[slot])
+            table_len = seqs.num_blocks(held)
+            due = self.copies_due(owner, slot, want)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
+            num_kept = claims.num_kept_from(slot) if claims.claims else 0
+            may_take = not starved or (claims.claims and not num_kept)
+            if may_take and not num_kept and num_least > pool.num_available:
+                self._pin_preemption.make_pins_give_way(slot, num_least - pool.num_available, NO_INT32)
+            num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
+            granted = want
+            if num_room < seqs.num_blocks(want) - table_len:
+                granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
+            if granted < low or num_room < 0:
+                # Blocks reserved for an older claim help nobody else, so later items are not held back for them.
+                starved = starved or num_least > pool.num_available
+                refused.append((slot, seqs.num_blocks(want) - table_len + len(due)))
+                reserved[row] = min(held, low - 1)
+                self._counters.num_refusals += 1
+                continue
+            if claims.claims:
+                claims.forget_claim(slot)
+            if len(due):
+                self._copy_on_write(owner, log, slot, due)
+            blocks = self._allocator.allocate(log, seqs.num_blocks(granted) - table_len, seqs.roots[slot])
+            seqs.set_run(slot, table_len, blocks)
+            seqs.grant_one(slot, held, granted, owner.step_id)
+            item_idx.extend([row] * len(blocks))
+            new_blocks.extend(blocks.tolist())
+            reserved[row] = granted
+        for slot, num_blocks in refused:
+            claims.add_claim(owner, slot, num_blocks)
+        return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
+
+    def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:
+        seqs = self._sequences
+        sources = seqs.tables[slot, due]
+        copies = self._allocator.allocate_for_copies(len(due), int(seqs.roots[slot]))
+        seqs.replace_blocks(slot, due, copies)
+        log.copy(sources.tolist(), copies.tolist())
+        for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
+            log.update(int(seqs.ids[slot]), table_idx, block)
+        owner.drop_blocks(self._pool, sources, until=owner.step_id)  # the copy still reads them
+        self._counters.num_copies_on_write += len(due)

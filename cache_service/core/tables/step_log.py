@@ -1,0 +1,48 @@
+"""What the operations of a step leave for its reply, as lists, because they are short.
+
+Owns nothing but these values.
+"""
+
+from dataclasses import dataclass, field
+
+from ..tiers.transfers import TransferOrder
+from ..values.types import NULL_BLOCK, Int32Array
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What a step tells its engine: orders and copies to run, replaced table entries, and slots of sequences that run now
+    without having been started."""
+
+    copy_sources: list[int] = field(default_factory=list)
+    copy_destinations: list[int] = field(default_factory=list)
+    update_ids: list[int] = field(default_factory=list)
+    update_table_idx: list[int] = field(default_factory=list)
+    update_blocks: list[int] = field(default_factory=list)
+    orders: list[TransferOrder] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
+
+    def update(self, sequence_id: int, table_idx: int, block: int) -> None:
+        """An entry of a block table was replaced."""
+        self.update_ids.append(sequence_id)
+        self.update_table_idx.append(table_idx)
+        self.update_blocks.append(block)
+
+    def copy(self, sources: list[int], destinations: list[int]) -> None:
+        """Blocks are to be copied."""
+        self.copy_sources.extend(sources)
+        self.copy_destinations.extend(destinations)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Blocks are to be cleared: the null block, which holds zeros, is copied over them."""
+        self.copy([NULL_BLOCK] * len(blocks), blocks)
+
+
+@dataclass(slots=True)
+class Grants:
+    """Answer to reservations: slots granted [n]; new blocks [m] and the index of the item each belongs to [m]."""
+
+    reserved: Int32Array
+    item_idx: Int32Array
+    blocks: Int32Array
