@@ -18,7 +18,7 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
     check_range("max_tokens", request.max_tokens, 0, MAX_INT32)
     check_range("start_number", request.start_number, 0, MAX_ID)
     if request.packed_token_ids:
-        tokens = int32_column(request.packed_token_ids, "packed_token_ids", len(request.packed_token_ids) // 4)
+        tokens = int32_column(request.packed_token_ids, "packed_token_ids")
         if tokens.min() < 0:
             raise InvalidField("token ids are below 2^31", field="packed_token_ids", limit=MAX_INT32)
     else:
