@@ -41,9 +41,9 @@ def _fields_of_list(members: tuple[Column, ...]) -> tuple[int, tuple[tuple[str, 
     return fields[0][1], fields
 
 
-# Of a reply: the lists that each executor is told. The cache service runs its transfer orders itself.
+# Of a reply: its lists by executor. Transfer orders go to engines only, because the cache service runs its own.
 _REPLY_LISTS = {name: _fields_of_list(members) for name, members in by_list(REPLY_COLUMNS).items()}
-_TOLD = {
+_LISTS_FOR = {
     Executor.ENGINE: tuple(_REPLY_LISTS.values()),
     Executor.CACHE: tuple(fields for name, fields in _REPLY_LISTS.items() if name != "transfer"),
 }
@@ -81,7 +81,7 @@ def step_response(reply: StepReply, step_id: int, epoch: int, executor: Executor
         num_give_back_blocks=reply.num_give_back,
     )
     columns: tuple[Any, ...] = reply
-    for first, fields in _TOLD[executor]:
+    for first, fields in _LISTS_FOR[executor]:
         if len(columns[first]):
             for field, place in fields:
                 setattr(response, field, columns[place].tobytes())

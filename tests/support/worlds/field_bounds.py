@@ -22,7 +22,7 @@ LIMIT_TOKENS = 1360  # of a sequence there
 
 
 class Bound:
-    """See the module. `values` are to be set on the field, whatever its type."""
+    """What one field may hold. `values` are set on the field, below, at and beyond its range."""
 
     reasons: tuple[str, ...] = INVALID
 
