@@ -101,7 +101,7 @@ class _PoolFeed:
     def __init__(self, pool: Pool) -> None:
         self.readers: list[WatchReader] = []
         self._pool = pool
-        self._turn_to_come: asyncio.TimerHandle | None = None
+        self._next_slice: asyncio.TimerHandle | None = None
         tables = pool.manager.tables
         self._feed = EventFeed(tables.index, pool.key, pool.manager.pressure, self.wake)
 
@@ -118,22 +118,22 @@ class _PoolFeed:
             self.readers.remove(reader)
             self._feed.close(reader.watch)
             self._pool.num_watches -= 1
-        if not self.readers and self._turn_to_come is not None:
-            self._turn_to_come.cancel()
+        if not self.readers and self._next_slice is not None:
+            self._next_slice.cancel()
 
     def tell_all(self, event: Event) -> None:
         self._feed.tell_all(event)
         self.wake()
 
     def wake(self) -> None:
-        self._work_in(_LINGER_S)
+        self._run_slice_in(_LINGER_S)
 
-    def _work_in(self, seconds: float) -> None:
-        if self._turn_to_come is None:
-            self._turn_to_come = asyncio.get_running_loop().call_later(seconds, self._turn)
+    def _run_slice_in(self, seconds: float) -> None:
+        if self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_later(seconds, self._run_slice)
 
-    def _turn(self) -> None:
-        self._turn_to_come = None
+    def _run_slice(self) -> None:
+        self._next_slice = None
         try:
             is_more = self._feed.advance(_SLICE_BLOCKS)
         except Exception:
@@ -148,4 +148,4 @@ class _PoolFeed:
             else:
                 reader.wake()
         if is_more and self.readers:
-            self._work_in(_REST_S)
+            self._run_slice_in(_REST_S)

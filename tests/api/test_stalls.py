@@ -1,4 +1,4 @@
-"""What falls due while the cache service itself stands still: nobody could be heard then, so nobody's time has passed.
+"""What falls due while the cache service itself stands still: it could read no message then, so no client's time has passed.
 
 With virtual time, of which the service sees nothing while it stalls; tests/e2e/test_stopped_processes.py stops a real one.
 """
@@ -88,7 +88,7 @@ async def _lose_stream(api: Api, session: Session, step_id: int = 1) -> None:
 
 
 async def test_a_claim_is_not_forgotten_across_a_stall(stalling: Api, clock: ManualClock) -> None:
-    """Whoever was refused could not ask again meanwhile, and keeps its place."""
+    """A sequence that was refused could not be asked for again meanwhile, and keeps its place."""
     session = await stalling.open(ttl_ms=60_000)
     await session.create(1, BLOCK_SIZE * (NUM_BLOCKS - 1))
     first = pb.StepResponse.FromString(await stalling.raw_step(session.start_bytes(1, 1)))
@@ -100,7 +100,7 @@ async def test_a_claim_is_not_forgotten_across_a_stall(stalling: Api, clock: Man
     clock.advance(1.1)  # a look at what falls due
     assert (await stalling.stats()).pools[0].num_owed_blocks == 1
     clock.advance(11)
-    assert (await stalling.stats()).pools[0].num_owed_blocks == 0, "nobody asks for it any more"
+    assert (await stalling.stats()).pools[0].num_owed_blocks == 0, "no step asks for it any more"
 
 
 async def test_a_handshake_is_not_too_slow_because_the_service_is(clock: ManualClock) -> None:

@@ -67,7 +67,7 @@ class Text(Bound):
 
 @dataclass(frozen=True)
 class Only(Bound):
-    """Names something of the world: whatever else is said is refused."""
+    """A field that names something of the world: each of `others` is refused."""
 
     others: tuple[Any, ...]
     reasons: tuple[str, ...]
