@@ -1,5 +1,5 @@
-"""Protobuf messages to values and back, with every bound checked on the way in. Changes no state.
+"""Protobuf messages to values and back. Owns every bound that is checked on the way in; changes no state.
 
 Checks what the core cannot see once it has values: sizes of columns, ranges of narrower types, lengths of texts. The core
-checks what the values mean. May import values of the core and of the runtime, to show them as messages.
+checks what the values mean. May import core, and from runtime what it shows as messages.
 """
