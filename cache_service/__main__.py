@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program tells an error in one line of its own
 
 from kvkeeper.service.process import first_of, run, stop_signals
 
@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
-    from .server import start_server  # not before the checks, which a wrong address is told by
+    from .server import start_server  # after the checks, so that a wrong address is told without loading grpc
 
     asked = stop_signals()
     server = await start_server(config)
-    gc.freeze()  # what stands now stays: a collection that looked at all of it would be in some step's way
+    gc.freeze()  # these objects stay: a collection that looked at all of them would delay a step
     try:
         await asked.wait()
         asked.clear()

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a cache service's config before it loads and reserves anything."""
+"""Checks a cache service's config against the machine before anything is loaded or reserved: addresses and memory."""
 
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
@@ -18,7 +18,7 @@ def check_start(config: CacheConfig) -> None:
 
 
 def host_bytes(config: CacheConfig) -> int:
-    """Memory of the machine that is taken at start. Pools by number of blocks are made when their first session opens."""
+    """Host memory that is reserved at start. Pools by number of blocks are made when their first session opens."""
     if config.num_blocks is not None:
         return 0
     pool = config.pool_memory if config.device == "cpu" else 0
@@ -26,7 +26,7 @@ def host_bytes(config: CacheConfig) -> int:
 
 
 def host_tier_bytes(config: CacheConfig) -> int:
-    """Of each pool, where it is known before the size of a block is."""
+    """Host tier of each pool, where the config gives it in bytes: the size of a block is not known yet."""
     return 0 if config.num_host_blocks else config.host_memory
 
 

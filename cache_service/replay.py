@@ -2,8 +2,8 @@
 
 A request is a list of numbers, one per block, equal numbers for equal prefixes (`hash_ids` of a Mooncake trace). It hits its
 leading cached blocks, computes the others, and ends before the next begins. The hit rate is hit blocks over all blocks. All
-ways count the same; where the core keeps a block more for a request that is cached whole (it computes one token always), the
-pool is one block larger. No part of the service: what measures it is built of this.
+three ways count alike. The core computes at least one token of a request that is cached whole, so its pool has one block more.
+No part of the service: benchmarks and tests are built of it.
 """
 
 import heapq
@@ -43,7 +43,7 @@ class Replayed:
 
 
 def replay_core(requests: Iterable[list[int]], num_blocks: int, policy: str, *, block_size: int = 1) -> Replayed:
-    """Against a Manager; a token is the number of its block. Needs num_blocks for the longest request."""
+    """Against a PoolManager; a token is the number of its block. num_blocks has to hold the longest request."""
     replay = CoreReplay(num_blocks, policy, block_size)
     for request in requests:
         replay.run(request)
@@ -65,7 +65,7 @@ class CoreReplay:
         self._step_seconds: list[float] = []
 
     def run(self, request: list[int]) -> int:
-        """Answers the hit blocks."""
+        """The number of hit blocks."""
         self._num_requests += 1
         self._num_blocks += len(request)
         ids = np.array([self._num_requests])
@@ -93,7 +93,7 @@ class CoreReplay:
 
 
 def replay_policy(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
-    """Against a policy and a dictionary for an index: several times faster, and the same hits."""
+    """Against a policy with a dictionary as its index: several times faster, and the same hits."""
     replay = _PolicyReplay(num_blocks, policy)
     num_asked = num_hits = 0
     seconds: list[float] = []

@@ -1,8 +1,8 @@
 """Puts the cache service together and takes it apart again.
 
-Owns the order: listen, then reserve memory (whoever calls meanwhile is told to wait), then say SERVING; and backwards:
-refuse new sessions, wait for live ones to close, end streams, remove sockets. One loop runs all of it. A start that fails is
-a StartError of one line, with everything undone.
+Owns the order of both. Start: listen, reserve memory (calls that come meanwhile are refused with a retry delay), say SERVING.
+Stop: refuse new sessions, wait for the live ones to close, end streams, remove sockets. All of it runs on one loop. A start
+that fails raises a StartError of one line, with everything undone.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from .rpc.sequence_calls import SequenceCalls
 from .rpc.session_calls import SessionCalls
 from .rpc.step_handler import StepHandler
 from .rpc.watch_streams import WatchStreams
-from .runtime.clock import Clock, RunClock
+from .runtime.clock import Clock, StallFreeClock
 from .runtime.pool_registry import Memory, PoolRegistry
 from .runtime.session_manager import SessionManager
 
@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class RunningServer:
-    """A cache service that answers. address is what a client's channel takes."""
+    """A cache service that answers. address is the target of a client's channel."""
 
     attach_path: Path
     session_manager: SessionManager
@@ -53,7 +53,7 @@ class RunningServer:
     _endpoint: Endpoint
     _attach: AttachServer
     metrics: MetricsServer | None = None
-    _clock: RunClock | None = None  # its own, where no other was handed in
+    _clock: StallFreeClock | None = None  # the server's own, where none was handed in
     _is_stopped: bool = False
 
     @property
@@ -61,7 +61,7 @@ class RunningServer:
         return self._endpoint.address
 
     async def drain(self) -> None:
-        """Refuses new sessions, and waits for the live ones to close, but no longer than configured."""
+        """Refuses new sessions, and waits up to the drain timeout for the live ones to close."""
         self.session_manager.start_draining()
         await self._endpoint.drain()
         try:
@@ -71,7 +71,7 @@ class RunningServer:
             log.warning("drain_timeout", num_sessions=len(self.session_manager.sessions))
 
     async def stop(self) -> None:
-        """Ends what still runs, gives the memory back and removes the sockets. Idempotent."""
+        """Ends streams and calls, gives the memory back and removes the sockets. Idempotent."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -94,11 +94,11 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
     loop = asyncio.get_running_loop()
-    own_clock = RunClock(loop) if clock is None else None
+    own_clock = StallFreeClock(loop) if clock is None else None
     timing: Clock = clock or own_clock or loop
     try:
         watch_streams = WatchStreams()
-        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.tell_replaced)
+        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced)
         endpoint = await Endpoint.open(config.listen)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
@@ -143,6 +143,6 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:
-    """One attach socket per address, so that a service that died is followed by one that removes its socket."""
+    """One attach socket per address: the next service on the address removes the socket of one that died."""
     name = hashlib.sha256(address.encode()).hexdigest()[:16]
     return private_directory(config.runtime_dir) / f"attach-{name}.sock"

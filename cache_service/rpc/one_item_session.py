@@ -35,7 +35,7 @@ class OneItemSessions:
         """The session that the call changes. The first such call that succeeds fixes the session's mode. Raises WrongMode."""
         live = self._session_manager.require(request.session_id, request.epoch)
         if live.core.executor is Executor.ENGINE:
-            raise WrongMode("a session whose engine executes the copies changes sequences by steps only", mode="steps")
+            raise WrongMode("an engine that executes its own copies changes sequences by steps only", mode="steps")
         mode = live.core.mode
         live.core.use_mode(SessionMode.ONE_ITEM)
         try:

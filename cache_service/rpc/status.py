@@ -1,4 +1,4 @@
-"""The code of each reason that the cache service refuses with; the proto's ErrorReason says the same in its comments."""
+"""The gRPC code of each reason of the cache service's errors; the comments of the proto's ErrorReason say the same."""
 
 import grpc
 from google.protobuf import duration_pb2

@@ -1,9 +1,8 @@
-"""The hot path: one Step in, one reply out, on raw bytes.
+"""Step and StreamSteps, the hot path: one request in, one reply out, as raw bytes.
 
-Raw, because exactly once is a matter of bytes: a repeat of a request gets the recorded reply, and both are what travelled. The
-order within `apply` is the rule: state and reply are recorded before anything is awaited, so that whatever happens to the call
-afterwards, its repeat finds the step done; what it committed is published once the reply is on its way. Nothing here loops over
-items.
+Exactly once is a matter of bytes: a repeat is recognised by its bytes, and gets the recorded bytes of the reply. State and
+reply are recorded before anything is awaited, so that the repeat of a call that broke off finds its step done. Blocks that the
+step committed are published once the reply is on its way. Nothing here loops over items.
 """
 
 import asyncio
@@ -29,21 +28,21 @@ _STEP = "kvkeeper.cache.v1.CacheService/Step"
 
 
 class StepStream:
-    """One StreamSteps call. It carries the steps of one session, that of its first message."""
+    """One StreamSteps call. It carries the steps of the session of its first message."""
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.live: LiveSession | None = None
-        self.error: CacheError | None = None  # why it was ended from outside
+        self.error: CacheError | None = None  # set when the stream is ended from outside
         self._task = task
 
-    def end(self, error: CacheError) -> None:
-        """See keeper.Stream."""
+    def end_with(self, error: CacheError) -> None:
+        """Ends the call from outside; its client gets this error."""
         self.error = error
         self._task.cancel()
 
 
 class StepHandler:
-    """Step and StreamSteps."""
+    """Applies steps to the pools of their sessions, each once, with and without a stream."""
 
     def __init__(self, session_manager: SessionManager) -> None:
         self._session_manager = session_manager
@@ -56,7 +55,7 @@ class StepHandler:
         return reply if isinstance(reply, bytes) else await reply
 
     async def stream_steps(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Runs one stream until its client ends it. Raises CacheError: a failed step, or an end from outside."""
+        """Runs one stream until its client ends it. Raises CacheError for a failed step, and for an end from outside."""
         task = asyncio.current_task()
         assert task is not None
         stream = StepStream(task)
@@ -72,13 +71,13 @@ class StepHandler:
                         )
                     answer = reply if isinstance(reply, bytes) else await reply
                 except Exception:
-                    is_lost = False  # this service ends the stream; its client is there
+                    is_lost = False  # this service ends the stream; the client has not gone away
                     raise
                 await write(answer)
-                live.pool.publish_some()  # not before: what runs while the answer is written keeps it from being sent
+                live.pool.publish_some()  # after the write: work on this loop would delay the sending of the answer
         except asyncio.CancelledError:
             if stream.error is None:
-                raise  # the client is gone
+                raise  # the client went away
             is_lost = False
             task.uncancel()
             raise stream.error from None
@@ -87,9 +86,9 @@ class StepHandler:
                 self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
-        """Applies one request, of the bound session if there is one; the reply is awaitable where copies take their time.
+        """Applies one request, of the bound session if there is one; the reply is awaitable where copies are large.
 
-        Raises CacheError, and then nothing has changed but the session's lease.
+        Raises CacheError; then nothing has changed but the session's lease.
         """
         if len(raw) > MAX_MESSAGE_BYTES:
             raise InvalidField("the message is too large", field="request", limit=MAX_MESSAGE_BYTES)
@@ -133,9 +132,9 @@ class StepHandler:
         return live, answer
 
     def _span_of(self, request: pb.StepRequest) -> AbstractContextManager[object]:
-        """Of a step that its engine traces, where this service is traced too. Raises InvalidField."""
+        """The span of a step that its engine traces, where this service is traced too. Raises InvalidField."""
         if len(request.traceparent) > tracing.MAX_TRACEPARENT_CHARS:
-            text = f"traceparent: at most {tracing.MAX_TRACEPARENT_CHARS} characters"
+            text = f"traceparent has at most {tracing.MAX_TRACEPARENT_CHARS} characters"
             raise InvalidField(text, field="traceparent", limit=tracing.MAX_TRACEPARENT_CHARS)
         if self._tracer is None:
             return nullcontext()

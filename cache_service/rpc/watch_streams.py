@@ -1,9 +1,9 @@
-"""WatchEvents: carries what event_feed.py tells from the pools to the readers.
+"""WatchEvents: carries the events of the pools' feeds to the readers.
 
-Owns how many watches there are, and when the feeds work: a little after a change, so that the reply of the step that made it
-goes first and changes made together are told together, and in slices of about a millisecond with a rest behind each, so that
-steps pass between them. A watch ends with its session, when the service drains, and when its reader falls behind; whatever
-its reader does, nobody waits for it.
+Owns the number of watches, and when the feeds work. A feed works a little after a change, so that the reply of the step goes
+first and changes made together are told together. It works in slices of about a millisecond with a rest after each, so that
+steps pass between them. A watch ends with its session, when the service drains, and when its reader falls behind; a slow
+reader delays nothing else.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ _LINGER_S = 0.002
 
 
 class WatchStreams:
-    """Opens watches; one feed for each pool that somebody watches."""
+    """Opens watches; keeps one feed for each pool that is watched."""
 
     def __init__(self) -> None:
-        self._num_open = 0  # calls that have not ended, also those whose reader takes nothing any more
+        self._num_open = 0  # calls that have not ended, including those whose reader has stopped reading
         self._feeds: dict[Pool, _PoolFeed] = {}
 
-    def tell_replaced(self, replaced: PoolInfo) -> None:
-        """All watches hear that an idle pool made room. It has none of its own any more: they ended with its sessions."""
+    def note_replaced(self, replaced: PoolInfo) -> None:
+        """All watches get an event: an idle pool made room. The pool has no watches: they ended with its sessions."""
         for feed in self._feeds.values():
             feed.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
     async def watch(self, live: LiveSession, tenant: str) -> AsyncIterator[pb.WatchEventsResponse]:
-        """The messages of one watch, until it is ended. Raises OutOfWatches, WatchLagged, and what its session ends with."""
+        """The messages of one watch until it ends. Raises OutOfWatches, WatchLagged, and the error of the session's end."""
         if self._num_open >= MAX_WATCHES:
             raise OutOfWatches(f"all {MAX_WATCHES} watches are in use", limit=MAX_WATCHES)
         self._num_open += 1
@@ -52,7 +52,7 @@ class WatchStreams:
         live.watches.add(reader)
         try:
             while True:
-                yield await reader.next()
+                yield await reader.next_message()
         finally:
             self._num_open -= 1
             live.watches.discard(reader)
@@ -62,46 +62,46 @@ class WatchStreams:
 
 
 class WatchReader:
-    """One call of WatchEvents."""
+    """One call of WatchEvents: its place in the feed, and the messages it has not read."""
 
     def __init__(self, feed: "_PoolFeed", watch: Watch) -> None:
         self.watch = watch
         self._feed = feed
         self._revision = 0
         self._error: CacheError | None = None
-        self._news = asyncio.Event()
+        self._wake_up = asyncio.Event()
 
-    def end(self, error: CacheError) -> None:
-        """Ends the watch with this refusal, at once as far as the service is concerned; what was not sent is dropped."""
+    def end_with(self, error: CacheError) -> None:
+        """Ends the watch with this error. For the service it ends at once; messages that were not sent are dropped."""
         self._error = self._error or error
         self._feed.remove(self)
-        self._news.set()
+        self._wake_up.set()
 
-    def tell(self) -> None:
-        """There may be something to read."""
-        self._news.set()
+    def wake(self) -> None:
+        """There may be a message to read."""
+        self._wake_up.set()
 
-    async def next(self) -> pb.WatchEventsResponse:
-        """Raises what the watch was ended with."""
+    async def next_message(self) -> pb.WatchEventsResponse:
+        """Raises the error that the watch was ended with."""
         while self._error is None:
-            self._news.clear()
+            self._wake_up.clear()
             event = self.watch.take()
-            if self.watch.wants_snapshot:  # there is room for more of it
+            if self.watch.wants_snapshot:  # it has room for more of the snapshot
                 self._feed.wake()
             if event is not None:
                 self._revision += 1
                 return watch_event(event, self._revision)
-            await self._news.wait()
+            await self._wake_up.wait()
         raise self._error
 
 
 class _PoolFeed:
-    """The feed of one pool and its readers."""
+    """The feed of one pool, its readers, and the timer of its next slice."""
 
     def __init__(self, pool: Pool) -> None:
         self.readers: list[WatchReader] = []
         self._pool = pool
-        self._turn_to_come: asyncio.TimerHandle | None = None
+        self._next_slice: asyncio.TimerHandle | None = None
         self._feed = EventFeed(pool.manager.state.index, pool.key, pool.manager.pressure, self.wake)
 
     def add(self, tenant: str) -> WatchReader:
@@ -117,34 +117,34 @@ class _PoolFeed:
             self.readers.remove(reader)
             self._feed.close(reader.watch)
             self._pool.num_watches -= 1
-        if not self.readers and self._turn_to_come is not None:
-            self._turn_to_come.cancel()
+        if not self.readers and self._next_slice is not None:
+            self._next_slice.cancel()
 
     def tell_all(self, event: Event) -> None:
         self._feed.tell_all(event)
         self.wake()
 
     def wake(self) -> None:
-        self._work_in(_LINGER_S)
+        self._run_slice_in(_LINGER_S)
 
-    def _work_in(self, seconds: float) -> None:
-        if self._turn_to_come is None:
-            self._turn_to_come = asyncio.get_running_loop().call_later(seconds, self._turn)
+    def _run_slice_in(self, seconds: float) -> None:
+        if self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_later(seconds, self._run_slice)
 
-    def _turn(self) -> None:
-        self._turn_to_come = None
+    def _run_slice(self) -> None:
+        self._next_slice = None
         try:
             is_more = self._feed.advance(_SLICE_BLOCKS)
         except Exception:
             log.exception("broken_invariant", method="WatchEvents")
             for reader in list(self.readers):
-                reader.end(BrokenInvariant("the service found itself inconsistent; its log says more"))
+                reader.end_with(BrokenInvariant("the service found itself inconsistent; its log says more"))
             return
         for reader in list(self.readers):
             if reader.watch.is_lagging:
                 self._pool.num_lagged_watches += 1
-                reader.end(WatchLagged("the reader fell behind; watch again, from a snapshot"))
+                reader.end_with(WatchLagged("the reader fell behind; watch again, starting from a snapshot"))
             else:
-                reader.tell()
+                reader.wake()
         if is_more and self.readers:
-            self._work_in(_REST_S)
+            self._run_slice_in(_REST_S)

@@ -1,10 +1,10 @@
-"""RunClock: the time in which this service could hear its clients.
+"""A clock that does not count stalls: the time in which this service could read its clients' messages.
 
-Leases, graces and the patience with claims count time in which an engine could have been heard. While the loop stands still,
-because one call takes long or the process is stopped, messages wait unread, and when it goes on, timers come before them. So
-that no client's time runs out meanwhile, what passes between two looks at this clock counts for no more than MOST_S, and it is
-looked at more often than that by itself. It never runs faster than the clock below it: what ends by it may end late, never
-early. An engine that has to know whether its lease still holds goes by a clock of its own.
+While the loop stands still, because a call takes long or the process is stopped, messages wait unread; when the loop goes on,
+timers run before messages are read. Leases, graces and the patience with claims must not run out meanwhile. So the time between
+two readings of this clock counts for MOST_S at most, and the clock reads itself more often than that. It never runs faster than
+the clock below it: a lease may end late, never early. An engine that has to know whether its lease still holds uses a clock of
+its own.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ log = structlog.get_logger()
 
 MOST_S = 0.1
 _BEAT_S = 0.05
-_TOLD_S = 1.0  # a stall that is this long is told in the log
+_LOGGED_S = 1.0  # a stall of this length is logged
 
 
-class RunClock:
-    """See the module; a Clock. Looks at itself until close."""
+class StallFreeClock:
+    """A Clock above another clock, without the other's stalls. Reads itself until close."""
 
     def __init__(self, clock: Clock) -> None:
-        """clock: the event loop, which a stall holds up."""
+        """clock: the event loop, which a stall delays."""
         self._clock = clock
         self._now = self._seen_at = clock.time()
         self._timer = clock.call_at(self._seen_at + _BEAT_S, self._beat)
@@ -34,12 +34,12 @@ class RunClock:
         passed = max(at - self._seen_at, 0.0)
         self._seen_at = at
         self._now += min(passed, MOST_S)
-        if passed > _TOLD_S:
+        if passed > _LOGGED_S:
             log.warning("service_stalled", seconds=round(passed, 3))
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> TimerHandle:
-        """Where a stall comes between, the callback runs right after it, and so before `when`."""
+        """After a stall the callback runs at once, and so before `when` of this clock."""
         left = when - self.time()
         return self._clock.call_at(self._seen_at + left, callback)
 

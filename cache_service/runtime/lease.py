@@ -1,8 +1,9 @@
-"""Sessions: leases, epochs, and steps that take effect exactly once.
+"""Leases of sessions, their epochs, and steps that take effect exactly once.
 
-Owns who may call, until when, and what the last step was answered. Rules: an epoch is strictly increasing and only an equal
-one is accepted; only messages renew a lease; a step id is applied once, and its repeat gets the same bytes back; a session
-that ended never returns. Time comes in as seconds of any monotone clock. Does not know pools or the wire.
+Owns which sessions may call, until when, and the answer to each one's last step. Rules: epochs strictly increase, and a call
+with another epoch than its session's is refused; only messages renew a lease; a step id is applied once, and its repeat gets
+the same bytes back; a session that ended never returns. Time comes in as seconds of any monotone clock. Does not know pools
+or the wire.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ MOST_STEPS_IN_FLIGHT = 2
 
 
 class SessionMode(Enum):
-    """How a session changes sequences; fixed by its first mutating call."""
+    """How a session changes sequences; its first call that changes one fixes it."""
 
     STEPS = "steps"
     ONE_ITEM = "one-item"
@@ -24,7 +25,7 @@ class SessionMode(Enum):
 
 @dataclass(slots=True)
 class Session:
-    """One engine's time-limited hold. step_id is the last one applied, 0 before the first."""
+    """One engine's lease and its last step. step_id is the last one applied, 0 before the first."""
 
     id: SessionId
     epoch: int
@@ -57,12 +58,12 @@ class Session:
         if step_id == self.step_id > 0:
             if request == self.last_request:
                 return self.last_reply
-            raise StepConflict(f"step {step_id} was applied with other contents", expected_step_id=expected)
-        raise StepGap(f"step {step_id} is not the next one", expected_step_id=expected)
+            raise StepConflict(f"step {step_id} was already applied with other contents", expected_step_id=expected)
+        raise StepGap(f"step {step_id} is not the next step, {expected}", expected_step_id=expected)
 
     def check_completed(self, step_id: int, completed_step_id: int) -> None:
-        """Raises InvalidField for a completed step that cannot be: it is no past one, or too many steps are in flight."""
-        # Not bounded by what RenewSession told meanwhile: a step that was lost comes again with the same bytes.
+        """Raises InvalidField where the completed step is not a past step, or too many steps would be in flight."""
+        # A completion that RenewSession reported is no lower bound: a lost step is sent again with the same bytes.
         least = max(step_id - MOST_STEPS_IN_FLIGHT, 0)
         if self.executor is Executor.CACHE:
             least = step_id - 1
@@ -72,7 +73,7 @@ class Session:
             )
 
     def record(self, step_id: int, completed_step_id: int, request: bytes, reply: bytes) -> None:
-        """The step was applied. Called before anything is awaited, so that state and reply never part."""
+        """The step was applied. To be called before anything is awaited, so that state and reply change together."""
         self.step_id, self.completed_step_id = step_id, max(self.completed_step_id, completed_step_id)
         self.last_request, self.last_reply = request, reply
 
@@ -82,13 +83,13 @@ class Session:
             raise InvalidField(f"completed_step_id is at most {self.step_id}", field="completed_step_id", limit=self.step_id)
 
     def complete(self, completed_step_id: int) -> None:
-        """Takes a completion that came without a step. Raises InvalidField past the last step."""
+        """A completion came without a step. Raises InvalidField for one past the last step."""
         self.check_complete(completed_step_id)
         self.completed_step_id = max(self.completed_step_id, completed_step_id)
 
 
 class SessionTable:
-    """All live sessions. Expiry is asked for, never timed here."""
+    """All live sessions. The caller asks which have expired; nothing is timed here."""
 
     def __init__(self, epoch: int, max_sessions: int) -> None:
         """epoch: of this run of the service; larger than any of an earlier run."""
@@ -103,7 +104,7 @@ class SessionTable:
         return list(self._sessions.values())
 
     def check_room(self) -> None:
-        """Raises OutOfSessions where one more would be too many."""
+        """Raises OutOfSessions where no session slot is left."""
         if len(self._sessions) >= self._max_sessions:
             raise OutOfSessions(f"all {self._max_sessions} sessions are in use", limit=self._max_sessions)
 
@@ -122,22 +123,22 @@ class SessionTable:
         if session is None and epoch <= self._first_epoch:
             raise StaleEpoch("no session of this run of the service has this epoch", current_epoch=self.epoch)
         if session is None or self._has_expired(session, now):
-            raise UnknownSession("no live session of this id; open another")
+            raise UnknownSession("no live session has this id; open another")
         if epoch != session.epoch:
-            raise StaleEpoch("the epoch is not the session's", current_epoch=self.epoch)
+            raise StaleEpoch("the session has another epoch", current_epoch=self.epoch)
         return session
 
     def renew(self, session: Session, now: float) -> None:
-        """A message of the session came: its lease starts anew, and a grace ends."""
+        """A message of the session came: the lease starts anew, and a grace ends."""
         session.deadline = now + session.ttl
         session.grace_deadline = None
 
     def start_grace(self, session: Session, now: float, grace: float = GRACE_SECONDS) -> None:
-        """Its stream ended without CloseSession: it has this long to come back."""
+        """The session's stream ended without CloseSession: the session has `grace` seconds to send a message."""
         session.grace_deadline = now + grace
 
     def end(self, session: Session) -> None:
-        """The session is gone for ever."""
+        """Removes the session; its id never comes back."""
         self._sessions.pop(session.id, None)
 
     def expired(self, now: float) -> list[Session]:
@@ -145,7 +146,7 @@ class SessionTable:
         return [session for session in self._sessions.values() if self._has_expired(session, now)]
 
     def next_deadline(self) -> float | None:
-        """When expired could next answer something, if nothing is renewed before."""
+        """When the next session expires if no message renews it; None without sessions."""
         return min((_deadline(session) for session in self._sessions.values()), default=None)
 
     def _has_expired(self, session: Session, now: float) -> bool:

@@ -3,7 +3,7 @@
 Owns the arenas. Memory is reserved before the first session; where the configuration counts blocks, it is reserved when a spec
 first needs it, because a block's size is unknown before. When all pools are taken, the least recently used pool without
 sessions makes room, unless idle pools are kept. The new pool gets fresh memory, which never held the old one's K and V. The
-cached blocks of the old pool are lost, so watches are told of it.
+cached blocks of the old pool are lost, so its replacement is logged and reported.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class PoolRegistry:
     """At most config.num_pools pools."""
 
     def __init__(self, config: CacheConfig, memory: Memory, on_replaced: Callable[[PoolInfo], None]) -> None:
-        """on_replaced hears of each pool that made room for another spec."""
+        """on_replaced is called with each pool that made room for another spec."""
         self.num_replaced = 0
         self._config = config
         self._memory = memory

@@ -1,10 +1,10 @@
-"""The one owner of the core: sessions on their pools, what ends them, and what their end leaves behind.
+"""Sessions on their pools: what opens and renews them, what ends them, and the quarantine that they leave behind.
 
-Everything here is synchronous but opening a session, and runs on one event loop, so the core needs no locks. Rules: a session
-is renewed by messages only; when it ends by itself (lease, grace, death of its process) or by CloseSession, its sequences
-are reclaimed at once, and what it may still write stays in quarantine until its mapping and running copies are gone, or
-until it says that it has drained. What ends by itself ends by the clock that is handed in, which does not count time in which
-this service could not hear anybody. Knows nothing of gRPC.
+All calls on the core start here or hold a session from here. They run on one event loop, so the core needs no locks; only
+opening a session awaits anything. Rules: only messages renew a session. When a session ends, by CloseSession or by itself
+(lease, grace, death of its process), its sequences are reclaimed at once. The blocks that it may still write stay in quarantine
+until its mapping and its running copies are gone, or until it says that it has drained. Leases and graces are timed by the
+clock that is handed in, which does not count time in which this service could not read messages.
 """
 
 import asyncio
@@ -31,34 +31,34 @@ MIN_TTL = 0.5  # seconds
 DEFAULT_TTL = 10.0
 MAX_TTL = 60.0
 MAX_UNATTACHED_TTL = 3600.0
-_MAX_REMEMBERED = 4096  # ended sessions whose CloseSession may come again
-_TICK = 1.0  # seconds between two looks at what falls due by itself in the pools
-_BETWEEN_SLICES = 0.01  # while a look left something to do
+_MAX_REMEMBERED = 4096  # ended sessions, so that a repeated CloseSession is answered
+_TICK = 1.0  # seconds between two ticks of the pools
+_TICK_AGAIN = 0.01  # seconds, after a tick that left work
 
 
 class Stream(Protocol):
-    """A call of a session that lasts: the one that it steps on, or one that tells it events."""
+    """A streaming call of a session: StreamSteps or WatchEvents."""
 
-    def end(self, error: CacheError) -> None:
-        """Ends it from outside, with this refusal."""
+    def end_with(self, error: CacheError) -> None:
+        """Ends the call from outside; its client gets this error."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session with what the core does not know of it."""
+    """A session with its pool, its attached process and its streaming calls."""
 
     core: Session
     pool: Pool
     attach_token: str
     stream: Stream | None = None
-    is_mapped: bool = False  # its process maps the arena, also after the session's end
+    is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents, which end with the session
+    watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 
 
 @dataclass(slots=True)
 class _Ended:
-    """What is remembered of a session that ended; live only while it holds a quarantine."""
+    """A session that ended; live is set only while it has a quarantine."""
 
     epoch: int
     live: LiveSession | None
@@ -66,7 +66,7 @@ class _Ended:
 
 
 class SessionManager:
-    """Sessions and pools of one service."""
+    """The live sessions of one service, and the ended ones that it remembers."""
 
     def __init__(self, registry: PoolRegistry, clock: Clock, epoch: int, max_sessions: int) -> None:
         self.registry = registry
@@ -75,7 +75,7 @@ class SessionManager:
         self.is_draining = False
         self.num_opened = 0
         self.num_reaped = 0
-        self.no_session = asyncio.Event()  # set while there is none
+        self.no_session = asyncio.Event()  # set while no session is live
         self.no_session.set()
         self._clock = clock
         self._live: dict[SessionId, LiveSession] = {}
@@ -83,7 +83,7 @@ class SessionManager:
         self._ended: OrderedDict[SessionId, _Ended] = OrderedDict()
         self._timer: TimerHandle | None = None
         self._timer_deadline = float("inf")
-        self._ticker: TimerHandle | None = None  # while there is a pool
+        self._tick_poolser: TimerHandle | None = None  # while there is a pool
 
     def now(self) -> float:
         return self._clock.time()
@@ -96,7 +96,7 @@ class SessionManager:
         """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")
-        self.table.check_room()  # a refusal leaves no pool behind, and costs nobody theirs
+        self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
@@ -109,15 +109,15 @@ class SessionManager:
         self.no_session.clear()
         self.num_opened += 1
         self._watch_deadlines()
-        if self._ticker is None:
-            self._ticker = self._clock.call_at(self.now() + _TICK, self._tick)
+        if self._tick_poolser is None:
+            self._tick_poolser = self._clock.call_at(self.now() + _TICK, self._tick_pools)
         log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
         return live
 
     def require(self, session_id: str, epoch: int, *, published: bool = True) -> LiveSession:
         """The session of a message, renewed by it, with its pool's clock set. Raises UnknownSession, StaleEpoch.
 
-        By default what is asked next sees all in the index that steps have committed.
+        By default all blocks that steps have committed are published, so that the call sees them in the index.
         """
         now = self._clock.time()
         core = self.table.require(SessionId(session_id), epoch, now)
@@ -129,28 +129,28 @@ class SessionManager:
         return live
 
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
-        """Ends a session; drained also ends what quarantine an ended one left. Idempotent with drained.
+        """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.
 
         Raises UnknownSession, StaleEpoch.
         """
-        self._reap()  # whatever is due, so that it is either live or ended
+        self._end_expired()  # so that the session is either live or ended
         ended = self._ended.get(SessionId(session_id))
         if ended is None or not drained:
-            return self._end(self.require(session_id, epoch), "closed", drained=drained)
+            return self._end_session(self.require(session_id, epoch), "closed", drained=drained)
         if epoch != ended.epoch:
-            raise StaleEpoch("the epoch is not the session's", current_epoch=self.table.epoch)
+            raise StaleEpoch("the session has another epoch", current_epoch=self.table.epoch)
         ended.drained = True
-        self._settle(ended)
+        self._end_quarantine_when_safe(ended)
         return CloseResult(0, 0)
 
     def take_stream(self, live: LiveSession, stream: Stream, replaced: CacheError) -> None:
-        """From now on the session steps on this stream; the one before ends."""
+        """The session steps on this stream from now on; its stream so far ends with the error `replaced`."""
         if live.stream is not None:
-            live.stream.end(replaced)
+            live.stream.end_with(replaced)
         live.stream = stream
 
     def lose_stream(self, live: LiveSession, stream: Stream, *, with_grace: bool) -> None:
-        """The stream is over. Where its client went away, the session has a short grace to come back."""
+        """The stream has ended. with_grace, because its client went away: the session has a short grace to come back."""
         if live.stream is stream:
             live.stream = None
             if with_grace:
@@ -158,7 +158,7 @@ class SessionManager:
                 self._watch_deadlines()
 
     def redeem(self, token: str) -> Grant:
-        """See arena.attach.AttachDesk."""
+        """What the attach socket hands to the process that shows this token, once. Raises AttachRefused."""
         live = self._tokens.get(token)
         if live is None:
             raise AttachRefused("UNKNOWN_TOKEN")
@@ -177,24 +177,24 @@ class SessionManager:
         )
 
     def start_draining(self) -> None:
-        """From now on no session and no watch is opened; the watches end, sessions go on."""
+        """Refuses new sessions and watches from now on. Open watches end; sessions go on."""
         self.is_draining = True
         for live in self.sessions:
             for watch in list(live.watches):
-                watch.end(Draining("the service is stopping"))
+                watch.end_with(Draining("the service is stopping"))
 
     def stop(self) -> None:
-        """Ends the streams and forgets the timers; sessions end with the process."""
+        """Ends the streams and cancels the timers; sessions end with the process."""
         self._stop_timer()
-        if self._ticker is not None:
-            self._ticker.cancel()
+        if self._tick_poolser is not None:
+            self._tick_poolser.cancel()
         for live in self.sessions:
             if live.stream is not None:
-                live.stream.end(Draining("the service is stopping"))
+                live.stream.end_with(Draining("the service is stopping"))
 
-    def _end(self, live: LiveSession, cause: str, *, drained: bool = False) -> CloseResult:
+    def _end_session(self, live: LiveSession, cause: str, *, drained: bool = False) -> CloseResult:
         session_id = live.core.id
-        # Copies that still run in a thread write as an attached process would: their destinations must not be reused yet.
+        # Copies that run in a thread write as an attached process would: their destinations must not be reused yet.
         copying = live.pool.copying
         may_still_write = copying is not None or (live.is_mapped and not drained)
         self.table.end(live.core)
@@ -208,13 +208,13 @@ class SessionManager:
         if may_still_write:
             live.pool.quarantines.add(session_id)
             if copying is not None:
-                self._settle(ended)  # when they are done
-        self._forget_oldest()
+                self._end_quarantine_when_safe(ended)  # when the copies are done
+        self._forget_oldest_ended()
         if live.stream is not None:
-            live.stream.end(UnknownSession("the session has ended"))
+            live.stream.end_with(UnknownSession("the session has ended"))
             live.stream = None
         for watch in list(live.watches):
-            watch.end(UnknownSession("the session has ended"))
+            watch.end_with(UnknownSession("the session has ended"))
         live.over.set()
         if not self._live:
             self.no_session.set()
@@ -231,57 +231,57 @@ class SessionManager:
 
     def _process_ended(self, live: LiveSession) -> None:
         if not live.over.is_set():
-            self._end(live, "process ended")
+            self._end_session(live, "process ended")
 
     def _unmapped(self, live: LiveSession) -> None:
         live.is_mapped = False
         live.pool.mappings.discard(live.core.id)
         ended = self._ended.get(live.core.id)
         if ended is not None:
-            self._settle(ended)
+            self._end_quarantine_when_safe(ended)
 
-    def _settle(self, ended: _Ended) -> None:
-        """Ends the quarantine of an ended session when nothing of it can write any more."""
+    def _end_quarantine_when_safe(self, ended: _Ended) -> None:
+        """Ends the quarantine of an ended session once neither its process nor a copy can write any more."""
         live = ended.live
         if live is None or (live.is_mapped and not ended.drained):
             return
-        if live.pool.copying is not None:  # perhaps others that began since: whoever waited for the first was told first
-            live.pool.copying.add_done_callback(lambda _: self._settle(ended))
+        if live.pool.copying is not None:  # perhaps a later copy, which began when the first was done
+            live.pool.copying.add_done_callback(lambda _: self._end_quarantine_when_safe(ended))
             return
         ended.live = None
         num_blocks = live.pool.manager.end_quarantine(live.core.id)
         live.pool.quarantines.discard(live.core.id)
         log.info("quarantine_ended", client_name=live.core.client_name, num_blocks=num_blocks)
 
-    def _forget_oldest(self) -> None:
+    def _forget_oldest_ended(self) -> None:
         for session_id in list(self._ended)[: max(0, len(self._ended) - _MAX_REMEMBERED)]:
             if self._ended[session_id].live is None:
                 del self._ended[session_id]
 
     def _watch_deadlines(self) -> None:
-        """Wakes at the next deadline. Renewals only move deadlines away, so they need not come here."""
+        """Sets the timer to the next deadline. Renewals only move deadlines away, so they do not set it."""
         deadline = self.table.next_deadline()
         if deadline is None or deadline >= self._timer_deadline:
             return
         self._stop_timer()
         self._timer_deadline = deadline
-        self._timer = self._clock.call_at(deadline, self._reap)
+        self._timer = self._clock.call_at(deadline, self._end_expired)
 
-    def _reap(self) -> None:
+    def _end_expired(self) -> None:
         self._stop_timer()
         for core in self.table.expired(self._clock.time()):
-            self._end(self._live[core.id], "expired")
+            self._end_session(self._live[core.id], "expired")
         self._watch_deadlines()
 
-    def _tick(self) -> None:
-        """Lets what fell due in the pools happen, once a second while there is a pool."""
-        now, self._ticker = self.now(), None
+    def _tick_pools(self) -> None:
+        """Runs what fell due in the pools: pins, times to live, limits. Once a second while there is a pool."""
+        now, self._tick_poolser = self.now(), None
         is_left = False
         for pool in self.registry.pools:
             pool.manager.tick(now)
             is_left |= pool.manager.do_due_work()
         if self.registry.pools:
-            self._ticker = self._clock.call_at(now + (_BETWEEN_SLICES if is_left else _TICK), self._tick)
+            self._tick_poolser = self._clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -14,7 +14,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def api(clock: ManualClock) -> AsyncIterator[Api]:
-    """Ends with an audit: whatever a test did, the state is sound."""
+    """Ends with an audit: the state is sound after every test."""
     async with serving(clock=clock) as served:
         yield served
         await served.audit()

@@ -71,7 +71,7 @@ async def test_a_stopped_process_keeps_its_blocks_in_quarantine(api: Api, proces
     clock.advance(11)
     stats = await api.stats()
     assert (len(stats.sessions), stats.pools[0].num_quarantined_blocks) == (0, 1)
-    # All the rest of the pool is granted to somebody else; the block that may still be written is not.
+    # All the rest of the pool is granted to another session; the block that may still be written is not.
     follower = await api.open()
     num_free = stats.pools[0].num_free_blocks + stats.pools[0].num_cached_blocks
     await follower.create(5, 4 * num_free, first=1000)

@@ -1,4 +1,4 @@
-"""Hostile values: whatever a field holds, the answer is a typed refusal or a lawful success, and the state is sound."""
+"""Hostile values: the answer to each is a typed refusal or a lawful success, and the state is sound."""
 
 import random
 from typing import Any

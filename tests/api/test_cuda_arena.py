@@ -35,7 +35,7 @@ def engine(tmp_path: Path) -> Iterator[FakeCuda]:
     runtime.use_runtime(mine)
     yield mine
     runtime.use_runtime(before)
-    assert (mine.opened, mine.pinned) == ({}, set())  # whatever a test did
+    assert (mine.opened, mine.pinned) == ({}, set())  # after every test
 
 
 @pytest.fixture

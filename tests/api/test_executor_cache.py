@@ -199,7 +199,7 @@ async def test_a_quarantine_ends_also_when_other_copies_begin_at_once(api: Api, 
 
 
 async def test_copies_run_in_order(api: Api) -> None:
-    """A block that changes tenant is cleared first: a copy of the null block, then whatever else the step copies."""
+    """A block that changes tenant is cleared first: a copy of the null block comes first, then the other copies of the step."""
     owner = await api.open(engine=False)
     await owner.create(1, 4, tenant="a")
     table = int32s(pb.StepResponse.FromString(await api.raw_step(owner.start_bytes(1, 1))).start_block_ids)

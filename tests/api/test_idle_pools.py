@@ -1,4 +1,4 @@
-"""An idle pool that makes room for another KV spec: who is told, and how to keep it."""
+"""An idle pool that makes room for another KV spec: what reports it, and how to keep the pool."""
 
 import grpc
 from structlog.testing import capture_logs

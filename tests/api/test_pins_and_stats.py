@@ -53,7 +53,7 @@ async def test_the_service_ends_a_pin_when_its_time_is_over(api: Api, clock: Man
     await session.call("PinPrefix", token_ids=TOKENS, ttl_ms=2500)
     clock.advance(2.0)
     assert (await _pool_stats(api)).num_pins == 1
-    clock.advance(1.0)  # nobody calls; the service itself looks once a second
+    clock.advance(1.0)  # without a call: the pool ticks once a second
     stats = await _pool_stats(api)
     assert (stats.num_pins, stats.num_referenced_blocks, stats.num_cached_blocks) == (0, 0, 2)
 
@@ -94,7 +94,7 @@ async def test_misses_count_in_the_hit_rate(api: Api) -> None:
     assert stats.hit_rate == 8 / (8 + 12)
     await session.create(3, 4)
     await session.call("ExtendSequence", sequence_id=3, num_tokens=4, skip_look_up=True)
-    assert (await _pool_stats(api)).hit_rate == 8 / 20  # who does not look misses nothing
+    assert (await _pool_stats(api)).hit_rate == 8 / 20  # a start without a look-up misses nothing
 
 
 async def test_bytes_are_those_of_the_blocks_in_use(api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Pools by KV spec: who shares one, what makes room for another, and what there is no memory for."""
+"""Pools by KV spec: which sessions share one, which pool makes room for another, and what fails for want of memory."""
 
 import asyncio
 import threading

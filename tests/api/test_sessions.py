@@ -1,4 +1,4 @@
-"""Sessions: who may call, until when, and what their end leaves."""
+"""Sessions: which calls they may make, until when, and what their end leaves."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What falls due while the cache service itself stands still: nobody could be heard then, so nobody's time has passed.
+"""What falls due while the cache service itself stands still: it could read no message then, so no client's time has passed.
 
 With virtual time, of which the service sees nothing while it stalls; tests/e2e/test_stopped_processes.py stops a real one.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.memory.timeouts import within
-from kvkeeper.cache_service.runtime.clock import MOST_S, RunClock
+from kvkeeper.cache_service.runtime.clock import MOST_S, StallFreeClock
 from tests.support.worlds.cache_api import BLOCK_SIZE, Api, ManualClock, Session, int32s, serving
 
 STALL_S = 15.7  # longer than the usual lease
@@ -19,36 +19,36 @@ NUM_BLOCKS = 9
 
 @pytest.fixture
 async def stalling(clock: ManualClock) -> AsyncIterator[Api]:
-    run_clock = RunClock(clock)
-    async with serving(clock=run_clock, num_blocks=NUM_BLOCKS) as served:
+    stall_free = StallFreeClock(clock)
+    async with serving(clock=stall_free, num_blocks=NUM_BLOCKS) as served:
         yield served
         await served.audit()
-        run_clock.close()
+        stall_free.close()
 
 
 def test_a_stall_counts_for_a_moment_and_nothing_else_is_left_out(clock: ManualClock) -> None:
-    run_clock = RunClock(clock)
-    first = run_clock.time()
+    stall_free = StallFreeClock(clock)
+    first = stall_free.time()
     clock.advance(30.0)
-    assert run_clock.time() == pytest.approx(first + 30.0)
+    assert stall_free.time() == pytest.approx(first + 30.0)
     clock.stall(3600.0)
-    assert first + 30.0 < run_clock.time() <= first + 30.0 + MOST_S + 1e-6
+    assert first + 30.0 < stall_free.time() <= first + 30.0 + MOST_S + 1e-6
     clock.advance(-5.0)  # a clock below that stumbles
-    assert run_clock.time() <= first + 30.0 + MOST_S + 1e-6
-    run_clock.close()
+    assert stall_free.time() <= first + 30.0 + MOST_S + 1e-6
+    stall_free.close()
 
 
 def test_a_callback_comes_at_its_time(clock: ManualClock) -> None:
-    run_clock, ran = RunClock(clock), []
+    stall_free, ran = StallFreeClock(clock), []
     clock.advance(1.0)
     clock.stall(7.0)
-    run_clock.call_at(run_clock.time() + 10.0, lambda: ran.append(clock.time()))
+    stall_free.call_at(stall_free.time() + 10.0, lambda: ran.append(clock.time()))
     before = clock.time()
     clock.advance(9.9)
     assert not ran
     clock.advance(0.2)
     assert ran == [pytest.approx(before + 10.0)]
-    run_clock.close()
+    stall_free.close()
 
 
 @pytest.mark.parametrize("ttl_ms", [500, 10_000])
@@ -67,15 +67,15 @@ async def test_a_lease_does_not_end_across_a_stall(stalling: Api, clock: ManualC
 
 async def test_a_grace_does_not_end_across_a_stall(stalling: Api, clock: ManualClock) -> None:
     session = await stalling.open(ttl_ms=60_000)
-    keeper = stalling.server.session_manager
-    (live,) = keeper.sessions
+    manager = stalling.server.session_manager
+    (live,) = manager.sessions
     await _lose_stream(stalling, session)
     assert live.core.grace_deadline is not None
     clock.stall(STALL_S)
     assert (await session.call("RenewSession")).expected_step_id == 2
     await _lose_stream(stalling, session, step_id=2)
     clock.advance(0.6)
-    assert keeper.num_reaped == 1, "without a stall it ends"
+    assert manager.num_reaped == 1, "without a stall it ends"
 
 
 async def _lose_stream(api: Api, session: Session, step_id: int = 1) -> None:
@@ -89,7 +89,7 @@ async def _lose_stream(api: Api, session: Session, step_id: int = 1) -> None:
 
 
 async def test_a_claim_is_not_forgotten_across_a_stall(stalling: Api, clock: ManualClock) -> None:
-    """Whoever was refused could not ask again meanwhile, and keeps its place."""
+    """A sequence that was refused could not be asked for again meanwhile, and keeps its place."""
     session = await stalling.open(ttl_ms=60_000)
     await session.create(1, BLOCK_SIZE * (NUM_BLOCKS - 1))
     first = pb.StepResponse.FromString(await stalling.raw_step(session.start_bytes(1, 1)))
@@ -101,15 +101,15 @@ async def test_a_claim_is_not_forgotten_across_a_stall(stalling: Api, clock: Man
     clock.advance(1.1)  # a look at what falls due
     assert (await stalling.stats()).pools[0].num_owed_blocks == 1
     clock.advance(11)
-    assert (await stalling.stats()).pools[0].num_owed_blocks == 0, "nobody asks for it any more"
+    assert (await stalling.stats()).pools[0].num_owed_blocks == 0, "no step asks for it any more"
 
 
 async def test_a_handshake_is_not_too_slow_because_the_service_is(clock: ManualClock) -> None:
-    run_clock = RunClock(clock)
+    stall_free = StallFreeClock(clock)
     passed: list[float] = []
 
     async def wait() -> None:
-        async with within(run_clock, 5.0):
+        async with within(stall_free, 5.0):
             clock.stall(STALL_S)
             for seconds in (4.8, 0.3):
                 await _turn()
@@ -121,7 +121,7 @@ async def test_a_handshake_is_not_too_slow_because_the_service_is(clock: ManualC
     with pytest.raises(TimeoutError):
         await wait()
     assert passed == [4.8, 0.3]
-    run_clock.close()
+    stall_free.close()
 
 
 async def _turn() -> None:

@@ -44,7 +44,7 @@ async def computed(session: Session, sequence_id: int, num_tokens: int, *, salt:
 
 
 def spoil(api: Api) -> None:
-    """Whatever nobody needs any more on the device is overwritten."""
+    """Overwrites every free block on the device."""
     (pool,) = api.server.session_manager.registry.pools
     for block in range(1, pool.info.num_blocks):
         if pool.manager.block_state(block).value == "free":

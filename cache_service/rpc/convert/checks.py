@@ -35,16 +35,16 @@ def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:
 def victim_policy(number: int) -> str:
     """The policy's name. Raises InvalidField."""
     if number not in pb.VictimPolicy.values():
-        raise InvalidField("a policy of VictimPolicy is wanted", field="policy", limit=max(pb.VictimPolicy.values()))
+        raise InvalidField("policy is one of VictimPolicy", field="policy", limit=max(pb.VictimPolicy.values()))
     return pb.VictimPolicy.Name(number or pb.VICTIM_POLICY_PRIORITY).removeprefix("VICTIM_POLICY_").lower()
 
 
 def check_one_target(request: pb.EvictBlocksRequest | pb.SelectVictimsRequest) -> None:
-    """At most one of the ways to say how much should come free. Raises InvalidField."""
+    """At most one of the fields that say how much is to come free. Raises InvalidField."""
     names = ("num_free_blocks", "num_blocks") if isinstance(request, pb.EvictBlocksRequest) else ("num_blocks",)
     for name in names:
         check_range(name, getattr(request, name), 0, MAX_INT32)
     if request.HasField("max_utilization"):
         check_range("max_utilization", request.max_utilization, 0, 1)
     if sum(bool(getattr(request, name)) for name in names) + request.HasField("max_utilization") > 1:
-        raise InvalidField(f"one of {', '.join(names)} and max_utilization", field=names[-1])
+        raise InvalidField(f"give at most one of {', '.join(names)} and max_utilization", field=names[-1])

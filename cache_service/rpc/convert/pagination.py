@@ -1,6 +1,6 @@
 """Pages of lists of sequences, in the order of session and sequence id.
 
-A page token says where its page ended, not how many rows that was: sequences that come and go between two pages shift nothing.
+A page token says where its page ended, not how many rows came before: sequences that start or end between pages shift nothing.
 """
 
 import base64
@@ -15,14 +15,14 @@ Position = tuple[str, int]  # session id, sequence id
 
 
 def position(view: SequenceView) -> Position:
-    """What lists are ordered by."""
+    """Lists are ordered by it."""
     return view.session_id, view.sequence_id
 
 
 def page(views: Iterator[SequenceView], size: int, token: str) -> tuple[list[SequenceView], str]:
-    """At most size of the ordered views, those behind the token's page, and the token of the next page, empty on the last.
+    """At most size of the ordered views behind the token's page, and the token of the next page, empty on the last page.
 
-    Raises InvalidField for a token that is none.
+    Raises InvalidField for a token that no page answered.
     """
     after = _position_of(token)
     rows = list(itertools.islice((view for view in views if position(view) > after), size + 1))
@@ -42,4 +42,4 @@ def _position_of(token: str) -> Position:
         session_id, sequence_id = base64.b64decode(token, altchars=b"-_", validate=True).decode().split(" ")
         return session_id, int(sequence_id)
     except (ValueError, binascii.Error):
-        raise InvalidField("a page_token is what the page before answered", field="page_token") from None
+        raise InvalidField("page_token is the next_page_token of the page before", field="page_token") from None

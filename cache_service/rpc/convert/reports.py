@@ -1,4 +1,4 @@
-"""What the service tells of itself as messages: pools, sessions, blocks, explanations, events."""
+"""What the service shows of itself, as messages: pools, sessions, blocks, explanations, events."""
 
 from typing import Any, NamedTuple
 
@@ -22,15 +22,15 @@ _BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE
 
 
 class Number(NamedTuple):
-    """A number that the protocol tells, for the metrics. text is its comment in the protocol."""
+    """A number of the protocol, for the metrics. text is its comment in the protocol."""
 
     name: str
     text: str
-    is_sum: bool  # over the life of the pool or service; else it is what is true now
+    is_sum: bool  # over the life of the pool or service; otherwise the number is what is true now
 
 
 def _numbers(message: str, names: list[str]) -> tuple[Number, ...]:
-    """The protocol's habit: a field of 32 bits is what is true now, one of 64 bits is a sum, but for bytes."""
+    """In the protocol a field of 32 bits is what is true now, and one of 64 bits a sum, except for bytes."""
     fields = pb.DESCRIPTOR.message_types_by_name[message].fields_by_name
     return tuple(
         Number(
@@ -71,7 +71,7 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
 
 
 def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:
-    """A session as people see it; ids of other sessions are no secret while there is only one role."""
+    """A session for people to look at. The ids of all sessions are shown, because all clients have the same role."""
     return pb.SessionInfo(
         session_id=session.id,
         client_name=session.client_name,
@@ -85,7 +85,7 @@ def session_info(session: Session, now: float, num_sequences: int, num_processes
 
 
 def block_info(view: BlockView) -> pb.GetBlockResponse:
-    """A block as people see it."""
+    """A block for people to look at."""
     return pb.GetBlockResponse(
         state=_BLOCK_STATES[view.state],
         num_references=view.num_references,

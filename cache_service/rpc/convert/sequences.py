@@ -1,4 +1,4 @@
-"""What a client asks of a sequence as values of the core, and a sequence as a message."""
+"""Requests about sequences as values of the core, and a sequence as a message."""
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from .step import int32_column
 def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
     """Raises InvalidField."""
     if bool(request.token_ids) == bool(request.packed_token_ids):
-        raise InvalidField("one of token_ids and packed_token_ids, with 1 token or more", field="token_ids", limit=1)
+        raise InvalidField("give token_ids or packed_token_ids, with 1 token or more", field="token_ids", limit=1)
     check_range("priority", request.priority, -1000, 1000)
     check_range("max_tokens", request.max_tokens, 0, MAX_INT32)
     check_range("start_number", request.start_number, 0, MAX_ID)
     if request.packed_token_ids:
-        tokens = int32_column(request.packed_token_ids, "packed_token_ids", len(request.packed_token_ids) // 4)
+        tokens = int32_column(request.packed_token_ids, "packed_token_ids")
         if tokens.min() < 0:
             raise InvalidField("token ids are below 2^31", field="packed_token_ids", limit=MAX_INT32)
     else:
@@ -52,14 +52,14 @@ def token_ids(values: object, *, at_least: int = 1) -> Int32Array:
     """A repeated uint32 field as an array. Raises InvalidField."""
     tokens = np.array(values, np.int64)
     if len(tokens) < at_least:
-        raise InvalidField(f"{at_least} tokens or more", field="token_ids", limit=at_least)
+        raise InvalidField(f"token_ids holds {at_least} token or more", field="token_ids", limit=at_least)
     if len(tokens) and tokens.max() > MAX_INT32:
         raise InvalidField("token ids are below 2^31", field="token_ids", limit=MAX_INT32)
     return tokens.astype("<i4")
 
 
 def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32Array = NO_INT32) -> pb.SequenceInfo:
-    """A sequence as people see it."""
+    """A sequence for people to look at."""
     retention = None
     if view.retention is not None:
         sink, window = view.retention.num_sink_tokens, view.retention.num_window_tokens

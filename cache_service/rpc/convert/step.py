@@ -1,155 +1,114 @@
 """The columns of a Step: a StepRequest to a StepBatch, and a StepReply to the bytes of a StepResponse.
 
-Columns are not copied on the way in, and once on the way out. This is the hot path of a step.
+Which columns there are, and which field of a message each travels in, is declared in core/values/step_columns.py alone. Columns
+are not copied on the way in, and once on the way out. This is the hot path of a step.
 """
+
+from itertools import compress
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField
-from ...core.values.step_columns import StepBatch, StepReply
+from ...core.values.step_columns import BATCH_COLUMNS, REPLY_COLUMNS, Column, Length, StepBatch, StepReply, by_list
 from ...core.values.types import NO_INT32, NO_INT64, Executor, Int32Array, Int64Array
 
-_LE32 = np.dtype("<i4")
-_LE64 = np.dtype("<i8")
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
+_EMPTY: dict[np.dtype[Any], Any] = {_INT32: NO_INT32, _INT64: NO_INT64}
+
+# Of a request: a place is that of a column in BATCH_COLUMNS.
+_raw_columns = attrgetter(*(column.field for column in BATCH_COLUMNS))
+_PLACES = range(len(BATCH_COLUMNS))
+_DTYPES = tuple(column.dtype for column in BATCH_COLUMNS)
+_NO_COLUMNS = tuple(_EMPTY[dtype] for dtype in _DTYPES)
+
+
+def _with_first_of_list(length: Length) -> tuple[tuple[int, int], ...]:
+    """(place, place of the first column of its list) of the columns whose length is declared so."""
+    first = {name: BATCH_COLUMNS.index(members[0]) for name, members in by_list(BATCH_COLUMNS).items()}
+    return tuple((place, first[column.list]) for place, column in enumerate(BATCH_COLUMNS) if column.length is length)
+
+
+_AS_LONG, _AS_LONG_OR_EMPTY = _with_first_of_list(Length.ITEM), _with_first_of_list(Length.OPTIONAL)
+
+
+def _fields_of_list(members: tuple[Column, ...]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Place of the list's first column in StepReply; field of the message and place of each of its columns."""
+    fields = tuple((column.field, StepReply._fields.index(column.name)) for column in members)
+    return fields[0][1], fields
+
+
+# Of a reply: its lists by executor. Transfer orders go to engines only, because the cache service runs its own.
+_REPLY_LISTS = {name: _fields_of_list(members) for name, members in by_list(REPLY_COLUMNS).items()}
+_LISTS_FOR = {
+    Executor.ENGINE: tuple(_REPLY_LISTS.values()),
+    Executor.CACHE: tuple(fields for name, fields in _REPLY_LISTS.items() if name != "transfer"),
+}
 
 
 def step_batch(request: pb.StepRequest) -> StepBatch:
-    """The columns of a Step as arrays over the message's bytes. Raises InvalidField, NotImplementedYet.
-
-    Most steps only commit and reserve, so the other lists are looked at only where one of their columns is there.
-    """
-    commit_ids = fork_ids = fork_children = truncate_ids = release_ids = start_ids = reserve_ids = NO_INT64
-    swap_out_ids = swap_in_ids = completed_transfers = failed_transfers = NO_INT64
-    commit_lens = commit_num_new = commit_tokens = fork_lens = truncate_lens = NO_INT32
-    start_max_new = start_max_hit = start_may_wait = reserve_min = reserve_max = NO_INT32
-    if request.commit_sequence_ids or request.commit_num_tokens or request.commit_num_new_tokens or request.commit_token_ids:
-        commit_ids = _int64_column(request.commit_sequence_ids, "commit_sequence_ids")
-        commit_lens = int32_column(request.commit_num_tokens, "commit_num_tokens", len(commit_ids))
-        commit_num_new = int32_column(request.commit_num_new_tokens, "commit_num_new_tokens", len(commit_ids))
-        tokens = request.commit_token_ids
-        commit_tokens = int32_column(tokens, "commit_token_ids", len(tokens) // 4)
-    if request.fork_parent_ids or request.fork_child_ids or request.fork_num_tokens:
-        fork_ids = _int64_column(request.fork_parent_ids, "fork_parent_ids")
-        fork_children = _int64_column(request.fork_child_ids, "fork_child_ids")
-        if len(fork_children) != len(fork_ids):
-            raise InvalidField("columns of one list are equally long", field="fork_child_ids", limit=len(fork_ids))
-        fork_lens = int32_column(request.fork_num_tokens, "fork_num_tokens", len(fork_ids))
-    if request.truncate_sequence_ids or request.truncate_num_tokens:
-        truncate_ids = _int64_column(request.truncate_sequence_ids, "truncate_sequence_ids")
-        truncate_lens = int32_column(request.truncate_num_tokens, "truncate_num_tokens", len(truncate_ids))
-    if request.release_sequence_ids:
-        release_ids = _int64_column(request.release_sequence_ids, "release_sequence_ids")
-    if request.start_sequence_ids or request.start_max_new_tokens or request.start_max_hit_tokens:
-        start_ids = _int64_column(request.start_sequence_ids, "start_sequence_ids")
-        start_max_new = int32_column(request.start_max_new_tokens, "start_max_new_tokens", len(start_ids))
-        start_max_hit = int32_column(request.start_max_hit_tokens, "start_max_hit_tokens", len(start_ids))
-        if request.start_may_wait:
-            start_may_wait = int32_column(request.start_may_wait, "start_may_wait", len(start_ids))
-    elif request.start_may_wait:
-        raise InvalidField("columns of one list are equally long", field="start_may_wait", limit=0)
-    if request.reserve_sequence_ids or request.reserve_min_tokens or request.reserve_max_tokens:
-        reserve_ids = _int64_column(request.reserve_sequence_ids, "reserve_sequence_ids")
-        reserve_min = int32_column(request.reserve_min_tokens, "reserve_min_tokens", len(reserve_ids))
-        reserve_max = int32_column(request.reserve_max_tokens, "reserve_max_tokens", len(reserve_ids))
-    if request.swap_out_sequence_ids or request.swap_in_sequence_ids:
-        swap_out_ids = _int64_column(request.swap_out_sequence_ids, "swap_out_sequence_ids")
-        swap_in_ids = _int64_column(request.swap_in_sequence_ids, "swap_in_sequence_ids")
-    if request.completed_transfer_ids or request.failed_transfer_ids:
-        completed_transfers, failed_transfers = transfer_report(request)
-    return StepBatch(
-        request.step_id,
-        request.completed_step_id,
-        commit_ids,
-        commit_lens,
-        commit_num_new,
-        commit_tokens,
-        fork_ids,
-        fork_children,
-        fork_lens,
-        truncate_ids,
-        truncate_lens,
-        release_ids,
-        start_ids,
-        start_max_new,
-        start_max_hit,
-        reserve_ids,
-        reserve_min,
-        reserve_max,
-        completed_transfers,
-        failed_transfers,
-        swap_out_ids,
-        swap_in_ids,
-        start_may_wait=start_may_wait,
-    )
+    """The columns of a Step as arrays over the message's bytes. Raises InvalidField."""
+    raws = _raw_columns(request)
+    columns = list(_NO_COLUMNS)
+    try:
+        for place in compress(_PLACES, raws):
+            columns[place] = np.frombuffer(raws[place], _DTYPES[place])
+    except ValueError:
+        column = BATCH_COLUMNS[place]
+        raise _ragged(column.field, column.dtype) from None
+    for place, first in _AS_LONG:
+        if len(columns[place]) != len(columns[first]):
+            raise _unequal(place, first, columns)
+    for place, first in _AS_LONG_OR_EMPTY:
+        if raws[place] and len(columns[place]) != len(columns[first]):
+            raise _unequal(place, first, columns)
+    return StepBatch(request.step_id, request.completed_step_id, *columns)
 
 
 def step_response(reply: StepReply, step_id: int, epoch: int, executor: Executor) -> bytes:
-    """The StepResponse that answers a Step, as the bytes that every repeat of it gets. Orders are told to whom runs them."""
+    """The StepResponse that answers a Step, as the bytes that every repeat of the Step gets."""
     response = pb.StepResponse(
         step_id=step_id,
         epoch=epoch,
         revision=reply.revision,
-        reserve_num_reserved_tokens=reply.reserve_reserved.tobytes(),
         num_free_blocks=reply.num_free,
         num_evictable_blocks=reply.num_evictable,
         num_fenced_blocks=reply.num_fenced,
         pressure=reply.pressure,  # type: ignore[arg-type]  # the numbers are the protocol's
         num_give_back_blocks=reply.num_give_back,
     )
-    if len(reply.new_block_ids):
-        response.new_block_item_idx = reply.new_block_item_idx.tobytes()
-        response.new_block_ids = reply.new_block_ids.tobytes()
-    if len(reply.fork_results):
-        response.fork_results = reply.fork_results.tobytes()
-    if len(reply.start_results):
-        response.start_results = reply.start_results.tobytes()
-        response.start_num_hit_tokens = reply.start_hits.tobytes()
-        response.start_num_reserved_tokens = reply.start_reserved.tobytes()
-        response.start_num_blocks = reply.start_num_blocks.tobytes()
-        response.start_block_ids = reply.start_block_ids.tobytes()
-        response.start_has_logits = reply.start_has_logits.tobytes()
-    if len(reply.update_ids):
-        response.table_update_sequence_ids = reply.update_ids.tobytes()
-        response.table_update_table_idx = reply.update_table_idx.tobytes()
-        response.table_update_block_ids = reply.update_block_ids.tobytes()
-    if len(reply.copy_sources):
-        response.copy_source_block_ids = reply.copy_sources.tobytes()
-        response.copy_destination_block_ids = reply.copy_destinations.tobytes()
-    if len(reply.swap_out_results):
-        response.swap_out_results = reply.swap_out_results.tobytes()
-    if len(reply.swap_in_results):
-        response.swap_in_results = reply.swap_in_results.tobytes()
-    if len(reply.transfer_ids) and executor is Executor.ENGINE:
-        response.transfer_ids = reply.transfer_ids.tobytes()
-        response.transfer_kinds = reply.transfer_kinds.tobytes()
-        response.transfer_source_block_ids = reply.transfer_sources.tobytes()
-        response.transfer_destination_block_ids = reply.transfer_destinations.tobytes()
-    if len(reply.ready_ids):
-        response.ready_sequence_ids = reply.ready_ids.tobytes()
-        response.ready_num_hit_tokens = reply.ready_hits.tobytes()
-        response.ready_num_reserved_tokens = reply.ready_reserved.tobytes()
-        response.ready_num_blocks = reply.ready_num_blocks.tobytes()
-        response.ready_block_ids = reply.ready_block_ids.tobytes()
+    columns: tuple[Any, ...] = reply
+    for first, fields in _LISTS_FOR[executor]:
+        if len(columns[first]):
+            for field, place in fields:
+                setattr(response, field, columns[place].tobytes())
     return response.SerializeToString()
 
 
-def transfer_report(request: pb.StepRequest | pb.RenewSessionRequest) -> tuple[Int64Array, Int64Array]:
-    """Ids of orders that are completed, and of those that failed. Raises InvalidField."""
-    completed = _int64_column(request.completed_transfer_ids, "completed_transfer_ids")
-    return completed, _int64_column(request.failed_transfer_ids, "failed_transfer_ids")
+def transfer_report(request: pb.RenewSessionRequest) -> tuple[Int64Array, Int64Array]:
+    """Ids of transfer orders that are completed, and of those that failed. Raises InvalidField."""
+    completed = _column(request.completed_transfer_ids, _INT64, "completed_transfer_ids")
+    return completed, _column(request.failed_transfer_ids, _INT64, "failed_transfer_ids")
 
 
-def _int64_column(raw: bytes, field: str) -> Int64Array:
-    if not raw:
-        return NO_INT64
-    if len(raw) % 8:
-        raise InvalidField("the column holds 8 bytes an item", field=field)
-    return np.frombuffer(raw, _LE64)
+def int32_column(raw: bytes, field: str) -> Int32Array:
+    """Raises InvalidField."""
+    return _column(raw, _INT32, field)
 
 
-def int32_column(raw: bytes, field: str, count: int) -> Int32Array:
-    if len(raw) != 4 * count:
-        raise InvalidField(f"the column holds 4 bytes an item and {count} items", field=field, limit=count)
-    return np.frombuffer(raw, _LE32) if raw else NO_INT32
+def _column(raw: bytes, dtype: np.dtype[Any], field: str) -> Any:
+    if len(raw) % dtype.itemsize:
+        raise _ragged(field, dtype)
+    return np.frombuffer(raw, dtype) if raw else _EMPTY[dtype]
+
+
+def _ragged(field: str, dtype: np.dtype[Any]) -> InvalidField:
+    return InvalidField(f"the column holds {dtype.itemsize} bytes an item", field=field)
+
+
+def _unequal(place: int, first: int, columns: list[Any]) -> InvalidField:
+    field, of, count = BATCH_COLUMNS[place].field, BATCH_COLUMNS[first].field, len(columns[first])
+    return InvalidField(f"{field} has {len(columns[place])} items, {of} has {count}", field=field, limit=count)

@@ -22,7 +22,7 @@ LIMIT_TOKENS = 1360  # of a sequence there
 
 
 class Bound:
-    """See the module. `values` are to be set on the field, whatever its type."""
+    """What one field may hold. `values` are set on the field, below, at and beyond its range."""
 
     reasons: tuple[str, ...] = INVALID
 
@@ -67,7 +67,7 @@ class Text(Bound):
 
 @dataclass(frozen=True)
 class Only(Bound):
-    """Names something of the world: whatever else is said is refused."""
+    """A field that names something of the world: each of `others` is refused."""
 
     others: tuple[Any, ...]
     reasons: tuple[str, ...]
