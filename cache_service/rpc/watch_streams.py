@@ -85,7 +85,7 @@ class WatchReader:
         """Raises what the watch was ended with."""
         while self._error is None:
             self._news.clear()
-            event = self.watch.take()
+            event = self.watch.take_event()
             if self.watch.wants_snapshot:  # there is room for more of it
                 self._pump.wake()
             if event is not None:

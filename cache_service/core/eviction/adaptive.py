@@ -119,15 +119,15 @@ class AdaptivePolicy:
         self._end_wait(blocks)
         self._note(len(blocks))
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         if len(blocks):
             self._catch_up()
             waited = blocks[self._stamps.newest[blocks] > 0]
             self._lru_shadow.leave(self._stamps.newest[waited])
             self._end_wait(waited)
-            self._history.forget(blocks)
+            self._history.forget_blocks(blocks)
 
-    def take(self, count: int) -> Int32Array:
+    def take_victims(self, count: int) -> Int32Array:
         victims, stamps = self._chosen[:count], self._chosen_stamps[:count]
         if len(victims) < count or np.count_nonzero(self._stamps.newest[victims] != stamps):
             self._choose(count)
@@ -156,7 +156,7 @@ class AdaptivePolicy:
         return max(self._num_used, 1) / max(self._num_requests, 1)
 
     def _end_wait(self, blocks: Int32Array) -> None:
-        self._stamps.end(blocks)
+        self._stamps.end_waits(blocks)
         self._num_waiting -= len(blocks)
 
     def _note(self, count: int) -> None:
@@ -198,7 +198,7 @@ class AdaptivePolicy:
         known = uses > 0
         lost = self._ghosts.put(self._history.hashes[victims[known]], uses[known], stamps[known], now)
         self._hit_density.lost_sight(lost, now)
-        self._history.forget(victims)
+        self._history.forget_blocks(victims)
 
     def _queue_added(self, now: int) -> None:
         blocks = np.concatenate([blocks for blocks, _ in self._added])

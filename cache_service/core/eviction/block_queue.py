@@ -39,7 +39,7 @@ class Stamps:
         self.newest[blocks] = stamps
         return stamps
 
-    def end(self, blocks: Int32Array) -> None:
+    def end_waits(self, blocks: Int32Array) -> None:
         """These are not evictable any more."""
         self.newest[blocks] = 0
 

@@ -45,11 +45,11 @@ class KeyedPolicy(ABC):
     def hit(self, blocks: Int32Array) -> None:
         self._leave(blocks)
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         self._leave(blocks[self._stamps.newest[blocks] > 0])
         self._forget_past(blocks)
 
-    def take(self, count: int) -> Int32Array:
+    def take_victims(self, count: int) -> Int32Array:
         victims: list[Int32Array] = []
         while count > 0:
             assert self._queues, "asked for more victims than are evictable"
@@ -57,7 +57,7 @@ class KeyedPolicy(ABC):
             victims.append(popped)
             count -= len(popped)
         taken = np.concatenate(victims) if victims else np.empty(0, np.int32)
-        self._stamps.end(taken)
+        self._stamps.end_waits(taken)
         self._forget_past(taken)
         return taken
 
@@ -98,7 +98,7 @@ class KeyedPolicy(ABC):
 
     def _leave(self, blocks: Int32Array) -> None:
         """These do not wait any more."""
-        self._stamps.end(blocks)
+        self._stamps.end_waits(blocks)
         keys, counts = np.unique(self._keys[blocks], return_counts=True)
         for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
             self._count_off(key, count)

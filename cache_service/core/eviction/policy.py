@@ -40,10 +40,10 @@ class EvictionPolicy(Protocol):
     def hit(self, blocks: Int32Array) -> None:
         """These evictable blocks are about to be held again."""
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         """These lost their index entry, but not by `take`."""
 
-    def take(self, count: int) -> Int32Array:
+    def take_victims(self, count: int) -> Int32Array:
         """The first count victims (the pool has at least so many), which are evictable no more."""
 
     def prepare(self) -> None:

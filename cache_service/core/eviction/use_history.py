@@ -49,7 +49,7 @@ class History:
         np.maximum.at(self.uses, blocks, uses.astype(np.uint8))
         return found
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         self.uses[blocks] = 0
 
     def _hash(self, batch: list[Use], blocks: Int32Array, lens: Int64Array, is_new: BoolArray) -> Int32Array:
