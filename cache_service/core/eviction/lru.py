@@ -9,7 +9,7 @@ from .policy import Use
 
 
 class LruPolicy:
-    """See policy.EvictionPolicy."""
+    """An EvictionPolicy that evicts the block first that became evictable first."""
 
     wants_uses = False
 
