@@ -136,7 +136,7 @@ class _PolicyReplay:
         return num_hits
 
     def _evict(self, count: int) -> None:
-        victims = self._policy.take(count)
+        victims = self._policy.take_victims(count)
         self.num_evicted += count
         for block in victims.tolist():
             del self._block_of[self._contents[block]]

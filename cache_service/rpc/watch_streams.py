@@ -85,7 +85,7 @@ class WatchReader:
         """Raises the error that the watch was ended with."""
         while self._error is None:
             self._wake_up.clear()
-            event = self.watch.take()
+            event = self.watch.take_event()
             if self.watch.wants_snapshot:  # it has room for more of the snapshot
                 self._feed.wake()
             if event is not None:

@@ -1,4 +1,5 @@
-"""Who holds a block: reference counts, fences, the free list, limits on what is cached, pins and pressure.
+"""The holders of each block.
 
-Knows block ids and roots only, no sequence and no token.
+Owns reference, fence, transfer and quarantine counts, the free list, the limits of cached blocks, pins and pressure. Knows
+block ids and roots of tenants, no sequences and no tokens. May import index, eviction and core.values.
 """

@@ -1,10 +1,10 @@
-"""The blocks of one pool: who holds each, and which can be had.
+"""The blocks of one pool: the holders of each, and which are available.
 
 Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), transfer counts (orders
-in flight that it is an end of), quarantine counts (ended sessions that may still write it), the free list and the eviction
+in flight with an end at it), quarantine counts (ended sessions that may still write it), the free list and the eviction
 order. Rules: a block is in exactly one BlockState, derived from its counts (R1); a block reaches the free list or the
-eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; whether a block is indexed it is
-told. The host tier keeps its blocks in one of these too.
+eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; callers tell it which blocks are
+indexed. The host tier keeps its blocks in a BlockPool too.
 """
 
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from ..values.types import BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
 from .free_list import FreeList
 
-_ONE = np.int32(1)  # of the counts' own type: then ufunc.at takes 3 ns an entry, with another type 40
+_ONE = np.int32(1)  # of the counts' own type: ufunc.at then takes 3 ns an entry, with another type 40
 _NONE: Int32Array = np.empty(0, np.int32)
 
 
 class BlockPool:
-    """All counts are arrays over block ids; block 0 is the null block and has none."""
+    """The blocks of a pool or of a host tier. Counts are arrays over block ids; block 0 is the null block and has none."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], Int32Array]) -> None:
-        """forget(blocks, why) un-indexes blocks and answers which others lost their entry with them."""
+        """forget(blocks, why) removes blocks from the index and answers the other blocks that lost their entry with them."""
         self.num_blocks = config.num_blocks
         self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.transfer_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
-        # Quarantines and transfers together: the path of a step asks for both at once.
+        # Quarantines and transfers together, because the path of a step needs only their sum.
         self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
-        # What a copy in flight fills: its content is not there yet, whichever table names it. So it is neither shared nor read.
+        # Blocks that a copy in flight fills. Their content is not there yet, so they are neither shared nor read.
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
         self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
@@ -52,7 +52,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be had now: free ones and evictable ones."""
+        """Blocks that an allocation can get now: free and evictable ones."""
         return len(self.free) + self.num_evictable
 
     @property
@@ -61,14 +61,14 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks in no table that an ended session may still write."""
+        """Blocks in no table that an ended session may still write to."""
         if not len(self._quarantined):
             return 0
         return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks in no table that are an end of an order in flight, and wait for nothing longer."""
+        """Blocks in no table and not quarantined that are an end of a transfer order in flight."""
         if not len(self._in_transfer):
             return 0
         held = self.ref_counts[self._in_transfer] | self.quarantine_counts[self._in_transfer]
@@ -76,18 +76,18 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks in no table that wait for steps in flight, and for nothing longer."""
+        """Blocks in no table, neither quarantined nor in transfer, that wait for steps in flight."""
         return self.num_used - self.num_referenced - self.num_quarantined - self.num_in_transfer
 
     def num_revived(self, blocks: Int32Array) -> int:
-        """How many of these distinct blocks a table would take away from the available ones."""
+        """How many of these distinct blocks are evictable, so that a table with them leaves fewer available."""
         return int(np.count_nonzero(self._is_evictable(blocks)))
 
     def allocate(self, count: int) -> Int32Array:
-        """[count] blocks with one reference each; evicts what is missing. Needs count <= num_available."""
+        """[count] blocks with one reference each; evicts where the free ones are too few. Needs count <= num_available."""
         victims = self._evict(count - len(self.free)) if count > len(self.free) else _NONE
-        blocks = self.free.take(count - len(victims))
-        if len(victims):  # granted at once: what moves their contents away runs before whoever is granted them writes
+        blocks = self.free.take_blocks(count - len(victims))
+        if len(victims):  # granted at once: orders that move their contents away run before the new holder writes
             blocks = np.concatenate([victims[::-1], blocks])
         self.ref_counts[blocks] = 1
         self.num_referenced += count
@@ -95,7 +95,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Int32Array) -> None:
-        """One more table per entry names these blocks, which are referenced, cached or fenced."""
+        """Adds a reference per entry to blocks that are referenced, cached or fenced."""
         idle = np.unique(blocks[self.ref_counts[blocks] == 0])
         revived = idle[self._is_evictable(idle)]
         if len(revived):
@@ -106,16 +106,16 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def drop(self, blocks: Int32Array, *, fenced: bool) -> None:
-        """One table less names each entry; a block may stand there once per table, deepest first within each table.
+        """Takes away a reference per entry; a block occurs once per table, deepest first within each table.
 
-        A fenced drop also counts one step in flight per entry, which lift_fences takes back.
+        A fenced drop also adds a step in flight per entry, which lift_fences takes away.
         """
         np.subtract.at(self.ref_counts, blocks, _ONE)
         if fenced:
             np.add.at(self.fence_counts, blocks, _ONE)
-        gone = self._last_occurrences(blocks[self.ref_counts[blocks] == 0])
-        self.num_referenced -= len(gone)
-        self._settle(gone)
+        unreferenced = self._last_occurrences(blocks[self.ref_counts[blocks] == 0])
+        self.num_referenced -= len(unreferenced)
+        self._settle(unreferenced)
 
     def lift_fences(self, blocks: Int32Array) -> None:
         """Steps that might have touched these entries have completed."""
@@ -123,7 +123,7 @@ class BlockPool:
         self._settle(self._last_occurrences(blocks))
 
     def quarantine(self, blocks: Int32Array, *, fences: Int32Array) -> None:
-        """Counts an ended session on blocks it may still write, and turns its fences into the same."""
+        """Counts an ended session on the blocks that it may still write, and turns its fences into quarantines."""
         for counts in (self.quarantine_counts, self.busy_counts):
             np.add.at(counts, blocks, _ONE)
             np.add.at(counts, fences, _ONE)
@@ -131,7 +131,7 @@ class BlockPool:
         self._quarantined = self._distinct(np.concatenate([self._quarantined, blocks, fences]))
 
     def end_quarantine(self, blocks: Int32Array) -> int:
-        """The ended session can write no more. Answers how many blocks can be had now."""
+        """The ended session cannot write any more. Answers how many blocks became available."""
         before = self.num_available
         np.subtract.at(self.quarantine_counts, blocks, _ONE)
         np.subtract.at(self.busy_counts, blocks, _ONE)
@@ -140,7 +140,7 @@ class BlockPool:
         return self.num_available - before
 
     def begin_transfers(self, blocks: Int32Array) -> None:
-        """One more order in flight per entry has its source or destination here."""
+        """Adds an order in flight per entry, with its source or destination at the block."""
         revived = np.unique(blocks[self._is_evictable(blocks)])
         if len(revived):
             self.policy.hit(revived)
@@ -151,45 +151,45 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def end_transfers(self, blocks: Int32Array) -> None:
-        """Orders of these entries have been run, or never will be."""
+        """Orders with these ends were run, or will never be run."""
         np.subtract.at(self.transfer_counts, blocks, _ONE)
         np.subtract.at(self.busy_counts, blocks, _ONE)
         self._in_transfer = self._in_transfer[self.transfer_counts[self._in_transfer] > 0]
         self._settle(self._last_occurrences(blocks))
 
     def evict(self, count: int) -> None:
-        """Forgets the first count of the eviction order (num_evictable is at least count), of tenants with too many first."""
+        """Evicts count blocks in eviction order, those of tenants above their quota first. Needs count <= num_evictable."""
         victims = self._evict(count)
-        self.free.put(victims[self.transfer_counts[victims] == 0])
+        self.free.put_blocks(victims[self.transfer_counts[victims] == 0])
 
     def _evict(self, count: int) -> Int32Array:
-        """[count] victims, which are nowhere now; those whose contents are being moved away are in transfer."""
+        """[count] victims, in neither the index nor the free list; victims whose contents are moved away are in transfer."""
         if self.limits.has_quotas and self.limits.over:
-            victims = self.limits.take_over(count)
+            victims = self.limits.take_above_quota(count)
             self._lose(victims)
             self.indexed[victims] = False
-            self.policy.forget(victims)
-            others = self.policy.take(count - len(victims))
+            self.policy.forget_blocks(victims)
+            others = self.policy.take_victims(count - len(victims))
             self._lose(others)
             victims = np.concatenate([victims, others])
         else:
-            victims = self.policy.take(count)
+            victims = self.policy.take_victims(count)
             self._lose(victims)
         self.indexed[victims] = False
         self.num_evicted += len(victims) + self.unindex(self._forget(victims, MatchEnd.EVICTED))
         return victims
 
     def expire(self, blocks: Int32Array) -> int:
-        """These evictable blocks have outlived their time. Answers how many came free, what hung below them included."""
+        """Frees evictable blocks that outlived their time, and the cached blocks below them. Answers how many came free."""
         return self.unindex(np.concatenate([blocks, self._forget(blocks, MatchEnd.EXPIRED)]))
 
     def unindex(self, blocks: Int32Array) -> int:
-        """Distinct blocks that lost their index entry: the cached ones become free. Answers how many did."""
+        """Distinct blocks lost their index entry: the cached ones become free. Answers how many became free."""
         cached = blocks[self._is_evictable(blocks)]
         self.indexed[blocks] = False
-        self.policy.forget(blocks)
+        self.policy.forget_blocks(blocks)
         self._lose(cached)
-        self.free.put(cached)
+        self.free.put_blocks(cached)
         return len(cached)
 
     def state(self, block: int) -> BlockState:
@@ -212,33 +212,33 @@ class BlockPool:
         """Each block once, in order."""
         if len(blocks) < self.num_blocks // 64:
             return np.unique(blocks)
-        there = np.zeros(self.num_blocks, np.bool_)  # a look at every block is less than sorting so many
+        there = np.zeros(self.num_blocks, np.bool_)  # a look at every block costs less than sorting so many
         there[blocks] = True
         return there.nonzero()[0].astype(np.int32)
 
     def _last_occurrences(self, blocks: Int32Array) -> Int32Array:
-        """Each block once, at its last place. So a parent that several tables name comes after the leaves of all of them."""
+        """Each block once, at its last place, so that a parent in several tables comes after the leaves of all of them."""
         if len(blocks) < 2 or len(self._distinct(blocks)) == len(blocks):
             return blocks
         _, first_from_end = np.unique(blocks[::-1], return_index=True)
         return blocks[np.sort(len(blocks) - 1 - first_from_end)]
 
     def _settle(self, blocks: Int32Array) -> None:
-        """Sends those of the distinct blocks that nothing holds any more where they belong."""
+        """Sends those of the distinct blocks whose counts are all 0 to the free list or to the eviction order."""
         idle = blocks[(self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]) == 0]
         cached = self.indexed[idle]
-        self.free.put(idle[~cached])
+        self.free.put_blocks(idle[~cached])
         kept = idle[cached]
         self.num_evictable += len(kept)
         self.policy.add(kept)
         if self._watcher is not None:
-            self._watcher.gained(kept)
+            self._watcher.add_evictable(kept)
 
     def _lose(self, blocks: Int32Array) -> None:
-        """These evictable blocks are evictable no more."""
+        """Takes these blocks out of the count of evictable ones."""
         self.num_evictable -= len(blocks)
         if self._watcher is not None:
-            self._watcher.lost(blocks)
+            self._watcher.drop_evictable(blocks)
 
     def _is_evictable(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
         held = self.ref_counts[blocks] | self.fence_counts[blocks] | self.busy_counts[blocks]

@@ -1,12 +1,12 @@
-"""What bounds how much is kept cached, and for how long: a time to live, a number of blocks, a share per tenant.
+"""Limits of cached blocks: a time to live, a number of blocks, a share per tenant.
 
-Owns the order in which blocks became evictable, in all and per tenant, and who has more than its share. Rules: leaves before
-parents, because a parent becomes evictable with its child or later; a tenant above its share loses its own least recently
-used blocks, and before anybody else loses one; nothing here is done before a reply that it does not concern, and all of it in
-slices. What is held counts for nothing, pinned blocks included. Where no limit is set, the pool does not know of this.
+Owns the order in which blocks became evictable, in all and per tenant, and the tenants above their share. Rules: leaves before
+parents, because a parent becomes evictable with its child or later; a tenant above its share loses its own least recently used
+blocks before any other tenant loses one; limits are enforced in slices, after the reply where they do not concern it. Held
+blocks count for no limit, pinned blocks included. A pool without limits does not call CacheLimits.
 
-Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived
-their time are those up to a stamp, and a clock that goes back makes nobody older.
+Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived their
+time are those up to a stamp, and a clock that goes back makes no block older.
 """
 
 from typing import Protocol
@@ -22,7 +22,7 @@ _STAMPS_PER_MS = 1 << 20
 
 
 class Evictor(Protocol):
-    """What a pool does to cached blocks."""
+    """The part of BlockPool that limits act on."""
 
     num_evictable: int
 
@@ -32,7 +32,7 @@ class Evictor(Protocol):
 
 
 class CacheLimits:
-    """The limits of one pool."""
+    """The limits of one pool's cached blocks, and the blocks and tenants that are above them."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex) -> None:
         self._index = index
@@ -40,10 +40,10 @@ class CacheLimits:
         self._max_cached = config.max_cached_blocks
         self._num_usable = config.num_usable_blocks
         self._quotas = dict(config.tenant_quotas)  # shares by tenant
-        self._quota_of_root: dict[int, int] = {}  # blocks, of the tenants that have one of their own
+        self._quota_of_root: dict[int, int] = {}  # blocks, of tenants with a share of their own
         self._default_quota = self._blocks(config.tenant_quota)
         self.has_quotas = config.tenant_quota < 1 or bool(self._quotas)
-        self.wants_order = self.has_quotas or self._ttl is not None  # to be told what can be evicted and what no more
+        self.wants_order = self.has_quotas or self._ttl is not None  # reports of what becomes evictable and what is no longer
         self.is_on = self.wants_order or self._max_cached is not None
         self.num_expired = 0
         self.num_quota_evictions = 0
@@ -60,7 +60,7 @@ class CacheLimits:
             index.root_of_node = np.zeros(len(index.block_of_node), np.int32)
 
     def name_tenant(self, tenant: str, root: int) -> None:
-        """A tenant has got its root."""
+        """A tenant was given its root."""
         if tenant in self._quotas:
             self._quota_of_root[root] = self._blocks(self._quotas[tenant])
 
@@ -68,8 +68,8 @@ class CacheLimits:
         """Most blocks that the tenant of this root may keep cached."""
         return self._quota_of_root.get(root, self._default_quota)
 
-    def gained(self, blocks: Int32Array) -> None:
-        """These became evictable, leaves before parents."""
+    def add_evictable(self, blocks: Int32Array) -> None:
+        """These blocks became evictable, leaves before parents."""
         if not len(blocks):
             return
         self._stamps.clock = max(self._stamps.clock, int(self._index.clock.now * 1000) * _STAMPS_PER_MS)
@@ -88,9 +88,9 @@ class CacheLimits:
                 self._count(root, int(np.count_nonzero(same)))
             self._sweeper_by_root.pay(len(blocks), self._queues.values())
 
-    def lost(self, blocks: Int32Array) -> None:
-        """These evictable blocks are evictable no more."""
-        self._stamps.end(blocks)
+    def drop_evictable(self, blocks: Int32Array) -> None:
+        """These blocks are no longer evictable."""
+        self._stamps.end_waits(blocks)
         if self.has_quotas and len(blocks):
             roots, counts = np.unique(self._roots[blocks], return_counts=True)
             for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
@@ -98,10 +98,10 @@ class CacheLimits:
                 if not self.counts[-root]:
                     self._queues.pop(root, None)
 
-    def take_over(self, count: int) -> Int32Array:
-        """[at most count] victims of tenants above their share, their least recently used."""
+    def take_above_quota(self, count: int) -> Int32Array:
+        """[at most count] victims: the least recently used blocks of tenants above their share."""
         victims = [np.empty(0, np.int32)]
-        for root in sorted(self.over, reverse=True):  # the eldest tenant first
+        for root in sorted(self.over, reverse=True):  # the oldest tenant first
             victims.append(self._queues[root].pop(min(int(self.counts[-root]) - self.quota(root), count)))
             count -= len(victims[-1])
         taken = np.concatenate(victims)
@@ -109,7 +109,7 @@ class CacheLimits:
         return taken
 
     def enforce(self, pool: Evictor, max_blocks: int) -> bool:
-        """Evicts up to max_blocks of what is above the limits; whether more is left."""
+        """Evicts up to max_blocks of the blocks above the limits. Answers whether more are left."""
         excess = 0
         if self.has_quotas and self.over:
             excess = sum(int(self.counts[-root]) - self.quota(root) for root in self.over)
@@ -120,7 +120,7 @@ class CacheLimits:
         return excess > max_blocks
 
     def expire(self, pool: Evictor, max_blocks: int) -> bool:
-        """Forgets up to max_blocks of what has not been used for its time to live; whether more may be left."""
+        """Evicts up to max_blocks of the blocks unused for their time to live. Answers whether more may be left."""
         if self._ttl is None:
             return False
         last_ms = int((self._index.clock.now - self._ttl) * 1000)
@@ -130,19 +130,19 @@ class CacheLimits:
         return len(outlived) == max_blocks
 
     def check(self, is_evictable: np.ndarray) -> list[str]:
-        """What is wrong, for audits; is_evictable is by block."""
+        """The broken invariants, for audits; is_evictable is by block."""
         if not self.wants_order:
             return []
         blocks, wrong = np.flatnonzero(is_evictable), list[str]()
         if self._ttl is not None and not np.array_equal(np.sort(self._queue.live()), blocks):
-            wrong.append("what waits for its time to live is not what is evictable")
+            wrong.append("the blocks that wait for their time to live are not the evictable ones")
         if self.has_quotas:
             assert self._index.root_of_node is not None
             roots = self._index.root_of_node[self._index.node_of_block[blocks]]
             if not np.array_equal(self.counts, np.bincount(-roots, minlength=len(self.counts))):
                 wrong.append("a tenant has the wrong number of evictable blocks")
             if self.over != {root for root in set(roots.tolist()) if self.counts[-root] > self.quota(root)}:
-                wrong.append("who is above its share is wrong")
+                wrong.append("the tenants above their share are wrong")
             for root, queue in self._queues.items():
                 if not np.array_equal(np.sort(queue.live()), blocks[roots == root]):
                     wrong.append("a tenant's evictable blocks are not those in its queue")

@@ -1,6 +1,6 @@
-"""The blocks nobody uses, as a stack in one array.
+"""The unused blocks, as a stack in one array.
 
-Owns the ids on the stack and nothing else. Taking and giving back are slices, so a step that needs a thousand blocks costs
+Owns the ids on the stack and nothing else. Taking and putting back are slices, so a step that needs a thousand blocks costs
 two array operations; a linked list or a Python set would cost a thousand.
 """
 
@@ -10,7 +10,7 @@ from ..values.types import Int32Array
 
 
 class FreeList:
-    """A stack of block ids. The last given back is the first taken, so a small working set stays small."""
+    """A stack of block ids. The last block put back is the first taken, so a small working set stays small."""
 
     def __init__(self, num_blocks: int) -> None:
         """Holds blocks 1 to num_blocks - 1; block 0 is the null block and never enters."""
@@ -20,7 +20,7 @@ class FreeList:
     def __len__(self) -> int:
         return self._size
 
-    def take(self, count: int) -> Int32Array:
+    def take_blocks(self, count: int) -> Int32Array:
         """[count] ids, in the order of the stack."""
         assert 0 <= count <= self._size, "took more blocks than are free"
         start = self._size - count
@@ -28,13 +28,13 @@ class FreeList:
         self._size = start
         return taken
 
-    def put(self, blocks: Int32Array) -> None:
-        """Gives back distinct ids that are not on the stack."""
+    def put_blocks(self, blocks: Int32Array) -> None:
+        """Puts back distinct ids that are not on the stack."""
         end = self._size + len(blocks)
-        assert end < len(self._stack), "gave back more blocks than there are"
+        assert end < len(self._stack), "put back more blocks than there are"
         self._stack[self._size : end] = blocks
         self._size = end
 
     def ids(self) -> Int32Array:
-        """[len] ids on the stack, for audits."""
+        """The ids on the stack, for audits."""
         return self._stack[: self._size]

@@ -1,9 +1,9 @@
 """Pins: cached prefixes that are kept from eviction without a sequence, for a time.
 
-Owns who pinned what until when. Rules: a pin holds its blocks as a table does, from the root down without a gap, so nothing
-above a held block is ever evicted before it; all pins together hold at most half the pool; a pin ends by itself, with its
-session, and where a sequence that runs alone could not go on beside it, so that a pin delays nobody for ever. Ids and time
-come in. Does not know tokens or the index.
+Owns the session, blocks and deadline of each pin. Rules: a pin holds its blocks as a table does, from the root down without a
+gap, so that no block above a held block is evicted before it; all pins together hold at most half the pool; a pin ends at its
+deadline, with its session, or where a sequence that runs alone could not go on beside it, so that a pin delays no sequence for
+ever. Ids and time come from the caller. Does not know tokens or the index.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """blocks [n] from the root down; alive while now < deadline."""
+    """A pinned prefix: blocks [n] from the root down. It lives while now < deadline."""
 
     owner: SessionId
     blocks: Int32Array
@@ -29,14 +29,14 @@ class Pin:
 
 
 class Pins:
-    """All pins of one pool."""
+    """The pins of one pool, and the number of pins that hold each block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._pins: dict[str, Pin] = {}
-        self._soonest = _NEVER  # no pin ends before
+        self._soonest = _NEVER  # no deadline is before this
         self.max_blocks = (pool.num_blocks - 1) // 2
-        self.num_blocks = 0  # distinct ones that pins hold
+        self.num_blocks = 0  # distinct blocks that pins hold
         self.counts: Int32Array = np.zeros(pool.num_blocks, np.int32)  # pins that hold each block
 
     def __len__(self) -> int:
@@ -49,12 +49,12 @@ class Pins:
         return list(self._pins.values())
 
     def fitting(self, blocks: Int32Array) -> Int32Array:
-        """As many leading ones of a prefix's blocks as pins have room for; what another pin holds takes none."""
+        """The leading blocks of a prefix that pins have room for; a block that another pin holds takes no room."""
         taken = self.num_blocks + np.cumsum(self.counts[blocks] == 0)
         return blocks[: int(np.searchsorted(taken, self.max_blocks, "right"))]
 
     def add(self, pin_id: str, pin: Pin) -> None:
-        """Holds indexed blocks, all of which fit."""
+        """Pins indexed blocks, all of which fit."""
         assert pin_id not in self._pins, "a pin id is drawn once"
         self._pool.acquire(pin.blocks)
         self.num_blocks += int(np.count_nonzero(self.counts[pin.blocks] == 0))
@@ -69,15 +69,15 @@ class Pins:
         self._pool.drop(blocks[::-1], fenced=False)  # deepest first; no step reads through a pin
 
     def end_of(self, owner: SessionId) -> None:
-        """The session is over."""
+        """Ends the pins of a session that is over."""
         self._end_all([pin_id for pin_id, pin in self._pins.items() if pin.owner == owner])
 
     def clear(self) -> None:
-        """What they keep is about to be forgotten."""
+        """Ends all pins, because what they keep is about to be forgotten."""
         self._end_all(list(self._pins))
 
     def expire(self, now: float) -> int:
-        """Ends the pins whose time is over. Answers how many."""
+        """Ends the pins whose deadline has passed. Answers how many."""
         if now < self._soonest:
             return 0
         over = [pin_id for pin_id in self._by_deadline() if self._pins[pin_id].deadline <= now]
@@ -86,14 +86,14 @@ class Pins:
         return len(over)
 
     def could_give_way(self, num_short: int, besides: Int32Array) -> bool:
-        """Whether ending pins would free so many blocks, not counting `besides`."""
+        """Whether ending pins would make num_short blocks available, not counting `besides`."""
         pool = self._pool
         alone = (self.counts > 0) & (self.counts == pool.ref_counts) & ((pool.fence_counts | pool.busy_counts) == 0)
         alone[besides] = False
         return int(np.count_nonzero(alone)) >= num_short
 
     def give_way(self, num_short: int, besides: Int32Array) -> None:
-        """Ends pins, the one that would end soonest first, until so many more blocks can be had; they could give way."""
+        """Ends pins, the soonest deadline first, until num_short more blocks are available. Needs could_give_way."""
         pool = self._pool
         wanted = pool.num_available - pool.num_revived(besides) + num_short
         for pin_id in self._by_deadline():

@@ -1,6 +1,6 @@
 """How full a pool is, in four levels, with hysteresis: a level is entered at its ratio and left 0.05 below it.
 
-Owns the level and the count of its changes. Rule: a pool of which nothing is used is LOW, whatever the ratios are.
+Owns the level and the count of its changes. Rule: a pool without used blocks is LOW, whatever the ratios are.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ _ROUNDING = 1e-9  # 0.8 - 0.05 is less than 0.75
 
 
 class PressureGauge:
-    """ratios: where medium, high and critical begin, of the usable blocks. on_change is called with each new level."""
+    """The pressure level of one pool. on_change is called with each new level."""
 
     def __init__(self, ratios: tuple[float, ...], num_usable_blocks: int) -> None:
-        """Raises InvalidField for ratios that are no levels."""
+        """ratios: the shares of the usable blocks at which medium, high and critical begin. Raises InvalidField."""
         medium, high, critical = ratios if len(ratios) == 3 else (0.0, 0.0, 0.0)
         if not 0 < medium <= high <= critical <= 1:
-            raise InvalidField("three shares above 0 and up to 1, none below the one before", field="pressure_levels", limit=1)
+            raise InvalidField("three shares above 0 and up to 1, in ascending order", field="pressure_levels", limit=1)
         self.level = PressureLevel.LOW
         self.num_changes = 0
         self.on_change: Callable[[PressureLevel], None] | None = None
@@ -27,7 +27,7 @@ class PressureGauge:
         self._leave = (0.0, 0.0, *((ratio - HYSTERESIS) * num_usable_blocks + _ROUNDING for ratio in ratios))
 
     def update(self, num_used: int) -> PressureLevel:
-        """So many blocks are neither free nor evictable now."""
+        """The level for num_used blocks that are neither free nor evictable."""
         level = int(self.level)
         while level < PressureLevel.CRITICAL and num_used >= self._enter[level + 1]:
             level += 1

@@ -1,4 +1,8 @@
-"""Which cached block is forgotten first: one small interface, chosen by name."""
+"""The order in which cached blocks are evicted.
+
+Owns the interface of a policy (policy), the policies and their queues, and make_policy, which finds a policy by its name. Knows
+block ids and tokens, no sequences and no tree. May import core.values.
+"""
 
 from collections.abc import Callable
 
@@ -24,7 +28,7 @@ POLICY_NAMES = tuple(_POLICIES)
 
 
 def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """Raises InvalidField for a name that is none of the policies'."""
+    """A new policy of this name. Raises InvalidField for a name that no policy has."""
     if name not in _POLICIES:
         raise InvalidField(f"unknown eviction policy {name!r}", field="eviction_policy", limit=", ".join(_POLICIES))
     return _POLICIES[name](num_blocks)

@@ -1,8 +1,8 @@
 """A queue of evictable blocks in arrays, and the stamps that tell its live entries from stale ones.
 
-Becoming evictable appends (block, stamp); a block that was hit meanwhile, or released again, leaves a stale entry behind that
-is skipped when it comes up. A linked list would make every hit and release of a long table a walk in Python; here each is one
-array operation. Rule: the stamps of one queue increase.
+A block that becomes evictable appends (block, stamp); a block that was hit meanwhile, or released again, leaves a stale entry,
+which is skipped when its turn comes. With a linked list, every hit and release of a long table would be a walk in Python; here
+each is one array operation. Rule: the stamps of one queue increase.
 
 Entries lie in segments of bounded size, so growing copies nothing, and stale entries are swept a segment or two at a time, in
 step with what is added: no call does work in proportion to the pool.
@@ -16,16 +16,19 @@ import numpy.typing as npt
 
 from ..values.types import NO_INT32, Int32Array, Int64Array
 
-_LEAST_LOOK = 64  # entries looked at in one go
+_LEAST_LOOK = 64  # entries looked at together
 _LEAST_SEGMENT = 16
 _MOST_SEGMENT = 1024
 _STALE_PER_LIVE = 4
-_MOST_SHRUNK = 8  # segments in one go
-_SWEPT_PER_ENTRY = 3  # entries looked at by the sweeper for each one added; stale ones stay below half of all
+_MOST_SHRUNK = 8  # segments in one call
+_SWEPT_PER_ENTRY = 3  # entries that the sweeper looks at for each one added, so that less than half of all are stale
 
 
 class Stamps:
-    """A number for each time that a block became evictable; 0 while it is not. An entry is live while it has its block's."""
+    """The number of each block's last wait, in the order in which waits began; 0 for a block that is not evictable.
+
+    An entry of a queue is live while its stamp is its block's.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.clock = 0
@@ -39,8 +42,8 @@ class Stamps:
         self.newest[blocks] = stamps
         return stamps
 
-    def end(self, blocks: Int32Array) -> None:
-        """These are not evictable any more."""
+    def end_waits(self, blocks: Int32Array) -> None:
+        """These blocks are no longer evictable."""
         self.newest[blocks] = 0
 
     def are_live(self, blocks: Int32Array, stamps: Int64Array) -> npt.NDArray[np.bool_]:
@@ -57,7 +60,7 @@ class _Segment:
 
 
 class BlockQueue:
-    """First in, first out; 12 bytes an entry."""
+    """A queue of (block, stamp), first in, first out; 12 bytes an entry."""
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
@@ -95,7 +98,7 @@ class BlockQueue:
         return None
 
     def pop(self, count: int, until: int | None = None) -> Int32Array:
-        """The first live blocks, at most count and with stamps up to `until`; fewer when there are no more."""
+        """The first live blocks, at most count and with stamps up to `until`."""
         popped: list[Int32Array] = []
         while count > 0 and self._segments:
             first = self._segments[0]
@@ -115,7 +118,7 @@ class BlockQueue:
         return np.concatenate(popped) if popped else NO_INT32
 
     def shrink_to(self, num_live: int) -> None:
-        """So many entries are live. Sweeps the last segments, one of which no sweeper visits, where they are mostly stale."""
+        """num_live entries are live. Sweeps last segments that are mostly stale, because no Sweeper visits the last one."""
         for _ in range(_MOST_SHRUNK):
             last = self._segments[-1] if self._segments else None
             if last is None or last.end - last.start <= _STALE_PER_LIVE * num_live + _LEAST_LOOK:
@@ -128,7 +131,7 @@ class BlockQueue:
         return np.concatenate([NO_INT32, *rows])
 
     def sweep(self, idx: int) -> int:
-        """Drops the stale entries of a segment, and joins it with the one before where both fit. The index to go on with."""
+        """Drops the stale entries of a segment, and joins it with the one before where both fit. Answers the next index."""
         segment = self._segments[idx]
         live = self._live(segment, segment.start, segment.end)
         before = self._segments[idx - 1] if idx else None
@@ -148,7 +151,7 @@ class BlockQueue:
         return live + start if start else live
 
     def _add_segment(self) -> _Segment:
-        """The first of a queue is small, because some policies have hundreds of queues."""
+        """Appends a segment. The first of a queue is small, because some policies have hundreds of queues."""
         room = min(2 * len(self._segments[-1].blocks), _MOST_SEGMENT) if self._segments else _LEAST_SEGMENT
         room = max(room, _LEAST_SEGMENT)
         segment = _Segment(np.empty(room, np.int32), np.empty(room, np.int64), 0)
@@ -157,7 +160,7 @@ class BlockQueue:
 
 
 class Sweeper:
-    """Visits the segments of some queues in turn, as far as has been paid for by adding entries."""
+    """Visits the segments of several queues in turn; adding entries pays for the visits."""
 
     def __init__(self) -> None:
         self._num_due = 0

@@ -2,7 +2,7 @@
 
 The key is the turn in which a block came: the number of blocks that came before it, in at most about 256 turns for a whole
 pool, so that the queues stay few; in a pool of fewer blocks each sequence has a turn of its own. A parent takes over the turn
-of the newest block below it, because going before it would waste that block.
+of the newest block below it, because evicting the parent first would waste that block.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _TURNS_PER_POOL = 256
 
 
 class FifoPolicy(KeyedPolicy):
-    """Oldest first, however often it was used since."""
+    """The block that was cached first goes first, however often it was used since."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -33,7 +33,7 @@ class FifoPolicy(KeyedPolicy):
 
 
 class ClockPolicy(FifoPolicy):
-    """Oldest first, but what was used again since it came, or since it was last passed over, gets another turn.
+    """Oldest first, but a block that was used again since it came, or since it was last passed over, gets another turn.
 
     A use marks a block with all its ancestors, and a parent is passed over after its children; so the parent of a marked
     block is marked, and goes to the end of the queue behind it. (Corbato, "A Paging Experiment with the Multics System", 1968.)

@@ -1,11 +1,11 @@
-"""Traces of evicted blocks: enough to know one again when it comes back, and how often and when it was used.
+"""Traces of evicted blocks: enough to recognise a block that comes back, with the number and time of its uses.
 
-A block is known by a hash of its whole prefix, so that it is found whatever block number it gets next. A table without
-chains: a newcomer takes the place of whoever is there. That loses some early, which is no harm to a statistic that knows how
-long each was watched, and makes every operation one array operation.
+A block is recognised by a hash of its whole prefix, whatever block number it gets next. The table has no chains: a new entry
+replaces the entry at its place. Some entries are lost early; that does not harm a statistic that knows how long each block was
+watched, and it makes every operation one array operation.
 
 An entry is 4 bytes: 13 bits of the hash, 4 of uses, 15 of the time in units of 1/256 of a turnover, which is finer than the
-half octaves that ages are counted in. A false match, one in 8192 looks at a place that is taken, misleads a guess about the
+half octaves in which ages are counted. A false match, one in 8192 looks at an occupied place, misleads a guess about the
 future, never a look-up.
 """
 
@@ -30,14 +30,14 @@ _TIME_SHIFT, _TIME_MASK = np.uint32(17), 0x7FFF
 
 
 class Traces(NamedTuple):
-    """[n] uses, 0 where nothing is known; [n] stamps of when each became evictable for the last time."""
+    """What is known of n blocks: uses [n], 0 for an unknown block, and stamps [n] of when each last became evictable."""
 
     uses: Uint8Array
     stamps: Int64Array
 
 
 class Ghosts:
-    """Times wrap after 128 turnovers: what is older than that was overwritten long ago."""
+    """The table of traces. Times wrap after 128 turnovers; entries older than that were overwritten long before."""
 
     def __init__(self, num_blocks: int, num_entries: int) -> None:
         self._entries: Uint32Array = np.zeros(max(num_entries, _LEAST_ENTRIES), np.uint32)
@@ -45,7 +45,7 @@ class Ghosts:
         self._unit = max(1, num_blocks // _UNITS_PER_TURNOVER)
 
     def put(self, hashes: Uint64Array, uses: Uint8Array, stamps: Int64Array, now: int) -> Traces:
-        """Remembers evicted blocks. Answers those that are forgotten for them."""
+        """Remembers evicted blocks. Answers the traces that they replace."""
         tags, at = self._places(hashes)
         lost = self._traces(self._entries[at], now)
         times = ((stamps // self._unit) & _TIME_MASK).astype(np.uint32)
@@ -53,7 +53,7 @@ class Ghosts:
         return lost
 
     def pop(self, hashes: Uint64Array, now: int) -> Traces:
-        """What is remembered of these blocks, which are cached again."""
+        """Takes out the traces of these blocks, which are cached again."""
         tags, at = self._places(hashes)
         entries = self._entries[at]
         known = (entries & _TAGS) == tags
@@ -61,7 +61,7 @@ class Ghosts:
         return self._traces(np.where(known, entries, np.uint32(0)), now)
 
     def sample(self, first: int, every: int, now: int) -> Traces:
-        """Every so many entries."""
+        """Each `every`-th entry from the first on."""
         return self._traces(self._entries[first::every], now)
 
     def _places(self, hashes: Uint64Array) -> tuple[Uint32Array, Int64Array]:

@@ -1,22 +1,22 @@
-"""What a cached block is worth, by how often it was used and how long ago: learned from all blocks seen, cached or not.
+"""Hit density: the hits to be expected of a cached block per block and time, by the number and age of its uses.
 
-Owns the counts of what became of blocks. A block that waits is in a cell (class, age): the class is its number of uses, the
-age the blocks that became evictable since it did, in half octaves. Events are reuses and disappearances. Everything learned
-halves in weight within a few turnovers of the cache.
+Owns the counts of what became of all blocks seen, cached or not. A waiting block is in a cell (class, age): the class is its
+number of uses, the age is the number of blocks that became evictable since it did, in half octaves. Events are reuses and
+disappearances. The weight of everything learned halves within a few turnovers of the cache.
 
-- Chance of a reuse in each cell: reuses over the blocks that reached the cell, counting those still waiting or forgotten as
-  long as they were seen (Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958). Without those an
-  estimate would believe the lucky.
-- Little evidence counts little: a few requests' worth of the average over the classes is mixed in. Blocks of a request come
-  and go together, so evidence is weighed in requests, not blocks.
-- A class with more uses is never thought less likely to return, at the same age; where the counts say so, the classes are
+- Chance of a reuse in each cell: reuses over the blocks that reached the cell. Blocks that still wait or were forgotten count
+  for as long as they were seen (Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958). Without
+  them, the estimate would see lucky blocks only.
+- Little evidence counts little: the average over the classes is mixed in, with the weight of a few requests. Blocks of a
+  request come and go together, so evidence is weighed in requests, not blocks.
+- At the same age, a class with more uses is never taken to be less likely to return; where the counts say so, the classes are
   pooled (isotonic regression; Ayer et al., 1955).
-- Worth: the best ratio, over all times to give up, of the chance to see the block again until then and the time it is
+- Hit density: the best ratio, over all times to give up, of the chance to see the block again until then and the time it is
   expected to take room until then (the index of Gittins, "Bandit processes and dynamic allocation indices", 1979; with one
-  time to give up for all it is the hit density of Beckmann, Chen, Cidon, "LHD", NSDI 2018).
-- Worth never grows with age.
+  time to give up for all blocks it is the hit density of Beckmann, Chen, Cidon, "LHD", NSDI 2018).
+- Hit density never grows with age.
 
-The last two "never" make the order of eviction leaves-first, see adaptive.py.
+The two rules with "never" make the order of eviction leaves-first, see adaptive.py.
 """
 
 import math
@@ -34,7 +34,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _MOST_UNCOUNTED = 4096  # events kept until they are counted, because counting a few costs as much as counting many
 _REQUESTS_MIXED_IN = 4
-_KEPT_WEIGHT = 0.97  # of what was learned before, at each lesson
+_KEPT_WEIGHT = 0.97  # of the earlier counts, at each lesson
 
 
 def age_idx(age: int) -> int:
@@ -48,7 +48,7 @@ def first_age(idx: int) -> int:
 
 
 class HitDensity:
-    """table [NUM_CLASSES, NUM_AGES]: never less for more uses, never more for a greater age."""
+    """The hit density of each cell, table [NUM_CLASSES, NUM_AGES]: never less for more uses, never more for a greater age."""
 
     def __init__(self) -> None:
         self._reuses = _Events()
@@ -57,15 +57,15 @@ class HitDensity:
         self.table: list[list[float]] = [[1 / (1 + age) for age in range(NUM_AGES)]] * NUM_CLASSES
 
     def saw_reuse(self, blocks: Traces, now: int) -> None:
-        """These were used again, now."""
+        """These blocks are used again now."""
         self._reuses.put(blocks, now)
 
     def lost_sight(self, blocks: Traces, now: int) -> None:
-        """These were not used up to now, and will not be recognised any more."""
+        """These blocks were not used up to now, and will not be recognised any more."""
         self._lost.put(blocks, now)
 
     def learn(self, waiting: list[tuple[Traces, int]], now: int, request_len: float) -> None:
-        """Works out the table anew. waiting: samples of the blocks that wait now, with how many each stands for."""
+        """Computes the table anew. waiting: samples of the waiting blocks, with the number of blocks that each stands for."""
         reuses, lost = self._reuses.weights(), self._lost.weights()
         lost = lost + sum(every * _count(sample.uses, now - sample.stamps) for sample, every in waiting)
         reached = np.cumsum((reuses + lost)[:, ::-1], axis=1)[:, ::-1] - lost / 2
@@ -89,7 +89,7 @@ class _Events:
 
     def put(self, blocks: Traces, now: int) -> None:
         if not len(blocks.uses):
-            return  # what tells nothing would pile up until the next lesson, which may never come
+            return  # empty arrays would pile up until the next lesson, which may never come
         self._uses.append(blocks.uses)
         self._ages.append(now - blocks.stamps)
         self._num_uncounted += len(blocks.uses)
@@ -110,7 +110,7 @@ class _Events:
 
 
 def _count(uses: Uint8Array, ages: Int64Array) -> FloatArray:
-    """How many are in each cell; those of no uses are not there."""
+    """The number of blocks in each cell; blocks without uses are left out."""
     seen = uses > 0
     rows = uses[seen].astype(np.int64) - 1
     columns = np.minimum(2 * np.log2(np.maximum(ages[seen], 1)), NUM_AGES - 1).astype(np.int64)
@@ -119,7 +119,7 @@ def _count(uses: Uint8Array, ages: Int64Array) -> FloatArray:
 
 
 def _pooled(chances: FloatArray, weights: FloatArray) -> FloatArray:
-    """The closest table that does not fall from class to class: max over starts of min over ends of the mean between."""
+    """The closest table that does not fall from class to class: max over starts of min over ends of the mean in between."""
     mass = np.concatenate([np.zeros((1, NUM_AGES)), np.cumsum(weights, 0)])
     value = np.concatenate([np.zeros((1, NUM_AGES)), np.cumsum(weights * chances, 0)])
     result = np.empty_like(chances)

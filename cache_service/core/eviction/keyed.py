@@ -1,11 +1,11 @@
 """Policies that keep one number per block, its key, and evict the lowest key first, the least recently used among equals.
 
-Leaves before parents: a use hands the highest key of the blocks below to each block above them, so a parent's key is never
-lower than a child's, and among equals the queue has the child first. A block that no sequence ended with, such as the cut
-tail of a running one, has the lowest key of all. Costs 8 bytes a block for the key, beside 12 an entry and 8 for the stamp.
+Leaves before parents: a use gives each block the highest key of the blocks below it, so a parent's key is never lower than a
+child's, and among equals the queue has the child first. A block that no ended sequence had, such as the truncated tail of a
+running one, has the lowest key of all. Costs 8 bytes a block for the key, beside 12 an entry and 8 for the stamp.
 
-One queue per key with a block that waits, and none for the others: keys may be as many as there were uses or turns. A block
-keeps its key while it waits, because only a use of what is held changes keys; so what leaves is counted off the right queue.
+Only keys of waiting blocks have a queue, because there may be as many keys as there were uses or turns. A block keeps its key
+while it waits, because a use changes only the keys of held blocks; so a block that leaves is counted off the right queue.
 """
 
 import heapq
@@ -22,7 +22,7 @@ _LEAST_ORDER = 64  # keys without a queue that may stay in the heap
 
 
 class KeyedPolicy(ABC):
-    """See policy.EvictionPolicy. A subclass says what a use does to the keys."""
+    """Base of the EvictionPolicies with keys. A subclass says how a use changes the keys."""
 
     wants_uses = True
 
@@ -31,8 +31,8 @@ class KeyedPolicy(ABC):
         self._stamps = Stamps(num_blocks)
         self._sweeper = Sweeper()
         self._queues: dict[int, BlockQueue] = {}
-        self._num_waiting: dict[int, int] = {}  # blocks that wait, by key; as in _queues, none is 0
-        self._order: list[int] = []  # heap of the keys in _queues, and of some that are there no more
+        self._num_waiting: dict[int, int] = {}  # waiting blocks by key; as in _queues, keys without blocks are left out
+        self._order: list[int] = []  # heap of the keys in _queues, and of some former ones
 
     def use(self, use: Use) -> None:
         if len(use.blocks):
@@ -45,11 +45,11 @@ class KeyedPolicy(ABC):
     def hit(self, blocks: Int32Array) -> None:
         self._leave(blocks)
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         self._leave(blocks[self._stamps.newest[blocks] > 0])
         self._forget_past(blocks)
 
-    def take(self, count: int) -> Int32Array:
+    def take_victims(self, count: int) -> Int32Array:
         victims: list[Int32Array] = []
         while count > 0:
             assert self._queues, "asked for more victims than are evictable"
@@ -57,7 +57,7 @@ class KeyedPolicy(ABC):
             victims.append(popped)
             count -= len(popped)
         taken = np.concatenate(victims) if victims else np.empty(0, np.int32)
-        self._stamps.end(taken)
+        self._stamps.end_waits(taken)
         self._forget_past(taken)
         return taken
 
@@ -73,7 +73,7 @@ class KeyedPolicy(ABC):
         """[n] keys of a sequence's blocks after its use, from the root down; UNUSED stands for a block's first use."""
 
     def _forget_past(self, blocks: Int32Array) -> None:
-        """What these hold is cached no more."""
+        """The contents of these blocks are no longer cached."""
         self._keys[blocks] = UNUSED
 
     def _push(self, blocks: Int32Array, keys: Int64Array) -> None:
@@ -97,8 +97,8 @@ class KeyedPolicy(ABC):
         return popped
 
     def _leave(self, blocks: Int32Array) -> None:
-        """These do not wait any more."""
-        self._stamps.end(blocks)
+        """These blocks no longer wait."""
+        self._stamps.end_waits(blocks)
         keys, counts = np.unique(self._keys[blocks], return_counts=True)
         for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
             self._count_off(key, count)
@@ -114,21 +114,21 @@ class KeyedPolicy(ABC):
 
 
 class LfuPolicy(KeyedPolicy):
-    """Fewest uses first: the number of sequences that ended with the block."""
+    """Fewest uses first: the number of sequences that held the block when they ended."""
 
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:
         return np.maximum(keys, 0) + 1
 
 
 class PriorityPolicy(KeyedPolicy):
-    """Lowest priority first: the highest that a sequence which used the block had when it ended."""
+    """Lowest priority first: a block has the highest priority of the sequences that held it when they ended."""
 
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:
         return np.maximum(keys, use.priority)
 
 
 class LongestFirstPolicy(KeyedPolicy):
-    """Blocks of the longest sequences first; a shared block counts as one of the shortest sequence that used it."""
+    """Blocks of the longest sequences first; a shared block counts for the shortest sequence that held it."""
 
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:
         return np.maximum(keys, -use.num_blocks)

@@ -9,7 +9,7 @@ from .policy import Use
 
 
 class LruPolicy:
-    """See policy.EvictionPolicy."""
+    """An EvictionPolicy that evicts the block first that became evictable first."""
 
     wants_uses = False
 
@@ -26,15 +26,15 @@ class LruPolicy:
         self._sweeper.pay(len(blocks), [self._queue])
 
     def hit(self, blocks: Int32Array) -> None:
-        self._stamps.end(blocks)
+        self._stamps.end_waits(blocks)
 
-    def forget(self, blocks: Int32Array) -> None:
-        self._stamps.end(blocks)
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        self._stamps.end_waits(blocks)
 
-    def take(self, count: int) -> Int32Array:
+    def take_victims(self, count: int) -> Int32Array:
         victims = self._queue.pop(count)
         assert len(victims) == count, "asked for more victims than are evictable"
-        self._stamps.end(victims)
+        self._stamps.end_waits(victims)
         return victims
 
     def prepare(self) -> None:

@@ -1,8 +1,8 @@
-"""What plain LRU would have kept, had it had the same room: the judge of whether to deviate from it.
+"""The blocks that plain LRU would keep in the same room: the measure of whether deviating from LRU pays.
 
-LRU keeps the blocks used last, so all of its state is one time: what was used since is there, cached here or a ghost. Where
-that time lies follows from how many distinct blocks were used since, which is counted in slices of time, a sixty-fourth of
-a turnover each.
+LRU keeps the blocks used last, so its whole state is one time: it has every block that was used since, be it cached here or a
+ghost. That time follows from the number of distinct blocks used since, which is counted in slices of time, a sixty-fourth of a
+turnover each.
 """
 
 import numpy as np
@@ -15,11 +15,14 @@ _NUM_SLICES = 4096
 
 
 class LruShadow:
-    """Times are stamps. Blocks enter when they begin to wait, and leave when they are used again or LRU evicts them."""
+    """The waiting blocks of a simulated LRU. Times are stamps.
+
+    A block enters when it begins to wait, and leaves when it is used again or when LRU would evict it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._slice_len = max(1, num_blocks // _SLICES_PER_POOL)
-        self._counts: Int64Array = np.zeros(_NUM_SLICES, np.int64)  # of the slices from _edge on; a ring
+        self._counts: Int64Array = np.zeros(_NUM_SLICES, np.int64)  # kept blocks of the slices from _edge on; a ring
         self._edge = 0
         self._num_kept = 0
 
@@ -32,7 +35,7 @@ class LruShadow:
         self._num_kept += len(stamps)
 
     def leave(self, stamps: Int64Array) -> npt.NDArray[np.bool_]:
-        """[n] whether LRU had still kept the blocks that have waited since these stamps, and are used again."""
+        """[n] whether LRU still had each of the blocks that waited since these stamps and are used again."""
         slices = stamps // self._slice_len
         kept = slices >= self._edge
         np.subtract.at(self._counts, slices[kept] % _NUM_SLICES, 1)
@@ -40,7 +43,7 @@ class LruShadow:
         return kept
 
     def shrink(self, room: int) -> None:
-        """LRU has room for so many waiting blocks now."""
+        """LRU now has room for `room` waiting blocks."""
         while self._num_kept > room:
             self._evict_slice()
 

@@ -1,9 +1,10 @@
-"""What the pool and an eviction policy say to each other.
+"""The interface between the pool and an eviction policy.
 
-Rule for every policy: leaves before parents. Evicting a block makes all that is cached below it unreachable, so a policy
-that took a parent first would waste its children. Each file says why its order has that property by construction; none walks
-the tree. What they build on: a sequence that names a block names its ancestors, and blocks become evictable deepest first.
-Retention alone lets a parent go before its children; if it is evicted first, the index forgets them with it.
+Rule for every policy: leaves before parents. Evicting a block makes all cached blocks below it unreachable, so a policy that
+took a parent first would waste its children. Each policy's file says why its order has that property by construction; none
+walks the tree. Policies rely on two facts: a sequence that names a block names its ancestors, and blocks become evictable
+deepest first. Only under retention may a parent become evictable before its children; if it is evicted first, the index forgets
+them with it.
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from ..values.types import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A sequence that ends, as far as the index knows its blocks.
+    """The indexed blocks of a sequence that ends.
 
-    blocks [n] from the root down, still held; tokens [n * block size], theirs; root of the tenant's tree.
+    blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root of the tenant's tree.
     """
 
     blocks: Int32Array
@@ -27,27 +28,27 @@ class Use:
 
 
 class EvictionPolicy(Protocol):
-    """Orders the evictable blocks. Told of every block that becomes evictable, and of every one that is no longer."""
+    """Orders the evictable blocks. It is told every block that becomes evictable and every block that ceases to be."""
 
-    wants_uses: bool  # whether `use` does anything: finding out what to tell it costs a look at the tokens
+    wants_uses: bool  # whether `use` does anything: its argument costs a look at the tokens
 
     def use(self, use: Use) -> None:
-        """A sequence is about to let these blocks go."""
+        """A sequence is about to release these blocks."""
 
     def add(self, blocks: Int32Array) -> None:
-        """These became evictable now, leaves before parents."""
+        """These blocks became evictable now, leaves before parents."""
 
     def hit(self, blocks: Int32Array) -> None:
         """These evictable blocks are about to be held again."""
 
-    def forget(self, blocks: Int32Array) -> None:
-        """These lost their index entry, but not by `take`."""
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        """These blocks lost their index entry, but not by `take_victims`."""
 
-    def take(self, count: int) -> Int32Array:
-        """The first count victims (the pool has at least so many), which are evictable no more."""
+    def take_victims(self, count: int) -> Int32Array:
+        """The first count victims, which are no longer evictable. Needs count evictable blocks."""
 
     def prepare(self) -> None:
-        """Nobody waits for an answer now: what was put off may be done, as much as a step may be late."""
+        """Does work that was put off. Called when no reply waits; it may take as long as a step may be late."""
 
     def waiting(self) -> Int32Array:
         """All evictable blocks, in the order of eviction as far as that is fixed; for audits."""

@@ -1,8 +1,8 @@
-"""What is known of each cached block's past: how many uses it had, and a hash of its prefix to know it again by.
+"""The past of each cached block: its number of uses, and a hash of its prefix by which it is recognised.
 
-Uses are taken in by the batch, because counting a few costs as much as counting many: a fixed number of array operations,
-however many sequences ended. Rule: a block has at least the uses of any block below it, so the blocks of a sequence that have
-none are its last ones.
+Uses are counted in batches, because counting a few costs as much as counting many: a fixed number of array operations, however
+many sequences ended. Rule: a block has at least the uses of any block below it, so the unused blocks of a sequence are its last
+ones.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class History:
-    """uses [num_blocks]: 0 for what no sequence ended with, else at most max_uses; hashes [num_blocks], true where uses > 0."""
+    """uses [num_blocks]: 0 for a block that no ended sequence held, else at most max_uses; hashes, valid where uses > 0."""
 
     def __init__(self, num_blocks: int, max_uses: int) -> None:
         self._max_uses = max_uses
@@ -30,7 +30,7 @@ class History:
         self._hasher = PrefixHasher()
 
     def record(self, batch: list[Use], ghosts: Ghosts, now: int) -> Traces:
-        """Counts the uses of sequences that ended, each with a block at least. Answers what ghosts knew of the new blocks."""
+        """Counts the uses of ended sequences, each with 1 block or more. Answers the traces of new blocks that were ghosts."""
         assert len(batch) <= self.most_in_batch, "a batch of more sequences than can be counted"
         blocks = np.concatenate([use.blocks for use in batch])
         lens = np.array([len(use.blocks) for use in batch])
@@ -41,19 +41,20 @@ class History:
             found = ghosts.pop(self.hashes[new], now)
             self.uses[new] = found.uses
         np.add.at(self.uses, blocks, np.uint8(1))
-        # The most from the end of its sequence up to each block: later sequences' rows are lifted above the earlier ones'.
+        # The most uses from the end of a sequence up to each block. Rows of earlier sequences are lifted above the later
+        # ones, so that one accumulation from the end serves all sequences.
         lift = np.repeat(np.arange(len(lens), 0, -1) * (self._max_uses + 1), lens)
         uses = np.minimum(self.uses[blocks], self._max_uses) + lift
         uses = np.maximum.accumulate(uses[::-1])[::-1] - lift
-        self.uses[blocks] = 0  # without what is above the most
+        self.uses[blocks] = 0  # counts above the most allowed are dropped
         np.maximum.at(self.uses, blocks, uses.astype(np.uint8))
         return found
 
-    def forget(self, blocks: Int32Array) -> None:
+    def forget_blocks(self, blocks: Int32Array) -> None:
         self.uses[blocks] = 0
 
     def _hash(self, batch: list[Use], blocks: Int32Array, lens: Int64Array, is_new: BoolArray) -> Int32Array:
-        """Hashes the prefixes that end with each block of no uses. Answers these blocks, each once."""
+        """Hashes the prefixes that end with each unused block. Answers these blocks, each once."""
         block_size = len(batch[0].tokens) // len(batch[0].blocks)
         starts = np.cumsum(lens) - lens
         num_new = np.add.reduceat(is_new, starts, dtype=np.int64)
@@ -71,7 +72,7 @@ class History:
 
 
 class PrefixHasher:
-    """Hashes of whole prefixes. Keeps what it needs of places, roots and block sizes again and again."""
+    """Hashes of whole prefixes. It keeps the factors of places, roots and block sizes, which it needs again and again."""
 
     def __init__(self) -> None:
         self._places: Uint64Array = np.empty(0, np.uint64)
@@ -81,7 +82,7 @@ class PrefixHasher:
     def prefixes(
         self, tokens: Int32Array, block_size: int, places: Int64Array, before: Uint64Array, lens: Int64Array
     ) -> Uint64Array:
-        """[n] hashes of the prefixes that end with each block, for several sequences one after the other.
+        """[n] hashes of the prefixes that end with each block, for the blocks of several sequences, joined.
 
         tokens [n * block_size]; places [n] of the blocks in their sequences; before [m], the hashes of the prefixes in front
         of each sequence's blocks, or of its root; lens [m], the blocks of each. A hash is the sum of a hash for each block
@@ -99,7 +100,7 @@ class PrefixHasher:
         return sums + np.repeat(before - np.where(starts > 0, sums[starts - 1], np.uint64(0)), lens)
 
     def root(self, root: int) -> int:
-        """Where the prefixes of a tenant's tree start."""
+        """The hash with which the prefixes of a tenant's tree start."""
         if root not in self._roots:
             self._roots[root] = int(_mix(np.array([root]).astype(np.uint64))[0])
         return self._roots[root]

@@ -1,4 +1,6 @@
-"""From tokens to a block: the prefix tree, stored logits, what left it and why, and the events that tell of it.
+"""From tokens to blocks.
 
-Knows tokens and block ids, no sequence.
+Owns the prefix tree (prefix_index), the logits stored with its nodes, the log of nodes that left it and why (eviction_log), the
+log of its changes while it is watched (change_log), and the events that watches read (event_feed). Knows tokens and block ids,
+no sequences. May import core.values.
 """

@@ -1,8 +1,8 @@
-"""What changes in a pool while somebody watches it, written down by the core and read later, off the path of a step.
+"""The changes of a watched pool, written by the core and read later, off the path of a step.
 
-Owns the changes that nobody has read yet, in order. Rules: writing one costs a step next to nothing, and nothing is hashed;
-a node's key is kept when the node goes, so that a reader far behind still knows what each number stood for; a journal that
-nobody reads is bounded, and says that it overflowed. While nobody watches there is no journal.
+Owns the unread changes, in order. Rules: writing a change costs a step next to nothing, and hashes nothing; the key of a
+removed node is kept, so that a reader far behind still knows what each number stood for; the log is bounded, and says when it
+overflowed. A pool without watches has no change log.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from ..values.types import Int32Array, PressureLevel, Tier
 
 STORED = "stored"
 REMOVED = "removed"
-Change = str | Tier | PressureLevel  # STORED, REMOVED, where a node's bytes are now, or the pool's level (then the node is 0)
+Change = str | Tier | PressureLevel  # STORED, REMOVED, the tier of a node's bytes, or the pool's level (then the node is 0)
 
 
-class Journal:
-    """Changes from the eldest unread one on. wake is called with the first of a row that nobody has read."""
+class ChangeLog:
+    """Changes from the oldest unread one on. wake is called when the log gets its first unread change."""
 
     def __init__(self, max_unread: int, wake: Callable[[], None]) -> None:
         self.has_overflowed = False
@@ -24,63 +24,63 @@ class Journal:
         self._nodes: list[int] = []
         self._changes: list[Change] = []
         self._num_read = 0
-        self._gone_keys: dict[int, bytes | list[bytes]] = {}  # of unread removals, by node; a list is eldest first
+        self._removed_keys: dict[int, bytes | list[bytes]] = {}  # of unread removals, by node; a list is oldest first
 
     def __len__(self) -> int:
-        """Changes that nobody has read."""
+        """Unread changes."""
         return len(self._nodes) - self._num_read
 
     def stored(self, nodes: Int32Array) -> None:
-        """These nodes came into the index, each behind its parent or in the same go."""
+        """These nodes were added to the index, each after its parent or in the same call."""
         self._write(nodes.tolist(), STORED)
 
     def removed(self, node: int, key: bytes) -> None:
-        """This node, of this key, is in the index no more, nor are its bytes in any tier."""
-        keys = self._gone_keys.get(node)
+        """This node of this key left the index, and its bytes are in no tier."""
+        keys = self._removed_keys.get(node)
         if keys is None:
-            self._gone_keys[node] = key
-        else:  # the number was used again, and that has gone unread too
-            self._gone_keys[node] = [*([keys] if isinstance(keys, bytes) else keys), key]
+            self._removed_keys[node] = key
+        else:  # the number was used again, and the earlier removal is unread too
+            self._removed_keys[node] = [*([keys] if isinstance(keys, bytes) else keys), key]
         self._write([node], REMOVED)
 
     def cleared(self, nodes: dict[bytes, int]) -> None:
-        """The whole index was forgotten; nodes has the node of every key."""
-        if self._gone_keys:
+        """The whole index was forgotten; nodes holds the node of every key."""
+        if self._removed_keys:
             for key, node in nodes.items():
                 self.removed(node, key)
         else:
-            self._gone_keys = {node: key for key, node in nodes.items()}
+            self._removed_keys = {node: key for key, node in nodes.items()}
             self._write(list(nodes.values()), REMOVED)
 
     def tier_changed(self, nodes: Int32Array, tier: Tier) -> None:
-        """The bytes of these nodes are there now: DEVICE where the device has them at all, HOST where only the host has."""
+        """The bytes of these nodes are now in this tier: HOST where only the host has them, else DEVICE."""
         self._write(nodes.tolist(), tier)
 
     def pressure_changed(self, level: PressureLevel) -> None:
-        """The pool's level is another one."""
+        """The pool's level changed."""
         self._write([0], level)
 
     def peek(self) -> tuple[int, Change]:
-        """The eldest unread change."""
+        """The oldest unread change."""
         return self._nodes[self._num_read], self._changes[self._num_read]
 
     def advance(self) -> None:
-        """The eldest unread change has been read."""
+        """The oldest unread change has been read."""
         node, change = self.peek()
         if change is REMOVED:
-            keys = self._gone_keys[node]
+            keys = self._removed_keys[node]
             if isinstance(keys, bytes) or len(keys) == 1:
-                del self._gone_keys[node]
+                del self._removed_keys[node]
             else:
                 del keys[0]
         self._num_read += 1
-        if self._num_read >= max(len(self._nodes) // 2, 1):  # so that what was read costs no memory, and little time
+        if self._num_read >= max(len(self._nodes) // 2, 1):  # so that read changes cost no memory, and little time
             del self._nodes[: self._num_read], self._changes[: self._num_read]
             self._num_read = 0
 
-    def gone_key(self, node: int) -> bytes | None:
-        """The key that a node had at the eldest unread change, if it has gone since; else the index knows it."""
-        keys = self._gone_keys.get(node)
+    def removed_key(self, node: int) -> bytes | None:
+        """The key that a node had at the oldest unread change, if it was removed since; else the index has its key."""
+        keys = self._removed_keys.get(node)
         return keys[0] if isinstance(keys, list) else keys
 
     def _write(self, nodes: list[int], change: Change) -> None:

@@ -1,11 +1,11 @@
-"""What the watches of one pool are told: first all that is cached for their tenant, then every change.
+"""The events of the watches of one pool: first all blocks that are cached for the tenant, then every change.
 
-Owns the names of blocks, and how far each watch has got. A name is a chained SHA-256, so that programs that never met can
-compare; it takes about a microsecond, so names are made here, a slice at a time, and never by a step. Rules, for each watch:
-a block is told of once, as part of the snapshot or as stored, behind its parent; its removal comes after that or not at all;
-whoever applies snapshot and events in order has what the index has. They hold because a slice looks at the index only when
-the journal is read to its end, and because what is written in the journal is told or not told by whether the watch has been
-told of that very node. A watch whose reader does not keep up ends; a snapshot waits for its reader, changes do not.
+Owns the names of blocks, and the progress of each watch. A name is a chained SHA-256, so that independent programs can compare
+names; it takes about a microsecond, so names are made here, a slice at a time, and never by a step. Rules, for each watch: a
+block is told once, as part of the snapshot or as stored, after its parent; its removal comes after that or not at all; a reader
+that applies snapshot and events in order has the contents of the index. The rules hold because a slice looks at the index only
+when the change log is read to its end, and because a change is told exactly if the watch was told of that very node. A watch
+whose reader does not keep up ends; a snapshot waits for its reader, changes do not.
 """
 
 import struct
@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 
 from ..values.types import EventKind, PressureLevel, Tier
-from .change_log import REMOVED, STORED, Change, Journal
+from .change_log import REMOVED, STORED, Change, ChangeLog
 from .prefix_index import NO_NODE, PrefixIndex
 
 MAX_NAMES = 512  # of an event
-MAX_WAITING_NAMES = 65_536  # told to a watch and not read yet
+MAX_WAITING_NAMES = 65_536  # told to a watch and unread
 MAX_WAITING_EVENTS = 4_096
 _SNAPSHOT_AHEAD = 8 * MAX_NAMES  # names that a snapshot keeps ready for its reader
-_LOOKS_PER_NAME = 8  # so many looks at unused node numbers cost as much as telling of one block
+_LOOKS_PER_NAME = 8  # looks at unused node numbers that cost as much as telling of one block
 _NAME_BYTES = 32
 _parent_of = struct.Struct("<i").unpack_from
 
 
 @dataclass(slots=True)
 class Event:
-    """One message of a watch but for its revision. parents only of blocks that are new to the reader."""
+    """One message of a watch, without its revision. parents are given only for blocks that are new to the reader."""
 
     kind: EventKind
     names: list[bytes] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Event:
 
 
 class Watch:
-    """One reader's place. `told` has a byte per node while the snapshot lasts; afterwards it has been told of all."""
+    """The progress of one reader. `told` has a byte per node while the snapshot lasts; afterwards every node has been told."""
 
     def __init__(self, tenant: str, num_nodes: int) -> None:
         self.tenant = tenant
@@ -66,7 +66,7 @@ class Watch:
         self._check_room()
 
     def add_block(self, kind: EventKind, name: bytes, parent: bytes | None = None, tier: Tier | None = None) -> None:
-        """Blocks told of in a row share an event."""
+        """Consecutive blocks of one kind and tier share an event."""
         last = self._events[-1] if self._events else None
         if last is None or last.kind is not kind or last.tier is not tier or len(last.names) == MAX_NAMES:
             last = Event(kind, tier=tier)
@@ -77,7 +77,7 @@ class Watch:
         self._num_names += 1
         self._check_room()
 
-    def take(self) -> Event | None:
+    def take_event(self) -> Event | None:
         """The next event for the reader."""
         if not self._events:
             return None
@@ -92,7 +92,7 @@ class Watch:
 
 
 class EventFeed:
-    """The watches of a pool. Made with the first, closed with the last; `wake` says that `advance` has something to do."""
+    """The watches of a pool. Made with the first, closed with the last; `wake` is called when `advance` has work to do."""
 
     def __init__(
         self, index: PrefixIndex, spec_key: bytes, pressure: PressureLevel, wake: Callable[[], None], max_unread: int = 0
@@ -102,7 +102,7 @@ class EventFeed:
         self._spec_key = spec_key
         self._pressure = pressure
         self._num_nodes = len(index.block_of_node)
-        self._change_log = index.change_log = Journal(max_unread or 2 * self._num_nodes + 65_536, wake)
+        self._change_log = index.change_log = ChangeLog(max_unread or 2 * self._num_nodes + 65_536, wake)
         self._names = _zeros(self._num_nodes * _NAME_BYTES, np.uint8)
         self._named = _zeros(self._num_nodes, np.uint8)
         self._roots = _zeros(self._num_nodes, np.int32)  # of the nodes looked at so far, else 0
@@ -115,19 +115,19 @@ class EventFeed:
         return watch
 
     def tell_all(self, event: Event) -> None:
-        """Something that is not of this pool's blocks. Each watch hears of it where it is, also within its snapshot."""
+        """Tells every watch at once, also within its snapshot, of an event that is not about this pool's blocks."""
         for watch in self.watches:
             if not watch.is_lagging:
                 watch.add(event)
 
     def close(self, watch: Watch) -> None:
-        """Nobody reads this watch any more; the last one takes the journal along."""
+        """Ends a watch; the change log ends with the last one."""
         self.watches.remove(watch)
         if not self.watches:
             self._index.change_log = None
 
     def advance(self, budget: int) -> bool:
-        """Tells the watches of about `budget` blocks. Answers whether more can be told now."""
+        """Tells the watches of about `budget` blocks. Answers whether more blocks can be told now."""
         if not self.watches:
             return False
         if self._change_log.has_overflowed:
@@ -150,16 +150,16 @@ class EventFeed:
         return len(self._change_log) > 0 or any(watch.wants_snapshot for watch in self.watches)
 
     def _tell_change(self, node: int, change: Change, budget: int) -> tuple[int, bool]:
-        """(cost, whether the change has been told whole: blocks above it may have to be told of first)."""
+        """(cost, whether the change has been told whole: its ancestors may have to be told first)."""
         if isinstance(change, PressureLevel):
             self._pressure = change
             for watch in self.watches:
-                if watch.told is None:  # others are told the level at the end of the snapshot
+                if watch.told is None:  # other watches are told the level at the end of their snapshot
                     watch.add(Event(EventKind.PRESSURE, pressure=change))
             return 1, True
         if change is STORED:
             return self._tell_stored(node, budget)
-        root = self._roots[node]  # known of a node that a watch was told of
+        root = self._roots[node]  # known for a node that a watch was told of
         watches = [watch for watch in self.watches if watch.root == root and watch.knows(node)]
         for watch in watches:
             if change is REMOVED:
@@ -187,7 +187,7 @@ class EventFeed:
         return cost, True
 
     def _tell_snapshot(self, watch: Watch, budget: int) -> int:
-        """Goes on with a snapshot where it stopped. Only while the journal is read to its end: node numbers are today's."""
+        """Goes on with a snapshot. Called only when the change log is read to its end, because node numbers are used again."""
         assert watch.told is not None
         cost, start, stop = 0, watch.next_node, min(watch.next_node + budget * _LOOKS_PER_NAME, self._num_nodes)
         for node in range(start, stop):
@@ -198,7 +198,7 @@ class EventFeed:
                 path = self._untold(watch, node)
                 cost += self._tell_all(watch, path[cost - budget :], EventKind.SNAPSHOT)
                 if not watch.told[node]:
-                    break  # the blocks above it were too many for one slice
+                    break  # its ancestors were too many for one slice
         else:
             watch.next_node = stop
             if stop == self._num_nodes:
@@ -207,12 +207,12 @@ class EventFeed:
         return cost + 1 + (watch.next_node - start) // _LOOKS_PER_NAME
 
     def _tell_all(self, watch: Watch, path: list[int], kind: EventKind) -> int:
-        """Tells of these nodes, from the last to the first, each of which is the parent of the one before."""
+        """Tells of these nodes, from the last to the first; each node is the parent of the one before it."""
         names, named, told = self._names, self._named, watch.told
         for node in reversed(path):
             key = self._key(node)
             (parent,) = _parent_of(key)
-            assert parent < 0 or named[parent], "parents are told of before their children"
+            assert parent < 0 or named[parent], "a parent is told before its children"
             parent_name, start = self._name(parent), node * _NAME_BYTES
             if named[node]:
                 name = self._name(node)
@@ -229,7 +229,7 @@ class EventFeed:
         return len(path)
 
     def _untold(self, watch: Watch, node: int) -> list[int]:
-        """The node and those above it, as far as the watch has not been told of them."""
+        """The node and those of its ancestors that the watch has not been told of."""
         path = [node]
         while watch.told is not None:
             (node,) = _parent_of(self._key(node))
@@ -239,7 +239,7 @@ class EventFeed:
         return path
 
     def _root(self, node: int) -> int:
-        """The root above a node, remembered for the whole way there."""
+        """The root above a node, noted for every node on the way to it."""
         path = []
         while node > 0 and not self._roots[node]:
             path.append(node)
@@ -250,18 +250,18 @@ class EventFeed:
         return root
 
     def _key(self, node: int) -> bytes:
-        """The key of a node at the eldest unread change."""
-        key = self._change_log.gone_key(node) or self._index.key(node)
-        assert key is not None, "only nodes that are there are asked for"
+        """The key of a node at the oldest unread change."""
+        key = self._change_log.removed_key(node) or self._index.key(node)
+        assert key is not None, "a node number that is not in use"
         return key
 
     def _name(self, node: int) -> bytes:
-        """Of a root, or of a node named before."""
+        """The name of a root, or of a node named before."""
         if node < 0:
             return self._root_names[node]
         return bytes(self._names[node * _NAME_BYTES : (node + 1) * _NAME_BYTES])
 
 
 def _zeros(count: int, dtype: type[np.generic]) -> "memoryview[Any]":
-    """Numbers that are read and written one at a time, where numpy's own are slow; memory is taken only where one is set."""
+    """Numbers to be read and written one at a time, where numpy is slow; only numbers that were set take memory."""
     return np.zeros(count, dtype).data

@@ -1,13 +1,13 @@
-"""Which committed blocks hold which tokens: an exact tree of full blocks.
+"""The prefix tree: which committed blocks hold which tokens, exactly.
 
-Owns the nodes. A node stands for one full block of tokens behind one parent; its key is the parent's number and the tokens
-themselves, so that a hit compares tokens and never trusts a hash (R4), and the root is the tenant's, so that tenants share
-nothing. Rules: every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block
-of either tier has at most one node; forgetting a node forgets what is below it, so a number may be used again. Does not know
-reference counts or sequences, nor whether a host copy has been written yet.
+Owns the nodes. A node stands for one full block of tokens behind one parent. Its key is the parent's number and the tokens
+themselves, so that a hit compares tokens and never trusts a hash (R4). Each tenant has a root of its own, so that tenants share
+nothing. Rules: every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block of
+either tier has at most one node; forgetting a node forgets all nodes below it, so that its number may be used again. Does not
+know reference counts or sequences, nor whether a host copy has been written yet.
 
-A dictionary keyed by bytes finds a block in a third of a microsecond and costs about 250 bytes a block; hashing tokens
-ourselves would be slower and would still need the comparison.
+A dictionary keyed by bytes finds a block in a third of a microsecond and costs about 250 bytes a block; hashing tokens in
+Python would be slower and would still need the comparison.
 """
 
 import struct
@@ -17,8 +17,8 @@ import numpy as np
 
 from ..values.clock import Clock
 from ..values.types import Int32Array, MatchEnd, Tier
-from .change_log import Journal
-from .eviction_log import GoneBlocks
+from .change_log import ChangeLog
+from .eviction_log import EvictionLog
 from .stored_logits import StoredLogits
 
 NO_NODE = 0
@@ -28,7 +28,7 @@ _UNPACK_PARENT = struct.Struct("<i").unpack_from
 
 
 class PrefixIndex:
-    """Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
+    """The prefix tree of one pool. Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class PrefixIndex:
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
     ) -> None:
-        """lose_hosts(host blocks) is told of host copies whose node was forgotten."""
+        """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
         self._block_size = block_size
         self._key_len = 4 + 4 * block_size
@@ -53,11 +53,11 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
-        self.eviction_log = GoneBlocks(num_nodes, MAX_TENANTS, block_size, self.clock)
-        self.change_log: Journal | None = None  # while somebody watches
+        self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
+        self.change_log: ChangeLog | None = None  # while the pool is watched
         self.logits = StoredLogits(logits_memory)
-        self.root_of_node: Int32Array | None = None  # for whoever counts by tenant; kept where an array is put here
-        # Roots are parents too: being negative, they index the end. What is never touched there takes no memory.
+        self.root_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
+        # Roots are parents too: being negative, they index the end. Entries that are never touched take no memory.
         self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
         self._next_sibling: Int32Array = np.zeros(num_nodes, np.int32)
         self._prev_sibling: Int32Array = np.zeros(num_nodes, np.int32)
@@ -101,7 +101,7 @@ class PrefixIndex:
     def insert_each(self, parents: Int32Array, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
         """Publishes one block each for several sequences. Answers [n] nodes.
 
-        parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node answered has another block.
+        parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
         rows = np.empty((len(blocks), 1 + self._block_size), "<i4")
         rows[:, 0] = parents
@@ -118,7 +118,7 @@ class PrefixIndex:
     def insert_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
         """Publishes consecutive blocks of one sequence. Answers [n] nodes.
 
-        tokens [n * block_size]; blocks [n]. Where the content was known, the node answered has another block.
+        tokens [n * block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
         raw = np.ascontiguousarray(tokens, "<i4").tobytes()
         width, first_parent = self._key_len - 4, parent
@@ -137,20 +137,20 @@ class PrefixIndex:
         return result
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets the nodes of these blocks and all below. Answers the other blocks that lost their node with them."""
+        """Forgets the nodes of these blocks and all nodes below. Answers the other blocks that lost their node with them."""
         lost = self.forget_nodes(self.node_of_block[blocks], cause)
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets these nodes (0 is none) and all below. Answers the blocks that lost their node.
+        """Forgets these nodes (0 is none) and all nodes below. Answers the blocks that lost their node.
 
-        Whoever goes with its parent needs not be taken out of its children; links are cleared at the end, all in one go.
+        A node removed with its parent needs no unlinking; the columns of all removed nodes are cleared at the end, at once.
         """
         keys, chosen = self._keys, nodes.tolist()
         victims, removed, below_them = set(chosen), list[int](), list[int]()
         for node, child in zip(chosen, self._first_child[nodes].tolist(), strict=True):
             key = keys[node]
-            if key is None:  # an earlier one took it along as a descendant
+            if key is None:  # removed already, as a descendant of an earlier node
                 continue
             (parent,) = _UNPACK_PARENT(key)
             if parent not in victims:
@@ -172,14 +172,14 @@ class PrefixIndex:
         return self._clear_columns(np.array(removed, np.int32))
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """These host copies are gone. Forgets the nodes that had nothing else, and all below; answers as forget_nodes."""
+        """These host copies are lost. Forgets the nodes without a device block, and all below; answers as forget_nodes."""
         nodes = self.node_of_host[hosts]
         self.node_of_host[hosts] = NO_NODE
         self.host_of_node[nodes] = 0
         return self.forget_nodes(nodes[self.block_of_node[nodes] == 0], cause)
 
     def leave_device(self, blocks: Int32Array) -> None:
-        """These blocks are no longer their nodes', which have a host copy each."""
+        """Takes these blocks from their nodes, each of which has a host copy."""
         nodes = self.node_of_block[blocks]
         self.block_of_node[nodes] = 0
         self.node_of_block[blocks] = NO_NODE
@@ -187,20 +187,20 @@ class PrefixIndex:
             self.change_log.tier_changed(nodes, Tier.HOST)
 
     def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
-        """Gives nodes that had none blocks on the device."""
+        """Gives blocks on the device to nodes that had none."""
         self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.DEVICE)
 
     def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
-        """Gives nodes that had none host copies."""
+        """Gives host copies to nodes that had none."""
         self.host_of_node[nodes] = hosts
         self.node_of_host[hosts] = nodes
 
     def clear(self) -> Int32Array:
         """Forgets everything but the roots. Answers the blocks that had a node."""
         nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
-        self.eviction_log.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: those below them are asked for less
+        self.eviction_log.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: explanations ask for them most
         blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         if self.change_log is not None:
@@ -221,15 +221,15 @@ class PrefixIndex:
         return blocks
 
     def check(self) -> list[str]:
-        """What is wrong with the tree, one sentence each; empty when all is well."""
+        """The broken invariants of the tree, one sentence each; empty when all hold."""
         wrong: list[str] = []
         seen_children: dict[int, set[int]] = {}
         for key, node in self._nodes.items():
             (parent,) = _UNPACK_PARENT(key)
             if self._keys[node] != key:
-                wrong.append(f"node {node} does not know its key")
+                wrong.append(f"node {node} has another key than the index")
             if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
-                wrong.append(f"node {node} has no living parent")
+                wrong.append(f"node {node} has no parent in the index")
             block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
             if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
                 wrong.append(f"node {node} and its block disagree")
@@ -246,7 +246,7 @@ class PrefixIndex:
             if children != seen_children.get(node, set()):
                 wrong.append(f"children of node {node} are not those that name it")
         if any(self._keys[node] is None for node in self.logits.by_node):
-            wrong.append("logits are stored of a node that is not there")
+            wrong.append("logits are stored for a node that is not in use")
         for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
             if np.count_nonzero(of_node) != np.count_nonzero(of_block):
                 wrong.append("blocks with a node and nodes with a block differ in number")
@@ -255,7 +255,7 @@ class PrefixIndex:
         return wrong
 
     def children(self, parent: int, most: int) -> list[int]:
-        """The nodes below a node or root, the youngest first, at most so many."""
+        """At most `most` children of a node or root, the youngest first."""
         found: list[int] = []
         child = int(self._first_child[parent])
         while child and len(found) < most:
@@ -286,12 +286,12 @@ class PrefixIndex:
         fresh = (self.block_of_node[nodes] == 0).nonzero()[0]
         if len(fresh) < len(nodes):
             nodes, parents, blocks = nodes[fresh], parents[fresh], blocks[fresh]
-        if len(set(nodes.tolist())) < len(nodes):  # the same content twice in one go: the first is kept
+        if len(set(nodes.tolist())) < len(nodes):  # the same content twice in one call: the first block is kept
             first = np.unique(nodes, return_index=True)[1]
             nodes, parents, blocks = nodes[first], parents[first], blocks[first]
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
-        is_new = self.host_of_node[nodes] == 0  # one that was in the host tier only has its place already
+        is_new = self.host_of_node[nodes] == 0  # a node that was in the host tier only is linked already
         if np.count_nonzero(is_new) < len(is_new):
             if self.change_log is not None:
                 self.change_log.tier_changed(nodes[~is_new], Tier.DEVICE)
@@ -302,20 +302,20 @@ class PrefixIndex:
 
     def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
         """Puts these distinct nodes first among their parents' children."""
-        youngest = eldest = nodes
-        if len(set(parents.tolist())) < len(parents):  # brothers are linked among themselves first
+        heads = tails = nodes  # of the new siblings of each parent
+        if len(set(parents.tolist())) < len(parents):  # new siblings are linked among themselves first
             order = np.argsort(parents, kind="stable")
             nodes, parents = nodes[order], parents[order]
-            is_brother = parents[1:] == parents[:-1]  # of the one before
-            before, after = nodes[:-1][is_brother], nodes[1:][is_brother]
+            is_sibling = parents[1:] == parents[:-1]  # of the node before
+            before, after = nodes[:-1][is_sibling], nodes[1:][is_sibling]
             self._next_sibling[before], self._prev_sibling[after] = after, before
-            heads = np.concatenate([[True], ~is_brother])
-            youngest, eldest, parents = nodes[heads], nodes[np.concatenate([~is_brother, [True]])], parents[heads]
+            is_head, is_tail = np.concatenate([[True], ~is_sibling]), np.concatenate([~is_sibling, [True]])
+            heads, tails, parents = nodes[is_head], nodes[is_tail], parents[is_head]
         first = self._first_child[parents]
-        self._next_sibling[eldest] = first
-        self._prev_sibling[first] = eldest
+        self._next_sibling[tails] = first
+        self._prev_sibling[first] = tails
         self._prev_sibling[NO_NODE] = NO_NODE
-        self._first_child[parents] = youngest
+        self._first_child[parents] = heads
 
     def _columns(self) -> tuple[Int32Array, ...]:
         return self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling
@@ -331,7 +331,7 @@ class PrefixIndex:
             self._prev_sibling[after] = before
 
     def _remove(self, node: int, key: bytes, removed: list[int]) -> None:
-        """Nobody finds the node any more; its number and its columns are still taken."""
+        """Takes the node out of the dictionary; its number and its columns stay in use until _clear_columns."""
         if self.change_log is not None:
             self.change_log.removed(node, key)
         if self.logits.by_node:
@@ -341,7 +341,7 @@ class PrefixIndex:
         removed.append(node)
 
     def _clear_columns(self, nodes: Int32Array) -> Int32Array:
-        """These removed nodes are unused from now on. Answers the blocks they had on the device."""
+        """Makes the numbers of removed nodes usable again. Answers the blocks that the nodes had on the device."""
         blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         self.node_of_block[blocks] = NO_NODE

@@ -1,5 +1,5 @@
 """The ground of the core: values only, frozen where they cross an edge.
 
-Owns identifiers and enumerations (types), the configuration of a pool, the arguments of a sequence, the columns of a step,
-copies to be run, what callers are shown (views), errors and counters. May import numpy and nothing of the services.
+Owns identifiers and enumerations, the values that describe a pool, a sequence and a step, copies to be run, what callers are
+shown, errors and counters. May import numpy and the standard library, and nothing of the services.
 """

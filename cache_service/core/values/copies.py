@@ -7,7 +7,7 @@ from .types import NO_INT32, Int32Array
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Transfers, then block copies, to be run in order before anything that the same call allows is written."""
+    """Transfers, then block copies, to be run in order, before any write that the same call allows."""
 
     sources: Int32Array
     destinations: Int32Array

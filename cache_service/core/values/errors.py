@@ -1,12 +1,12 @@
 """Typed refusals of the core: a broken contract with its reason and the data to recover.
 
-No room and no hit are ordinary answers, not errors; a bug is an assertion. Texts hold no handles, paths or other
-tenants' ids. `reason` is a name of the protocol's ErrorReason without its prefix.
+A shortage of blocks and a missed look-up are ordinary answers, not errors; a bug is an assertion. Texts hold no handles, paths
+or other tenants' ids. `reason` is a name of the protocol's ErrorReason without its prefix.
 """
 
 
 class CacheError(Exception):
-    """A call that was refused and changed nothing. metadata is what the caller needs to go on, as strings."""
+    """A call was refused and changed nothing. metadata has what the caller needs to go on, as strings."""
 
     reason = "BROKEN_INVARIANT"
 

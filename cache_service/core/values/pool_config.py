@@ -17,13 +17,13 @@ class PoolConfig:
     eviction_policy: str = "adaptive"
     prefix_caching: bool = True
     num_host_blocks: int = 0  # 0: no host tier
-    evict_above: float = 1.0  # share of the pool; held and cached blocks above it are evicted before they are needed
+    evict_above: float = 1.0  # share of the pool; above it, cached blocks are evicted before they are needed
     pressure_levels: tuple[float, ...] = (0.6, 0.8, 0.95)  # where medium, high and critical begin
     prefix_ttl: float | None = None  # seconds that a cached block lives without being used
     min_prefix_tokens: int = 0  # a shorter match is no hit
-    max_cached_blocks: int | None = None  # most blocks that are cached and held by nobody
+    max_cached_blocks: int | None = None  # most blocks that are cached and not held
     tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
-    tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants that have another one
+    tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants with a share of their own
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
 
     @property
@@ -36,6 +36,6 @@ class PoolConfig:
         return min(self.max_tokens_per_sequence, self.num_usable_blocks * self.block_size)
 
     def limit_with(self, retention: Retention | None) -> int:
-        """The same for a sequence that gives blocks back: what it holds at once has to fit, not all that it ever held."""
+        """Most tokens of a sequence with this retention: the blocks that it holds at once have to fit, not all it ever held."""
         fits = retention is not None and retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
         return self.max_tokens_per_sequence if fits else self.limit_tokens

@@ -7,13 +7,13 @@ from .types import Int32Array, SequenceId
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The first num_sink_tokens and the last num_window_tokens committed ones stay readable (retention.py)."""
+    """The first num_sink_tokens and the last num_window_tokens committed tokens stay readable (sequences/retention.py)."""
 
     num_sink_tokens: int
     num_window_tokens: int
 
     def num_held_blocks(self, block_size: int) -> int:
-        """Most blocks that a sequence holds which grows by one token at a time."""
+        """Most blocks that a sequence with this retention holds while it grows by one token at a time."""
         return -(-self.num_sink_tokens // block_size) + (self.num_window_tokens - 1) // block_size + 2
 
 

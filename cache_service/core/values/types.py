@@ -22,14 +22,14 @@ NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
 
 
 class Executor(Enum):
-    """Who executes copies and transfer orders."""
+    """The process that executes copies and transfer orders."""
 
     CACHE = "cache"
     ENGINE = "engine"
 
 
 class SequenceState(IntEnum):
-    """Where a sequence is in its life. The numbers are the protocol's; FREE_SLOT never leaves the core."""
+    """State of a sequence. The numbers are the protocol's; FREE_SLOT never leaves the core."""
 
     FREE_SLOT = 0
     WAITING = 1
@@ -88,11 +88,11 @@ class Tier(IntEnum):
     """Where a cached block's bytes are. The numbers are the protocol's."""
 
     DEVICE = 1
-    HOST = 2  # only there
+    HOST = 2  # the host tier only
 
 
 class EventKind(IntEnum):
-    """What an event of a watch tells. The numbers are the protocol's."""
+    """What an event of a watch reports. The numbers are the protocol's."""
 
     SNAPSHOT = 1
     SNAPSHOT_END = 2
@@ -108,7 +108,7 @@ class BlockState(Enum):
 
     NULL = "null"
     FREE = "free"
-    CACHED = "cached"  # indexed, in no table, evictable now
+    CACHED = "cached"  # indexed, in no table: evictable now
     REFERENCED = "referenced"
     FENCED = "fenced"  # in no table, but a step in flight may touch it
     IN_TRANSFER = "in_transfer"  # in no table, an end of a transfer order in flight

@@ -9,7 +9,7 @@ from .types import BlockState, Int32Array, PressureLevel, SequenceId, SequenceSt
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """One sequence as people see it. num_accesses counts the steps that named it."""
+    """One sequence as callers see it. num_accesses counts the steps that named it."""
 
     sequence_id: SequenceId
     session_id: SessionId
@@ -29,9 +29,9 @@ class SequenceView:
 
 
 class Readable(NamedTuple):
-    """A sequence whose K and V may be read: those of its first num_tokens.
+    """A sequence, and its first num_tokens, whose K and V may be read.
 
-    As many as are committed; fewer where an engine was told to copy what comes then, and may not have done so yet.
+    These are the committed tokens; fewer where an engine was told to copy later ones and may not have done so yet.
     """
 
     view: SequenceView
@@ -40,7 +40,7 @@ class Readable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """One block as people see it: its state, and who holds it in numbers."""
+    """One block as callers see it: its state, and the number of its holders of each kind."""
 
     state: BlockState
     num_references: int
@@ -53,7 +53,7 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Answer of check_admission. can_ever False is NEVER, can_now False is LATER."""
+    """Answer of check_admission: NEVER where can_ever is False, else LATER where can_now is False."""
 
     can_now: bool
     can_ever: bool
@@ -65,7 +65,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Counts of one pool, derived from its state, and sums over its life; names are the protocol's."""
+    """Counts of one pool, derived from its state, and sums over its life. The names are the protocol's."""
 
     num_free_blocks: int
     num_cached_blocks: int

@@ -46,7 +46,7 @@ class EventReader:
 
     def read(self, most: int = 10**9) -> None:
         for _ in range(most):
-            event = self.watch.take()
+            event = self.watch.take_event()
             if event is None:
                 return
             self.apply(event)

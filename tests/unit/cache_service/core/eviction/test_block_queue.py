@@ -38,7 +38,7 @@ def test_first_in_is_first_out_over_many_segments() -> None:
 
 def test_what_is_no_longer_evictable_is_skipped() -> None:
     stamps, queue = filled()
-    stamps.end(np.arange(1, 3001, dtype=np.int32))
+    stamps.end_waits(np.arange(1, 3001, dtype=np.int32))
     again = blocks(7, 8)
     queue.push(again, stamps.give(again))
     assert queue.oldest() == 3001
@@ -48,7 +48,7 @@ def test_what_is_no_longer_evictable_is_skipped() -> None:
 
 def test_pop_stops_at_the_last_stamp_asked_for() -> None:
     stamps, queue = filled()
-    stamps.end(blocks(2))
+    stamps.end_waits(blocks(2))
     assert queue.pop(10, until=4).tolist() == [1, 3, 4]
     assert queue.pop(10, until=4).tolist() == []
     assert queue.pop(2, until=4999).tolist() == [5, 6]
@@ -59,7 +59,7 @@ def test_pop_stops_at_the_last_stamp_asked_for() -> None:
 def test_sweeping_keeps_order_and_drops_what_is_stale() -> None:
     stamps, queue = filled()
     kept = [block for block in range(1, MANY + 1) if block % 5 == 0]
-    stamps.end(np.setdiff1d(np.arange(1, MANY + 1, dtype=np.int32), np.array(kept, np.int32)))
+    stamps.end_waits(np.setdiff1d(np.arange(1, MANY + 1, dtype=np.int32), np.array(kept, np.int32)))
     queue.pop(1)
     segments_before = queue.num_segments
     Sweeper().pay(MANY, [queue])
@@ -76,7 +76,7 @@ def test_entries_stay_few_however_often_blocks_come_and_go() -> None:
     most = 0
     for turn in range(400):
         some = rng.choice(num_blocks, 256, replace=False).astype(np.int32)
-        stamps.end(some)
+        stamps.end_waits(some)
         queue = queues[turn // 50 % 3]
         queue.push(some, stamps.give(some))
         sweeper.pay(len(some), queues)
@@ -91,9 +91,9 @@ def test_each_policy_forgets_what_is_held_again(policy: str) -> None:
     made.add(blocks(4, 3, 2, 1))
     made.hit(blocks(3))
     assert sorted(made.waiting().tolist()) == [1, 2, 4]
-    made.forget(blocks(4))
+    made.forget_blocks(blocks(4))
     assert sorted(made.waiting().tolist()) == [1, 2]
     made.add(blocks(3))
-    assert made.take(2).tolist() == [2, 1]
+    assert made.take_victims(2).tolist() == [2, 1]
     assert made.waiting().tolist() == [3]
-    assert made.take(1).tolist() == [3]
+    assert made.take_victims(1).tolist() == [3]

@@ -59,7 +59,7 @@ def outlive(policy: EvictionPolicy, turn: int) -> None:
     blocks = (1 + (turn * PREFIX_LEN + np.arange(PREFIX_LEN)) % (NUM_BLOCKS - 1)).astype(np.int32)
     use(policy, blocks, turn)
     policy.add(blocks[::-1])
-    policy.forget(blocks)
+    policy.forget_blocks(blocks)
 
 
 def use_what_is_pinned(policy: EvictionPolicy, turn: int) -> None:
@@ -95,7 +95,7 @@ def test_a_queue_goes_with_its_last_block_and_comes_back_with_the_next(policy: s
         hit_again_and_again(made, turn)
     assert len(made._queues) <= 2  # the prefix's, and that of the others
     assert len(made._order) <= 200
-    order = [int(block) for block in made.take(PREFIX_LEN + 20)]
+    order = [int(block) for block in made.take_victims(PREFIX_LEN + 20)]
     if policy == "lfu":  # the hot prefix last, and leaves before parents
         assert order == [*range(59, 39, -1), 4, 3, 2, 1]
     assert sorted(order) == [*range(1, 1 + PREFIX_LEN), *range(40, 60)]
@@ -103,7 +103,7 @@ def test_a_queue_goes_with_its_last_block_and_comes_back_with_the_next(policy: s
     hit = np.array([7], np.int32)
     use(made, hit, 0)
     made.add(hit)
-    assert made.take(1).tolist() == [7]
+    assert made.take_victims(1).tolist() == [7]
 
 
 def test_a_queue_of_which_little_is_left_gives_its_room_back() -> None:
@@ -115,7 +115,7 @@ def test_a_queue_of_which_little_is_left_gives_its_room_back() -> None:
     made.hit(blocks[:-1])  # all but the last one
     assert made._num_waiting == {1: 1}
     assert sum(len(segment.blocks) for segment in made._queues[1]._segments) < 200
-    assert made.take(1).tolist() == [1000]
+    assert made.take_victims(1).tolist() == [1000]
 
 
 def test_a_tenant_of_which_nothing_is_cached_has_no_queue() -> None:

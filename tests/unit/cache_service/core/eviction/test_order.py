@@ -116,7 +116,7 @@ def test_a_forgotten_block_starts_anew() -> None:
 def test_nothing_is_evictable_in_an_empty_pool(policy: str) -> None:
     made = make_policy(policy, 4)
     assert made.waiting().tolist() == []
-    assert made.take(0).tolist() == []
+    assert made.take_victims(0).tolist() == []
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

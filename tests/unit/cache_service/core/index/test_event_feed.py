@@ -175,7 +175,7 @@ def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(monkeypat
         feed.advance(100)
         quick.read()
     assert slow.watch.is_lagging
-    assert slow.watch.take() is None
+    assert slow.watch.take_event() is None
     assert not quick.watch.is_lagging
     assert quick.blocks == names_in(index, "")
 

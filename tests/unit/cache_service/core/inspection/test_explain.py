@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index import eviction_log as gone
-from kvkeeper.cache_service.core.index.eviction_log import GoneBlocks
+from kvkeeper.cache_service.core.index.eviction_log import EvictionLog
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
 from kvkeeper.cache_service.core.values.clock import Clock
 from kvkeeper.cache_service.core.values.sequence_args import Retention
@@ -208,7 +208,7 @@ def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
 def test_the_memory_of_what_went_is_bounded_and_forgets_the_eldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gone, "CAPACITY", 8)
     clock = Clock()
-    memory = GoneBlocks(num_nodes=100, max_roots=4, block_size=2, clock=clock)
+    memory = EvictionLog(num_nodes=100, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)
     tokens = np.arange(200, dtype=np.int32).reshape(100, 2)
     memory.add_each(np.arange(1, 100, dtype=np.int32), np.full(99, -1, np.int32), tokens[1:])
@@ -227,7 +227,7 @@ def test_the_memory_of_what_went_is_bounded_and_forgets_the_eldest(monkeypatch: 
 
 def test_a_run_and_single_blocks_have_the_same_digests() -> None:
     clock = Clock()
-    memory = GoneBlocks(num_nodes=20, max_roots=4, block_size=2, clock=clock)
+    memory = EvictionLog(num_nodes=20, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)
     tokens = int32([1, 2, 3, 4, 5, 6])
     memory.add_run(int32([1, 2, 3]), -1, tokens)
