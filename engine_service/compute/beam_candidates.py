@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..outputs.beam_search import Candidates
+from ..values.beam_values import Candidates
 from .sampler import SamplingRow, apply_penalties
 
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from ..outputs.beam_search import Candidates
-from ..scheduler.plan import PromptScore, Work
+from ..scheduler.work import PromptScore, Work
+from ..values.beam_values import Candidates
 from .beam_candidates import SearchRow, find_candidates
 from .logprobs import TokenLogprobs, token_logprobs
 from .model_runner import Runner

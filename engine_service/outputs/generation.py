@@ -17,10 +17,11 @@ import structlog
 from ..compute.beam_candidates import SearchRow
 from ..compute.logprobs import TokenLogprobs
 from ..compute.sampler import SamplingParams, SamplingRow
+from ..values.beam_values import Branch, Candidates
 from ..values.errors import EngineError, RequestFailed
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
-from .beam_search import BeamSearch, Branch, Candidates, Finished
+from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .stopping import StopRules, TextOutput
 

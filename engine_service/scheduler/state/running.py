@@ -14,6 +14,7 @@ from kvkeeper.service.rows import untouched
 from ...values.request import Int32Array, Sequence
 
 IndexArray = npt.NDArray[np.intp]
+Int64Array = npt.NDArray[np.int64]
 
 
 class RunningSequences:
