@@ -1,6 +1,17 @@
-"""What passes between the model, a beam search and the scheduler: candidates for a list's next token, and branches. Pure."""
+"""What passes between a beam search, the model and the scheduler: rows, candidates for a list's next token, branches. Pure."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from .sampling_params import SamplingRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchRow:
+    """One list: its parameters and tokens, and how many candidates are wanted."""
+
+    row: SamplingRow
+    num_candidates: int
 
 
 class Candidates(NamedTuple):
