@@ -14,6 +14,7 @@ from .plan import Plan, StepAnswer
 from .preemption import Preemptor
 from .state.running import IndexArray
 from .state.scheduler_state import SchedulerState
+from .state.transitions import move_to
 from .work import StepChanges, Work
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
@@ -120,7 +121,8 @@ class AnswerApplier:
                     waiting.releases.append(child_id)
             elif result == _FORKED:
                 forks.detach(child)
-                child.sequence_id, child.state = child_id, SequenceState.RUNNING
+                child.sequence_id = child_id
+                move_to(child, SequenceState.RUNNING)
                 shared = len(child.token_ids) - 1
                 rows[place] = running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
             else:
@@ -158,7 +160,7 @@ class AnswerApplier:
                 continue  # since the plan was made; its release is noted already
             if result == _STARTED:
                 waiting.remove(sequence)
-                sequence.state = SequenceState.RUNNING
+                move_to(sequence, SequenceState.RUNNING)
                 self._note_start(sequence, hit_len)
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
@@ -166,7 +168,7 @@ class AnswerApplier:
             elif result == _LOADING:
                 assert sequence.sequence_id is not None
                 waiting.remove(sequence)
-                sequence.state = SequenceState.LOADING
+                move_to(sequence, SequenceState.LOADING)
                 state.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
@@ -190,7 +192,7 @@ class AnswerApplier:
                 num_computed, num_known, sequence.num_computed = sequence.num_computed, sequence.num_known, 0
             else:
                 self._note_start(sequence, hit_len)
-            sequence.state = SequenceState.RUNNING
+            move_to(sequence, SequenceState.RUNNING)
             state.running.add(sequence, num_computed, num_known, reserved, answer.ready_block_ids[end - num_blocks : end])
 
     def _note_start(self, sequence: Sequence, hit_len: int) -> None:

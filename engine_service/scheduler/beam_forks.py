@@ -13,6 +13,7 @@ from ..values.beam_values import Branch
 from ..values.request import Request, Sequence, SequenceState
 from .plan import Plan
 from .state.scheduler_state import SchedulerState
+from .state.transitions import move_to
 
 
 class BeamForks:
@@ -45,7 +46,8 @@ class BeamForks:
         kept = set(lists)
         for sequence in parents.values():
             if sequence not in kept and sequence.row is not None:
-                sequence.state, running.ended[sequence.row] = SequenceState.ENDED, True
+                move_to(sequence, SequenceState.ENDED)
+                running.ended[sequence.row] = True
         for branch, sequence in zip(branches, lists, strict=True):
             if sequence.row is not None and sequence is parents.get(branch.slot):
                 running.append_run(sequence.row, np.array([branch.token_id], np.int32))

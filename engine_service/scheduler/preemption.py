@@ -12,6 +12,7 @@ from .forks import Forks
 from .plan import Plan, StepAnswer
 from .state.preemption_cost import Victim
 from .state.scheduler_state import SchedulerState
+from .state.transitions import move_to
 from .work import Task
 
 _OK = 1  # ItemResult of the protocol
@@ -49,9 +50,10 @@ class Preemptor:
             assert victim.sequence_id is not None
             state.waiting.releases.append(victim.sequence_id)
             running.remove(victim)
-            victim.state = SequenceState.ENDED
+            move_to(victim, SequenceState.ENDED)
             return False
-        victim.state, victim.num_computed = SequenceState.LEAVING, int(running.num_computed[row])
+        victim.num_computed = int(running.num_computed[row])
+        move_to(victim, SequenceState.LEAVING)
         running.ended[row] = True
         num_blocks = running.num_held(row)
         running.swapping[row] = is_swap = self._prefers_swap(victim, num_blocks)
@@ -113,7 +115,7 @@ class Preemptor:
                     sequence.num_computed = 0
                     self._recompute(sequence)
                     continue
-                sequence.state = SequenceState.RETURNING
+                move_to(sequence, SequenceState.RETURNING)
                 state.loading[sequence.sequence_id] = sequence
                 done.append(Task(sequence, sequence.num_computed, 0))
             else:

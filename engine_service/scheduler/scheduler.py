@@ -24,6 +24,7 @@ from .state.limits import Limits
 from .state.preemption_cost import Costs
 from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
+from .state.transitions import move_to
 from .state.waiting import WaitingSequences
 from .work import Work
 
@@ -93,7 +94,8 @@ class Scheduler:
         running, waiting, loading = self.state.running, self.state.waiting, self.state.loading
         if sequence in waiting.sequences:
             waiting.remove(sequence)
-        state, sequence.state = sequence.state, SequenceState.ENDED
+        state = sequence.state
+        move_to(sequence, SequenceState.ENDED)
         if state in (SequenceState.RUNNING, SequenceState.LEAVING):
             assert sequence.row is not None
             running.ended[sequence.row], running.swapping[sequence.row] = True, False
@@ -120,10 +122,8 @@ class Scheduler:
         for sequence in running.at(running.order):
             rests = state.rests(sequence)
             running.remove(sequence)
-            if rests:
-                sequence.state = SequenceState.ENDED
-            elif sequence.state is not SequenceState.ENDED:
-                waiting.put(sequence)
+            if sequence.state is not SequenceState.ENDED:
+                move_to(sequence, SequenceState.ENDED) if rests else waiting.put(sequence)
             self.forks.start_children_alone(sequence)
         for sequence in state.loading.values():
             waiting.put(sequence)
