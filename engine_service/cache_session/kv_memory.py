@@ -24,7 +24,8 @@ from kvkeeper.client.steps import StepItems, StepResult
 from ..compute.model_runner import Runner
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
-from ..scheduler.plan import Limits, Plan
+from ..scheduler.plan import Plan
+from ..scheduler.state.limits import Limits
 from ..scheduler.state.preemption_cost import Moved, Preemption
 from .lease import Lease
 

@@ -5,20 +5,11 @@ where a token is drawn; temperature and filters have no part in it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ..outputs.beam_search import Candidates
-from .sampler import SamplingRow, apply_penalties
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SearchRow:
-    """One list: its parameters and tokens, and how many candidates are wanted."""
-
-    row: SamplingRow
-    num_candidates: int
+from ..values.beam_values import Candidates, SearchRow
+from .sampler import apply_penalties
 
 
 @torch.inference_mode()

@@ -4,20 +4,10 @@ Taken from the logits as the model gave them, before penalties, temperature and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of one position; names are the protocol's. rank 1 is the likeliest; equals share the better rank."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_token_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
+from ..values.token_logprobs import TokenLogprobs
 
 
 @torch.inference_mode()

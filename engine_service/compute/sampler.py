@@ -7,7 +7,7 @@ whose logits are not finite is reported, and the others are sampled: one request
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,81 +17,9 @@ import torch
 from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
-from ..model.checkpoint.errors import SamplingParamsError
+from ..values.sampling_params import SamplingRow
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one row's next token is drawn; by default from the model's own distribution.
-
-    Attributes:
-        temperature: 0 to 100; 0: the likeliest token (greedy), and the filters below do not apply.
-        top_p: (0, 1], 1: off. top_k: >= 0, 0: off. min_p: [0, 1], 0: off. typical_p: (0, 1], 1: off.
-        repetition_penalty: > 0, 1: off; divides positive and multiplies negative logits of every token of prompt and
-            output (arXiv 1909.05858).
-        frequency_penalty, presence_penalty: -2 to 2, 0: off; subtracted per occurrence, and once, in the output.
-
-    Raises:
-        SamplingParamsError: out of range.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 100, "0, or 0.001 to 100")
-        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        self._check("top_k", 0 <= self.top_k < 2**31 and self.top_k == int(self.top_k), "an integer of at least 0")
-        self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
-        self._check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1")
-        self._check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
-        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
-        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
-
-    def _check(self, field: str, allowed: bool, text: str) -> None:  # comparisons with NaN are false, so it is refused
-        if not allowed:
-            raise SamplingParamsError(field, getattr(self, field), text)
-
-
-NEUTRAL = SamplingParams()
-GREEDY = SamplingParams(temperature=0)
-
-
-class Allowing(Protocol):
-    """Says which tokens may come next."""
-
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size]; none where nothing can."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingRow:
-    """One row to sample.
-
-    Attributes:
-        seed: of the request, 0 <= seed < 2^64.
-        sample_idx: which of the request's n samples.
-        token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
-        num_prompt_tokens: how many of them are the prompt's.
-        num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
-        constraint: what may be drawn; None: any token.
-    """
-
-    params: SamplingParams
-    seed: int
-    sample_idx: int
-    token_ids: npt.NDArray[np.integer]
-    num_prompt_tokens: int
-    num_logprobs: int | None = None
-    constraint: Allowing | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

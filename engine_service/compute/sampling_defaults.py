@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..model.checkpoint.errors import ModelConfigError, SamplingParamsError
+from ..model.checkpoint.errors import ModelConfigError
 from ..model.checkpoint.json_file import read_json_object
-from .sampler import NEUTRAL, SamplingParams
+from ..values.sampling_params import NEUTRAL, SamplingParams, SamplingParamsError
 
 _FILE: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

@@ -32,8 +32,8 @@ from ..model.loader import load_model
 from ..model.transformers_model import load_transformers_model
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
+from ..values.sampling_params import NEUTRAL, SamplingParams
 from .model_runner import Model, ModelRunner, Runner, kv_layout_of
-from .sampler import NEUTRAL, SamplingParams
 from .sampling_defaults import read_sampling_defaults
 
 _KV_DTYPES = {

@@ -12,12 +12,14 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from ..outputs.beam_search import Candidates
-from ..scheduler.plan import PromptScore, Work
-from .beam_candidates import SearchRow, find_candidates
-from .logprobs import TokenLogprobs, token_logprobs
+from ..scheduler.work import PromptScore, Work
+from ..values.beam_values import Candidates, SearchRow
+from ..values.sampling_params import SamplingRow
+from ..values.token_logprobs import TokenLogprobs
+from .beam_candidates import find_candidates
+from .logprobs import token_logprobs
 from .model_runner import Runner
-from .sampler import SampledTokens, SamplingRow, draw, taken
+from .sampler import SampledTokens, draw, taken
 
 log = structlog.get_logger()
 

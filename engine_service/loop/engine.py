@@ -18,9 +18,10 @@ import structlog
 
 from ..cache_session.kv_memory import KvMemory
 from ..outputs.generation import Generation
-from ..scheduler.plan import Limits, Plan
+from ..scheduler.plan import Plan
 from ..scheduler.planner import NO_GUESSES
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.state.limits import Limits
 from ..scheduler.state.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
@@ -192,7 +193,7 @@ class Engine:
         self.requests.end_closed()
         if self.speculator is not None and taken:
             self.speculator.note(work, taken, flight.seconds + flight.idle_seconds, was_guessing=flight.is_guessing)
-        if work.batch is not None or work.news.is_move:
+        if work.batch is not None or work.changes.is_move:
             seconds, waited = flight.seconds + flight.cache_wait_seconds, flight.cache_wait_seconds
             self.last_iteration = Iteration(flight.step_id, work, self.scheduler.num_waiting, seconds, waited)
             self.stats.time_step(work, seconds, waited)

@@ -6,7 +6,7 @@ Made of what the step had at hand, so that keeping the last one costs nothing; t
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..scheduler.plan import Task, Work
+from ..scheduler.work import Task, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +29,35 @@ class Iteration:
 
     def started(self) -> list[Task]:
         """Of both, those that were waiting before."""
-        chosen = set(self.work.news.started)
+        chosen = set(self.work.changes.started)
         return [task for task in self._tasks() if task.sequence in chosen]
 
     def preempted(self) -> list[Task]:
         """Those that gave their blocks back so that others could go on, and are computed again."""
-        return [Task(sequence, 0, 0) for sequence in self.work.news.preempted]
+        return [Task(sequence, 0, 0) for sequence in self.work.changes.preempted]
 
     def swapped_out(self) -> list[Task]:
         """Those that gave their blocks back and whose K and V the host tier keeps."""
-        return list(self.work.news.swapped_out)
+        return list(self.work.changes.swapped_out)
 
     def swapped_in(self) -> list[Task]:
         """Those that asked for theirs back."""
-        return list(self.work.news.swapped_in)
+        return list(self.work.changes.swapped_in)
 
     def __str__(self) -> str:
         prefills, decodes = self.prefills(), self.decodes()
-        num_tokens, news = int(self.work.num_new.sum()), self.work.news
+        num_tokens, changes = int(self.work.num_new.sum()), self.work.changes
         lines = [
             f"step {self.step_id}: {num_tokens} tokens, {len(prefills)} prefills, {len(decodes)} decodes, "
-            f"{len(news.started)} started, {len(news.preempted)} preempted, {len(news.swapped_out)} swapped out, "
-            f"{len(news.swapped_in)} in, {self.num_waiting} waiting; "
+            f"{len(changes.started)} started, {len(changes.preempted)} preempted, {len(changes.swapped_out)} swapped out, "
+            f"{len(changes.swapped_in)} in, {self.num_waiting} waiting; "
             f"{self.seconds * 1e3:.2f} ms, {self.cache_wait_seconds * 1e3:.2f} ms of it for the cache service"
         ]
         lines += [f"  prefill {task}" for task in prefills]
         lines += [f"  decode {task}" for task in decodes]
         lines += [f"  preempted {task.name}" for task in self.preempted()]
-        lines += [f"  swapped out {task.name} with {task.num_context} tokens" for task in news.swapped_out]
-        lines += [f"  swapped in {task.name} with {task.num_context} tokens" for task in news.swapped_in]
+        lines += [f"  swapped out {task.name} with {task.num_context} tokens" for task in changes.swapped_out]
+        lines += [f"  swapped in {task.name} with {task.num_context} tokens" for task in changes.swapped_in]
         return "\n".join(lines)
 
     def _tasks(self) -> Iterator[Task]:

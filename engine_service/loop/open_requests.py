@@ -12,10 +12,11 @@ import numpy as np
 import structlog
 
 from ..compute.step_compute import Computed, StepRows
-from ..outputs.beam_search import Candidates
 from ..outputs.generation import Generation
-from ..scheduler.plan import Limits, Work
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.state.limits import Limits
+from ..scheduler.work import Work
+from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .stats import EngineStats

@@ -18,7 +18,7 @@ from kvkeeper.client.errors import KvkeeperError
 from ..cache_session.kv_memory import KvMemory, limits_of, open_memory
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
-from ..scheduler.plan import Limits
+from ..scheduler.state.limits import Limits
 from ..values.errors import BrokenInvariant, CacheServiceDown, RequestFailed
 from .engine import Engine
 

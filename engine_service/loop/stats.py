@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..outputs.generation import Generation
-from ..scheduler.plan import Work
+from ..scheduler.work import Work
 from ..values.request import FinishReason, Int32Array, RequestState
 from .timings import TOKEN_BOUNDS, Histogram, Timings
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..compute.model_runner import Runner
 from ..compute.step_compute import Computed, StepRows, copy_forward_sample
-from ..scheduler.plan import Work
+from ..scheduler.work import Work
 
 T = TypeVar("T")
 

@@ -136,7 +136,7 @@ class EngineTracing:
         span.set_attribute("kvkeeper.num_sequences", len(work.rows))
         span.set_attribute("kvkeeper.num_tokens", int(work.num_new.sum()))
         span.set_attribute("kvkeeper.num_prompt_tokens", work.num_prompt_tokens)
-        span.set_attribute("kvkeeper.num_preempted", len(work.news.preempted))
+        span.set_attribute("kvkeeper.num_preempted", len(work.changes.preempted))
         span.set_attribute("kvkeeper.compute_seconds", flight.seconds)
         span.set_attribute("kvkeeper.cache_wait_seconds", flight.cache_wait_seconds)
         span.end(clock.ns())

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..values.beam_values import Branch, Candidates
 from ..values.request import FinishReason
 from .stopping import StopRules, TextOutput
 
@@ -26,21 +27,6 @@ class BeamOptions:
     num_beams: int
     length_penalty: float = 1.0
     early_stopping: bool = False
-
-
-class Candidates(NamedTuple):
-    """A list's likeliest next tokens and their log probabilities, the likeliest first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-class Branch(NamedTuple):
-    """The list in `slot` is from now on the one that was in `parent`, and this token behind it."""
-
-    parent: int
-    slot: int
-    token_id: int
 
 
 @dataclass(slots=True, eq=False)

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ..compute.beam_candidates import SearchRow
-from ..compute.logprobs import TokenLogprobs
-from ..compute.sampler import SamplingParams, SamplingRow
+from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
-from .beam_search import BeamSearch, Branch, Candidates, Finished
+from ..values.sampling_params import SamplingParams, SamplingRow
+from ..values.token_logprobs import TokenLogprobs
+from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .stopping import StopRules, TextOutput
 

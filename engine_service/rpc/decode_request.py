@@ -15,13 +15,12 @@ import numpy as np
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..compute.sampler import SamplingParams
 from ..compute.sampling_defaults import with_fields
-from ..model.checkpoint.errors import SamplingParamsError
 from ..outputs.beam_search import BeamOptions
 from ..values.errors import InvalidField, WrongTokenId
 from ..values.request import Int32Array
 from ..values.retention import Retention
+from ..values.sampling_params import SamplingParams, SamplingParamsError
 
 DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..compute.logprobs import TokenLogprobs
 from ..loop.iteration import Iteration
 from ..outputs.generation import Generation
-from ..scheduler.plan import Task
+from ..scheduler.work import Task
 from ..values.output_chunk import OutputChunk
+from ..values.token_logprobs import TokenLogprobs
 from .submissions import Submission
 
 

@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from ..compute.logprobs import TokenLogprobs
 from ..outputs.generation import Generation
 from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
+from ..values.token_logprobs import TokenLogprobs
 
 _EACH_BYTES = 4096  # of a submission, whatever it gave
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them

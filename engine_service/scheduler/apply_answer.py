@@ -1,4 +1,4 @@
-"""Answering: what the cache service's answer to a plan changes, and what can be computed now.
+"""AnswerApplier: what the cache service's answer to a plan changes, and what can be computed now.
 
 The answer is taken over list by list, in the order that the protocol gives it its meaning. Between plan and answer a step may
 have ended, and sequences with it. Pure.
@@ -7,36 +7,46 @@ have ended, and sequences with it. Pure.
 import numpy as np
 import numpy.typing as npt
 
-from ..values.request import Int32Array, Sequence, SequenceState
+from ..values.request import Sequence, SequenceState
 from .batch_builder import assemble_work
-from .plan import Plan, StepAnswer, StepChanges, Work
-from .preemption import Preempting
+from .forks import Forks
+from .plan import Plan, StepAnswer
+from .preemption import Preemptor
 from .state.running import IndexArray
+from .state.scheduler_state import SchedulerState
+from .state.transitions import move_to
+from .work import StepChanges, Work
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
 _FORKED = 1  # ItemResult.OK of the protocol
 
 
-class Answering(Preempting):
-    """See the module; a part of the scheduler."""
+class AnswerApplier:
+    """Turns the answer to a plan into changes of the state and the work of the step."""
+
+    def __init__(self, state: SchedulerState, forks: Forks, preemptor: Preemptor) -> None:
+        self._state = state
+        self._forks = forks
+        self._preemptor = preemptor
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Take over what the cache service decided, and say what can be computed."""
-        running = self.running
+        state, preemptor = self._state, self._preemptor
+        running, headroom = state.running, state.headroom
         running.num_committed[plan.commit_rows] = plan.commit_lens
         running.num_known[plan.commit_rows] += plan.commit_num_new
-        self.room.note_answer(answer)
+        headroom.note_answer(answer)
         # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them: these are
         # the last, one for each copy that does not just clear its destination.
         num_adopted = len(answer.update_ids) - np.count_nonzero(answer.copy_sources)
         copied = np.arange(len(answer.update_ids)) >= num_adopted
         self._update_tables(answer, ~copied)
-        swapped_out, not_swapped = self._take_swap_outs(plan, answer)  # whose rows forks and starts may have
+        swapped_out, not_swapped = preemptor.take_swap_outs(plan, answer)  # forks and starts may have their rows
         child_rows = self._take_releases_and_forks(plan, answer)
         self._update_tables(answer, copied)
         self._count_copies(answer, copied)
         reserve_rows, there = self._take_reservations(plan, answer, child_rows)
-        swapped_in, refused = self._take_swap_ins(plan, answer)
+        swapped_in, refused = preemptor.take_swap_ins(plan, answer)
         self._take_ready(answer)
         start_rows = self._take_starts(plan, answer, refused)
         granted = answer.reserve_reserved[there] >= plan.reserve_min[there]
@@ -44,11 +54,10 @@ class Answering(Preempting):
         targets = np.concatenate((plan.reserve_max[there][granted], running.num_reserved[start_rows]))
         preempted = not_swapped
         if granted.all() and not answer.num_give_back:
-            self.room.note_growth()
-        elif victim := self.room.choose_victim(self._may_give_way(), answer, is_stuck=not len(rows)):
+            headroom.note_growth()
+        elif victim := headroom.choose_victim(preemptor.by_importance(), answer, is_stuck=not len(rows)):
             rows, targets = rows[rows != victim.row], targets[rows != victim.row]
-            self._preempt(victim)
-            if not self._swaps(victim):
+            if not preemptor.preempt(victim):
                 preempted += (victim,)
         # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
         rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
@@ -57,15 +66,19 @@ class Answering(Preempting):
             num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         running.put_guesses(plan.guesses)
-        news = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
-        work = assemble_work(running, rows, num_new, plan.guesses, answer, news)
+        if not len(rows) and (plan.started or plan.swapped_in) and headroom.refused_start:
+            for resting in state.resting()[-1:]:  # a start found no room and nothing is computed: a list that rests gives way
+                preemptor.preempt(resting)
+                preempted += (resting,)
+        changes = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
+        work = assemble_work(running, rows, num_new, plan.guesses, answer, changes)
         running.num_computing[rows] = num_new
-        self.num_plans += 1
         running.num_drawing[work.sample_rows] = 1
+        state.num_plans += 1
         return work
 
     def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
-        running = self.running
+        running = self._state.running
         columns = (answer.update_ids, answer.update_table_idx, answer.update_block_ids)
         for sequence_id, table_idx, block_id in zip(*(column[chosen].tolist() for column in columns), strict=True):
             row = running.by_id.get(sequence_id)  # a sequence released in this step has none any more
@@ -73,11 +86,12 @@ class Answering(Preempting):
                 running.tables[row, table_idx] = block_id
 
     def _count_copies(self, answer: StepAnswer, copied: npt.NDArray[np.bool_]) -> None:
+        running = self._state.running
         for sequence_id in answer.update_ids[copied].tolist():
-            row = self.running.by_id.get(sequence_id)
-            if row is None:  # it was released: its block is somebody else's by now, and was cleared
+            row = running.by_id.get(sequence_id)
+            if row is None:  # it was released: its block has another owner by now, and was cleared
                 continue
-            sequence = self.running.sequences[row]
+            sequence = running.sequences[row]
             assert sequence is not None
             sequence.request.num_copied_blocks += 1
 
@@ -86,48 +100,43 @@ class Answering(Preempting):
 
         Released rows make room for forked children, but a child's table comes from its parent's row.
         """
-        tables = [self._shared_table(child) for child in plan.forked]
-        self.waiting.num_known -= len(plan.release_ids)
-        del self.waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
+        state, forks = self._state, self._forks
+        running, waiting = state.running, state.waiting
+        tables = [forks.shared_table(child) for child in plan.forked]
+        waiting.num_known -= len(plan.release_ids)
+        del waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
-            self.running.remove(sequence)
+            running.remove(sequence)
             if sequence.state is SequenceState.LEAVING:
-                self.waiting.put(sequence)
+                waiting.put(sequence)
             else:
-                self.room.note_end()
+                state.headroom.note_end()
         rows = np.full(len(plan.forked), -1, np.intp)
         answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
         for place, (child, child_id, table, result) in enumerate(answers):
             if result == _FORKED:
-                self.waiting.num_known += 1
+                waiting.num_known += 1
             if child.state is SequenceState.ENDED:  # since the plan was made
                 if result == _FORKED:
-                    self.waiting.releases.append(child_id)
+                    waiting.releases.append(child_id)
             elif result == _FORKED:
-                self._take_from_parent(child)
-                child.sequence_id, child.state = child_id, SequenceState.RUNNING
+                forks.detach(child)
+                child.sequence_id = child_id
+                move_to(child, SequenceState.RUNNING)
                 shared = len(child.token_ids) - 1
-                rows[place] = self.running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+                rows[place] = running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
             else:
-                self._start_alone(child)
+                forks.start_alone(child)
         for sequence in plan.released:
-            self._leave_children(sequence)
-        if self.running.num_retaining:
-            for child in [child for child in self._unforked if not self._may_fork(child, self.running.num_committed)]:
-                self._start_alone(child)
+            forks.start_children_alone(sequence)
+        forks.start_unforkable_alone()
         return rows
-
-    def _shared_table(self, child: Sequence) -> Int32Array:
-        """The part of the parent's block table that a child forked now shares."""
-        assert child.parent is not None
-        num_blocks = -(-(len(child.token_ids) - 1) // self.limits.block_size)
-        return self.running.tables[child.parent.row, :num_blocks].copy()
 
     def _take_reservations(
         self, plan: Plan, answer: StepAnswer, child_rows: IndexArray
     ) -> tuple[IndexArray, npt.NDArray[np.bool_]]:
         """The reservations' rows, and which of them there are: a child without a row has none."""
-        running = self.running
+        running = self._state.running
         rows, item_idx, block_ids = plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids
         if len(child_rows):
             rows = np.concatenate((rows, child_rows))
@@ -141,7 +150,8 @@ class Answering(Preempting):
 
     def _take_starts(self, plan: Plan, answer: StepAnswer, refused: list[Sequence]) -> IndexArray:
         """Rows of the sequences that started. refused: swap-ins that there was no room for."""
-        rows = []
+        state = self._state
+        waiting, rows = state.waiting, []
         ends = np.cumsum(answer.start_num_blocks).tolist()
         columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
@@ -149,20 +159,49 @@ class Answering(Preempting):
             if sequence.state is SequenceState.ENDED:
                 continue  # since the plan was made; its release is noted already
             if result == _STARTED:
-                self.waiting.remove(sequence)
-                sequence.state = SequenceState.RUNNING
-                self._note_hit(sequence, hit_len)
+                waiting.remove(sequence)
+                move_to(sequence, SequenceState.RUNNING)
+                self._note_start(sequence, hit_len)
                 table = answer.start_block_ids[end - num_blocks : end]
                 num_known = len(sequence.token_ids)
-                rows.append(self.running.add(sequence, hit_len, num_known, reserved, table))
+                rows.append(state.running.add(sequence, hit_len, num_known, reserved, table))
             elif result == _LOADING:
                 assert sequence.sequence_id is not None
-                self.waiting.remove(sequence)
-                sequence.state = SequenceState.LOADING
-                self.loading[sequence.sequence_id] = sequence
+                waiting.remove(sequence)
+                move_to(sequence, SequenceState.LOADING)
+                state.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
-                self.waiting.refused(sequence)
+                waiting.refused(sequence)
         if plan.started or plan.swapped_in:
-            self.room.note_starts(refused)
+            state.headroom.note_starts(refused)
         return np.array(rows, np.intp)
+
+    def _take_ready(self, answer: StepAnswer) -> None:
+        """What was loading has its blocks now, and computes from the next step on."""
+        state = self._state
+        ends = answer.ready_num_blocks.cumsum().tolist()
+        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
+        for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
+            sequence = state.loading.pop(sequence_id, None)
+            if sequence is None:
+                self._preemptor.recompute_returned(sequence_id, num_blocks)
+                continue
+            num_computed, num_known = hit_len, len(sequence.token_ids)
+            if sequence.state is SequenceState.RETURNING:
+                num_computed, num_known, sequence.num_computed = sequence.num_computed, sequence.num_known, 0
+            else:
+                self._note_start(sequence, hit_len)
+            move_to(sequence, SequenceState.RUNNING)
+            state.running.add(sequence, num_computed, num_known, reserved, answer.ready_block_ids[end - num_blocks : end])
+
+    def _note_start(self, sequence: Sequence, hit_len: int) -> None:
+        """It has started, for the first time or again, and found so many of its tokens cached."""
+        request, state = sequence.request, self._state
+        if request.num_hit_tokens is None:
+            request.num_hit_tokens = hit_len
+            if (shares := state.waiting.shares) is not None:  # its tenant does not pay again when it gave way and starts anew
+                shares.start(request.tenant, len(sequence.token_ids) - hit_len, state.waiting.now)
+        if sequence.num_computed:
+            state.costs.note_restart(hit_len, self._preemptor.num_shareable(sequence))
+            sequence.num_computed = 0

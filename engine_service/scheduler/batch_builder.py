@@ -9,8 +9,9 @@ import numpy as np
 
 from ..values.batch import Batch, BatchRetention
 from ..values.request import NO_TOKENS, Int32Array
-from .plan import PromptScore, StepAnswer, StepChanges, Work
+from .plan import StepAnswer
 from .state.running import IndexArray, RunningSequences, ranks
+from .work import PromptScore, StepChanges, Work
 
 
 def assemble_work(
@@ -19,7 +20,7 @@ def assemble_work(
     num_new: Int32Array,
     guesses: Mapping[int, Int32Array],
     answer: StepAnswer,
-    news: StepChanges,
+    changes: StepChanges,
 ) -> Work:
     """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
 
@@ -63,7 +64,7 @@ def assemble_work(
         scores=tuple(_score(running, rows[at], int(computed[at]), int(ends[at]), int(num_logits[at])) for at in scored),
         sequences=running.at(rows),
         num_context=computed,
-        news=news,
+        changes=changes,
     )
 
 

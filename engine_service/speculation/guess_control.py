@@ -40,12 +40,6 @@ def look_up(history: Int32Array, most: int) -> Int32Array:
     return history[:0]
 
 
-def num_kept(guesses: Int32Array, drawn: Int32Array) -> int:
-    """How many leading guesses [n] equal what was drawn [n + 1] at their positions."""
-    differ = guesses != drawn[: len(guesses)]
-    return int(np.argmax(differ)) if differ.any() else len(guesses)
-
-
 @dataclass(slots=True)
 class LookAhead:
     """How far one sequence guesses: further while guesses are kept, less when they are not, and not at all for a while."""

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from ..scheduler.plan import Work
 from ..scheduler.state.running import RunningSequences
+from ..scheduler.work import Work
 from ..values.request import Int32Array, Sequence
 from .guess_control import LookAhead, Switch, look_up
 

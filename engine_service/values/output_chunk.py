@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ..compute.logprobs import TokenLogprobs
 from .request import FinishReason
+from .token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

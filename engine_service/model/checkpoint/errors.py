@@ -51,13 +51,3 @@ class NoDeviceError(Exception):
     def __init__(self, device: str, count: int) -> None:
         super().__init__(f"torch sees {f'only {count}' if count else 'no'} CUDA device{'s' if count > 1 else ''} here")
         self.device = device
-
-
-class SamplingParamsError(ValueError):
-    """A sampling parameter is out of range."""
-
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field} must be {allowed}, is {value!r}")
-        self.field = field
-        self.value = value
-        self.allowed = allowed

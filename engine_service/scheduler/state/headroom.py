@@ -10,16 +10,29 @@ never wait for each other. Pure.
 """
 
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from ...values.request import Sequence
-from ..plan import StepAnswer
 
 CRITICAL = 1000  # priority of who is not preempted for the sake of others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told
 
 
+class BlockCounts(Protocol):
+    """What a step's answer says of the pool's blocks."""
+
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_evictable(self) -> int: ...
+    @property
+    def num_fenced(self) -> int: ...
+    @property
+    def num_give_back(self) -> int: ...
+
+
 class Headroom:
-    """See the module."""
+    """What is known of the blocks that the pool has left, and the decisions that follow from it."""
 
     def __init__(self) -> None:
         self._num_available: int | None = None  # blocks that could be had, as of the last answer
@@ -52,7 +65,7 @@ class Headroom:
 
     # -- told when a step is answered
 
-    def note_answer(self, answer: StepAnswer) -> None:
+    def note_answer(self, answer: BlockCounts) -> None:
         self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
         self._num_answers += 1
         if self._coming:
@@ -81,7 +94,7 @@ class Headroom:
         """All running sequences got what they asked for."""
         self._waited_for_fences = False
 
-    def choose_victim(self, running: SequenceOf[Sequence], answer: StepAnswer, *, is_stuck: bool) -> Sequence | None:
+    def choose_victim(self, running: SequenceOf[Sequence], answer: BlockCounts, *, is_stuck: bool) -> Sequence | None:
         """Who of the running ones, in order of importance, gives its blocks back: one was refused some, or others are owed.
 
         is_stuck: none of them computes anything with this step.

@@ -10,6 +10,7 @@ from ...values.request import Request, Sequence, SequenceState
 from .fair_share import FairShare
 from .policies import Ordering
 from .tenant_lanes import TenantLanes
+from .transitions import move_to
 
 
 class WaitingSequences:
@@ -30,15 +31,17 @@ class WaitingSequences:
         self._next_id = 1
 
     def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
-        """At its place. Who is not new had its turn, and is not overtaken by who comes later."""
-        sequence.state, sequence.sequence_id = SequenceState.NEW, None
-        sequence.had_turn = not is_new
+        """At its place. A sequence that is not new had its turn, and is not overtaken by later ones."""
+        if not is_new:
+            move_to(sequence, SequenceState.NEW)
+        sequence.sequence_id, sequence.had_turn = None, not is_new
         self._join(sequence, len(sequence.token_ids))
         self._new.add(sequence)
 
     def put_swapped(self, sequence: Sequence) -> None:
         """At its place too, and it stays known to the cache service, by its id."""
-        sequence.state, sequence.had_turn = SequenceState.SWAPPED, True
+        move_to(sequence, SequenceState.SWAPPED)
+        sequence.had_turn = True
         self._join(sequence, 0)
         self._waiting.add(sequence)
 
@@ -90,7 +93,8 @@ class WaitingSequences:
         sequence = next((other for other in new if among is None or other.request in among), None)
         if sequence is not None:
             self._new.remove(sequence)
-            sequence.state, sequence.sequence_id = SequenceState.CREATING, self.draw_id()
+            move_to(sequence, SequenceState.CREATING)
+            sequence.sequence_id = self.draw_id()
             self.num_known += 1
         return sequence
 
@@ -104,7 +108,7 @@ class WaitingSequences:
         """The cache service knows it; it may have ended meanwhile."""
         self._found_no_slot = False
         if sequence.state is SequenceState.CREATING:
-            sequence.state = SequenceState.WAITING
+            move_to(sequence, SequenceState.WAITING)
             self._waiting.add(sequence)
         else:
             assert sequence.sequence_id is not None
@@ -116,7 +120,7 @@ class WaitingSequences:
         self._found_no_slot = try_again
         sequence.sequence_id = None
         if try_again and sequence.state is SequenceState.CREATING:
-            sequence.state = SequenceState.NEW
+            move_to(sequence, SequenceState.NEW)
             self._new.add(sequence)
 
     def forget_all(self) -> None:
@@ -125,7 +129,9 @@ class WaitingSequences:
         self._waiting.clear()
         self.num_tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
         for sequence in self.sequences:
-            sequence.state, sequence.sequence_id, sequence.num_computed = SequenceState.NEW, None, 0
+            if sequence.state is not SequenceState.NEW:
+                move_to(sequence, SequenceState.NEW)
+            sequence.sequence_id, sequence.num_computed = None, 0
             self._new.add(sequence)
         self.releases.clear()
         self.num_known = 0

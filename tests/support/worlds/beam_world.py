@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, Candidates, TokenList
-from kvkeeper.engine_service.scheduler.plan import Work
+from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, TokenList
+from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.values.beam_values import Candidates
 from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState
 from tests.support.worlds.scheduler_world import World
 

@@ -13,11 +13,11 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import SessionId
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
-from kvkeeper.engine_service.compute.sampler import SamplingParams
 from kvkeeper.engine_service.loop.engine import Engine
 from kvkeeper.engine_service.outputs.generation import Generation, StopRules
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.engine_service.values.request import Request
+from kvkeeper.engine_service.values.sampling_params import SamplingParams
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.engine_crowd import STALL_SECONDS
 from tests.support.worlds.scheduler_world import World, expected_output, make_request

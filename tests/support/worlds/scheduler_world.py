@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.scheduler.plan import Limits, Work
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.reference.scheduler_cache import NaiveCache, OutOfSequencesError

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.compute.sampler import GREEDY, SamplingParams, SamplingRow, sample
-from kvkeeper.engine_service.model.checkpoint.errors import SamplingParamsError
+from kvkeeper.engine_service.compute.sampler import sample
+from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError, SamplingRow
 from kvkeeper.kernels.philox import philox4x32, uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from kvkeeper.engine_service.compute.logprobs import TokenLogprobs
 from kvkeeper.engine_service.rpc import stream_buffer as outbox
 from kvkeeper.engine_service.rpc.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
+from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 LIMIT = 10
 USAGE = Usage(1, 0, LIMIT, 0, 0)

@@ -138,10 +138,10 @@ def test_a_list_that_gave_way_while_it_waited_is_not_computed_again() -> None:
     world.cache.num_refused_forks_to_come = 1
     while all(sequence.state is not SequenceState.NEW for sequence in request.sequences):
         world.step()
-    resting = world.scheduler._resting()
+    resting = world.scheduler.state.resting()
     assert resting
     num_taken = world.num_candidates_taken
-    world.scheduler._preempt(resting[-1])
+    world.scheduler.preemptor.preempt(resting[-1])
     assert resting[-1].state is SequenceState.ENDED
     while world.num_candidates_taken == num_taken:
         world.step()
@@ -170,9 +170,9 @@ def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
         world.step()
     world.step()
     world.cache.num_refused_forks_to_come = 1
-    while not world.scheduler._resting() or all(q.state is not SequenceState.NEW for q in request.sequences):
+    while not world.scheduler.state.resting() or all(q.state is not SequenceState.NEW for q in request.sequences):
         world.step()
-    resting, lists = world.scheduler._resting(), request.sequences
+    resting, lists = world.scheduler.state.resting(), request.sequences
     num_taken = world.num_candidates_taken
     assert world.scheduler.reset(world.limits) == []
     world.cache.__init__(40, 2, 64)  # type: ignore[misc]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.scheduler.plan import Limits
+from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.worlds.core_cache import CoreCache

@@ -15,7 +15,7 @@ def test_continuations_that_come_back_together_take_one_row_each() -> None:
             world.step()
             loading = list(world.scheduler.loading.values())
             num_most_loading = max(num_most_loading, len(loading))
-            assert all(count >= 0 for count in world.scheduler._promised_rows().values())
+            assert all(count >= 0 for count in world.scheduler.planner.promised_rows().values())
         world.run()
         world.check_outputs()
     assert num_most_loading > 1

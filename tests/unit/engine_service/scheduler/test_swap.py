@@ -79,10 +79,10 @@ def test_a_swap_is_told_in_the_steps_that_it_happens_in() -> None:
     _, young = two(world)
     out, back = [], []
     while world.busy:
-        news = world.step().news
-        assert not news.preempted
-        out += [(task.sequence, task.num_context) for task in news.swapped_out]
-        back += [(task.sequence, task.num_context) for task in news.swapped_in]
+        changes = world.step().changes
+        assert not changes.preempted
+        out += [(task.sequence, task.num_context) for task in changes.swapped_out]
+        back += [(task.sequence, task.num_context) for task in changes.swapped_in]
     assert out == back
     assert [sequence for sequence, _ in out] == [young.sequences[0]]
     assert out[0][1] > 0
@@ -93,11 +93,11 @@ def test_a_swap_is_told_in_the_steps_that_it_happens_in() -> None:
 def test_without_room_in_the_host_tier_it_is_computed_again(num_host_blocks: int, overlap: bool) -> None:
     world = tiered(num_host_blocks=num_host_blocks, overlap=overlap)
     if num_host_blocks == 3:  # the tier is large enough, and full
-        world.scheduler.limits = dataclasses.replace(world.limits, num_host_blocks=40)
+        world.scheduler.state.limits = dataclasses.replace(world.limits, num_host_blocks=40)
     _, young = two(world)
     preempted = []
     while world.busy:
-        preempted += world.step().news.preempted
+        preempted += world.step().changes.preempted
     world.check_outputs()
     assert preempted == [young.sequences[0]]
     assert (young.num_preemptions, world.scheduler.num_preemptions, world.scheduler.num_swapped_out) == (1, 1, 0)

@@ -7,8 +7,8 @@ import random
 from collections import Counter
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
@@ -55,8 +55,8 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
 
         def note(step: object = step, world: World = world) -> Work:
             work: Work = step()  # type: ignore[operator]
-            happened["in"] += len(work.news.swapped_in)
-            happened["recomputed"] += len(work.news.preempted)
+            happened["in"] += len(work.changes.swapped_in)
+            happened["recomputed"] += len(work.changes.preempted)
             return work
 
         world.step = note  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeeper.engine_service.scheduler.drawn_tokens import num_kept
 from kvkeeper.engine_service.speculation.guess_control import (
     FIRST_AHEAD,
     LEAST_AHEAD,
@@ -12,7 +13,6 @@ from kvkeeper.engine_service.speculation.guess_control import (
     LookAhead,
     Switch,
     look_up,
-    num_kept,
 )
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.compute.sampler import GREEDY, SamplingParams, SamplingRow, sample
+from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda

@@ -73,15 +73,15 @@ def test_in_the_third_answer_after_it_the_blocks_of_a_swap_out_have_come(overlap
     world.submit(make_request([2, 1, 0], 12, look_up=False))
     while not world.scheduler.num_swapped_out and world.scheduler.num_preemptions == 0:
         world.step()
-    room = world.scheduler.room
-    assert len(room._coming) == 1
+    headroom = world.scheduler.headroom
+    assert len(headroom._coming) == 1
     num_answers = 0
-    while room._coming:
+    while headroom._coming:
         world.step()
         num_answers += 1
     assert num_answers == 3
     own = int(world.scheduler.running.num_blocks[first.sequences[0].row])
-    assert room._num_available is not None
-    assert room._num_available >= world.num_usable_blocks - own, "all that the other does not hold"
+    assert headroom._num_available is not None
+    assert headroom._num_available >= world.num_usable_blocks - own, "all that the other does not hold"
     world.run()
     world.check_outputs()

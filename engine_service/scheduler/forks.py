@@ -1,0 +1,69 @@
+"""Forks: sequences that have a first token of their own, and share all before it with a parent that runs.
+
+They wait unforked until a step has rows and slots for them. Where the parent gives its blocks back first, or no longer keeps
+all that they would read, they start by themselves, from their own tokens. Pure.
+"""
+
+from ..values.request import Int32Array, Sequence
+from .state.scheduler_state import SchedulerState
+
+
+class Forks:
+    """Decides which unforked sequences are forked with a step, and lets the others start alone where they have to."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def plan(self, num_free_rows: int) -> list[Sequence]:
+        """Unforked sequences, as far as there are rows and slots for them; lists of a search have their rows."""
+        state = self._state
+        if not state.unforked:
+            return []
+        num_slots = state.limits.max_known_sequences - state.waiting.num_known
+        forks: list[Sequence] = []
+        for child in state.unforked:
+            if len(forks) >= num_slots:
+                break
+            if not self._may_fork(child, state.running.num_computed):
+                continue
+            if child.request.num_beams is None:
+                if num_free_rows <= 0:
+                    continue
+                num_free_rows -= 1
+            forks.append(child)
+        return forks
+
+    def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
+        """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
+        retention = child.request.retention
+        if retention is None or child.parent is None:
+            return True
+        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self._state.limits.block_size)
+
+    def shared_table(self, child: Sequence) -> Int32Array:
+        """The part of the parent's block table that a child forked now shares."""
+        assert child.parent is not None
+        num_blocks = -(-(len(child.token_ids) - 1) // self._state.limits.block_size)
+        return self._state.running.tables[child.parent.row, :num_blocks].copy()
+
+    def start_children_alone(self, parent: Sequence) -> None:
+        """A parent gives its blocks back: its children that are not forked yet start by themselves."""
+        for child in [child for child in self._state.unforked if child.parent is parent]:
+            self.start_alone(child)
+
+    def start_unforkable_alone(self) -> None:
+        """Children whose parents have committed beyond the window that a fork would read start by themselves."""
+        state = self._state
+        if state.running.num_retaining:
+            for child in [child for child in state.unforked if not self._may_fork(child, state.running.num_committed)]:
+                self.start_alone(child)
+
+    def start_alone(self, child: Sequence) -> None:
+        """From its own tokens, not as a fork."""
+        self.detach(child)
+        self._state.waiting.put(child)
+
+    def detach(self, child: Sequence) -> None:
+        """It needs its parent no more: it is forked, or starts alone."""
+        del self._state.unforked[child]
+        child.parent = None

@@ -1,0 +1,50 @@
+"""SchedulerState: what the parts of the scheduler share, and the small questions that several of them ask of it.
+
+Owns running rows, waiting, loading and unforked sequences, the pool's limits, what is known of its blocks, what preemption
+costs, and the counters. Each part changes what its own verbs are about. Pure.
+"""
+
+from ...values.request import Int32Array, Sequence
+from .headroom import Headroom
+from .limits import Limits
+from .preemption_cost import Costs
+from .running import RunningSequences
+from .waiting import WaitingSequences
+
+
+class SchedulerState:
+    """All that one engine's scheduler knows. A new session replaces limits, rows and headroom, so parts keep none of them."""
+
+    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
+        """waiting: by default in order of arrival, all tenants as one."""
+        self.waiting = waiting or WaitingSequences()
+        self.loading: dict[int, Sequence] = {}  # by sequence id; each is to get a row
+        self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed
+        self.costs = Costs()
+        self.num_arrivals = self.num_preemptions = self.num_swapped_out = 0
+        self.num_plans = 0  # that were answered
+        self.loads_have_failed = False  # since the last plan was made
+        self.start_session(limits)
+
+    def start_session(self, limits: Limits) -> None:
+        """Nothing runs, and nothing is known of the pool but its limits."""
+        self.limits = limits
+        num_rows = min(limits.max_running, limits.token_budget)  # a running sequence computes a token a step
+        self.running = RunningSequences(num_rows, max(limits.max_len, limits.max_retained_len), limits.block_size)
+        self.headroom = Headroom()
+
+    def tokens_of(self, sequence: Sequence) -> Int32Array:
+        """Prompt and output so far; a view, good until it gets another token."""
+        if sequence.row is None:
+            return sequence.token_ids
+        return self.running.tokens[sequence.row, : self.running.num_tokens[sequence.row]]
+
+    def rests(self, sequence: Sequence) -> bool:
+        """Whether it is a list of a search, computed to its last token, that waits for the search's other lists."""
+        row, running = sequence.row, self.running
+        return row is not None and bool(running.searches[row] and running.num_computed[row] == running.num_tokens[row])
+
+    def resting(self) -> list[Sequence]:
+        """Lists that wait for others of their search, the most important first."""
+        running = self.running
+        return [sequence for sequence in running.at(running.searching) if self.rests(sequence)] if running.num_searching else []

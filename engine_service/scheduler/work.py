@@ -1,0 +1,102 @@
+"""Work: what a step computes once the cache service has granted it, and which sequences came and went with it.
+
+Frozen values of numpy columns. Pure.
+"""
+
+from dataclasses import dataclass
+
+from ..values.batch import Batch
+from ..values.request import Int32Array, Sequence
+from .state.running import IndexArray, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """Prompt tokens whose log probabilities are wanted: token_ids [n] at positions first_position .. of a sequence.
+
+    The logits that predict them are the batch's first_logit .. first_logit + n - 1.
+    """
+
+    sequence: Sequence
+    first_position: int
+    token_ids: list[int]
+    first_logit: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One sequence's part: num_query tokens behind num_context ones whose K and V were there."""
+
+    sequence: Sequence
+    num_context: int
+    num_query: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.sequence.request.request_id}[{self.sequence.index}]"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_query} tokens behind {self.num_context}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepChanges:
+    """The sequences that came and went with a step.
+
+    Attributes:
+        started: they begin with it.
+        preempted: they gave their blocks back, and are computed again.
+        swapped_out: their K and V, of num_context tokens, went to the host tier.
+        swapped_in: they asked for these K and V back.
+    """
+
+    started: tuple[Sequence, ...]
+    preempted: tuple[Sequence, ...]
+    swapped_out: tuple[Task, ...]
+    swapped_in: tuple[Task, ...]
+
+    @property
+    def is_move(self) -> bool:
+        return bool(self.preempted or self.swapped_out or self.swapped_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes: copies, then the batch, then one token for each of `sampled`, candidates for each of `searched`.
+
+    Attributes:
+        rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
+        num_prompt_tokens: how many of them are their requests' prompts.
+        batch: None when nothing is computed.
+        sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
+            whose first tokens come from their prompt's one row of logits.
+        guesses: for each of them the guessed tokens that were computed behind its last one; mostly none.
+        logit_idx: for each of them the rows of the batch's logits that its next tokens are drawn from, one more than it has
+            guesses, concatenated.
+        searched, search_idx: lists of beam searches that were computed to their last tokens, and for each the row of the
+            batch's logits that the candidates for its next one come from.
+        scores: prompt tokens to tell the log probabilities of.
+        unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
+            are not finite if any K or V before them was not: such K and V must not be shared.
+        sequences, num_context: of each row, to tell what the step did; context is what was computed before.
+        changes: the sequences that came and went with it.
+    """
+
+    rows: IndexArray
+    num_new: Int32Array
+    num_prompt_tokens: int
+    copies: list[tuple[int, int]]
+    batch: Batch | None
+    sample_rows: IndexArray
+    sampled: list[Sequence]
+    guesses: list[Int32Array]
+    logit_idx: Int64Array
+    searched: list[Sequence]
+    search_idx: Int64Array
+    scores: tuple[PromptScore, ...]
+    unfinished: list[Sequence]
+    check_idx: Int64Array
+    sequences: list[Sequence]
+    num_context: Int32Array
+    changes: StepChanges
