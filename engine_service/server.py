@@ -24,7 +24,7 @@ from kvkeeper.service.process import StartError
 
 from .compute.served_model import ServedModel, load_served_model
 from .config import EngineConfig
-from .loop.engine import Engine
+from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
@@ -132,7 +132,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.max_waiting

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 # A session that lasts ends before its lease where its stream breaks and nothing is heard of its engine for this long.
 GRACE_S = 0.5
+_RENEW_SHARE = 1 / 3  # of the lease, after which it is renewed
 
 
 def boot_time() -> float:
@@ -30,6 +31,7 @@ class Lease:
 
     def __init__(self, ttl_s: float, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
+        self.renew_s = ttl_s * _RENEW_SHARE
         self._certain_s = min(ttl_s, GRACE_S)
         self._certain_until = float("-inf")
 

@@ -46,7 +46,7 @@ class OpenRequests:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
-            raise NeverFits(bounded(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
+            raise NeverFits(with_bound(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
         if request.num_rows > (limit := self._scheduler.limits.num_rows):
             text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
@@ -184,7 +184,7 @@ class OpenRequests:
         self._wake_up()
 
 
-def bounded(text: str, limits: Limits, request: Request) -> str:
+def with_bound(text: str, limits: Limits, request: Request) -> str:
     """A refusal of too many tokens, with what bounds them."""
     bound = limits.bound_of(request.retention)
     return f"{text}: {bound}" if bound else text

@@ -18,7 +18,7 @@ from kvkeeper.service.door import peer
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
-from ..loop.metrics import engine_metrics
+from ..loop.engine_counts import engine_counts
 from ..loop.time_limits import limit_time
 from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
 from ..outputs.best_of import BestOf
@@ -41,6 +41,7 @@ from .decode_request import (
 )
 from .encode_response import iteration_plan, request_info, response_of, results_of
 from .held import Held
+from .metrics import engine_metrics
 from .stream_buffer import StreamBuffer
 from .submissions import Submissions
 
@@ -158,7 +159,7 @@ class EngineService:
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
         engine, stats = self._engine, self._engine.stats
-        counts = {**engine.counts(), "num_kept_results": self._submissions.num_kept}
+        counts = {**engine_counts(engine), "num_kept_results": self._submissions.num_kept}
         return pb.GetStatsResponse(
             uptime_seconds=time.monotonic() - stats.started_at,
             time_to_first_token_p50_ms=stats.first_token.percentile_ms(50),

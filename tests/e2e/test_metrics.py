@@ -72,7 +72,7 @@ async def test_utilization_is_of_the_blocks_held(world: Services) -> None:
     await client.submit([GATE_TOKEN] + [1] * 31)
 
     async def holds_blocks() -> bool:
-        return engine.engine.kv_utilization > 0
+        return engine.engine.memory is not None and engine.engine.memory.kv_utilization > 0
 
     await until(holds_blocks)
     held = (await world.pool()).num_referenced_blocks  # those of the next step, which is asked for meanwhile, among them

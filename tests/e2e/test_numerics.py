@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, limits_of, open_memory
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
+from kvkeeper.engine_service.cache_session.pool_limits import limits_of
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler

@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.engine_service.rpc.methods import UNIMPLEMENTED_METHODS
 from tests.support.models.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
 from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
 

@@ -7,6 +7,7 @@ import pytest
 from kvkeeper.client import KvkeeperError
 from kvkeeper.client.steps import StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.cache_session.transfer_runner import TransferRunner
 from kvkeeper.engine_service.rpc.encode_response import iteration_plan
 from kvkeeper.engine_service.values.errors import TimedOut
 from kvkeeper.engine_service.values.request import SequenceState
@@ -75,10 +76,10 @@ async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -
 
 
 async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    def idle(memory: KvMemory, answer: StepResult) -> None:
-        memory._done_now += answer.transfer_ids.tolist()
+    def idle(transfers: TransferRunner, answer: StepResult) -> None:
+        transfers._done_now += answer.transfer_ids.tolist()
 
-    monkeypatch.setattr(KvMemory, "run_orders", idle)
+    monkeypatch.setattr(TransferRunner, "run", idle)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     with pytest.raises(AssertionError):
         await crowd(world, preemption="swap")
@@ -86,15 +87,15 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
 
 @pytest.mark.parametrize("kind", [1, 2])
 async def test_transfers_that_fail_end_in_computing_again(world: Services, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    run_orders = KvMemory.run_orders
+    run = TransferRunner.run
 
-    def failing(memory: KvMemory, answer: StepResult) -> None:
+    def failing(transfers: TransferRunner, answer: StepResult) -> None:
         """Every second order of a kind is aimed past the end of a tier."""
         sources = answer.transfer_sources.copy()
         sources[(answer.transfer_kinds == kind) & (answer.transfer_ids % 2 == 0)] = 10**6
-        run_orders(memory, answer._replace(transfer_sources=sources))
+        run(transfers, answer._replace(transfer_sources=sources))
 
-    monkeypatch.setattr(KvMemory, "run_orders", failing)
+    monkeypatch.setattr(TransferRunner, "run", failing)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     outputs = await crowd(world, preemption="swap")
     assert sum(output.usage.num_preemptions for output in outputs) > 0

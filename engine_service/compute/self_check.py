@@ -10,16 +10,19 @@ that the config names; where the bounds below stop it short of one, the model is
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import structlog
 import torch
 
-from ..compute.model_runner import Model, ModelRunner, kv_layout_of
+from ..model.checkpoint.errors import UnsupportedModelError
+from ..model.dtype_name import DtypeChoice
+from ..model.transformers_model import TransformersModel, load_transformers_model
 from ..values.batch import Batch, IntArray
 from ..values.request import Int32Array
-from .checkpoint.errors import UnsupportedModelError
+from .model_runner import Model, ModelRunner, kv_layout_of
 
 log = structlog.get_logger()
 
@@ -43,6 +46,13 @@ class _Prompt:
 
     tokens: IntArray
     places: IntArray
+
+
+def load_checked_model(
+    folder: Path, model_type: object, dtype: DtypeChoice, *, device: torch.device, progress: bool
+) -> TransformersModel:
+    """Load a model through transformers, and check it. Arguments and errors are those of load_transformers_model."""
+    return load_transformers_model(folder, model_type, dtype, device=device, progress=progress, check=check_against_library)
 
 
 def check_against_library(model: Model, network: Any, model_type: object, *, soft_cap: bool) -> int:

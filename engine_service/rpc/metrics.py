@@ -14,10 +14,11 @@ from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 from kvkeeper.service.metrics import build_info
 
 from ..compute.served_model import ServedModel
+from ..loop.engine import Engine
+from ..loop.engine_counts import engine_counts
+from ..loop.timings import Histogram
 from ..scheduler.state.policies import POLICIES
 from ..values.request import FinishReason
-from .engine import Engine
-from .timings import Histogram
 
 _GAUGES = (
     "num_waiting_requests",
@@ -51,7 +52,7 @@ _PREFIX = "kvkeeper_engine_"
 def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that runs the engine."""
     label = {"model": model.model_id}
-    counts = {**engine.counts(), "num_kept_results": num_kept_results}
+    counts = {**engine_counts(engine), "num_kept_results": num_kept_results}
     for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
         for name in names:
             text = COMMENTS[f"GetStatsResponse.{name}"]
