@@ -93,7 +93,7 @@ class RunningServer:
         try:
             async with asyncio.timeout(self.config.drain_timeout):
                 await asyncio.wait((self._serving,))
-                await self.service.wait_heard()
+                await self.service.wait_delivered()
         except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.requests.generations))
 

@@ -56,7 +56,7 @@ class SequenceCreator:
                 self._wake.creator.clear()
                 had_slot = True
                 while had_slot and (sequence := self._scheduler.next_to_create()) is not None:
-                    with self._tracing.within(sequence.request):
+                    with self._tracing.within_request(sequence.request):
                         had_slot = await self._create(sequence)
                 await wait_for(self._wake.creator, None if had_slot else _RETRY_S)
         finally:

@@ -1,7 +1,8 @@
 """StepWorker: computes one step's work at a time in a thread of its own, and knows how long it took and what it waited for.
 
-The loop puts the next step together while this one is computed. How late it may begin with that, so that the answer is there
-in time and arrivals meanwhile are not left out, is guessed from how long the last steps of its kind and the last answers took.
+The loop puts the next step together while this one is computed. It begins as late as it can, so that requests that arrive
+meanwhile are part of it, and early enough for the answer to be there in time: the durations of the last steps of the same kind
+and of the last answers tell when.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from ..scheduler.plan import Work
 T = TypeVar("T")
 
 _SMOOTHING = 0.2
-_NUM_REPLIES = 3  # times the usual answer's time, to be on the safe side
+_NUM_REPLIES = 3  # times the usual duration of an answer, to be on the safe side
 _MARGIN_S = 0.0005
 
 
@@ -86,7 +87,7 @@ class StepWorker:
         return done
 
     def rest(self) -> None:
-        """There is nothing to compute now."""
+        """There is nothing to compute: idle time does not count from now on."""
         self._idle_since = None
 
     def last_completed(self, step_id: int) -> int:

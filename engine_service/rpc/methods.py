@@ -1,4 +1,4 @@
-"""What comes in through the door of the engine service: the methods of EngineService, and which carry prompts."""
+"""The contract of the engine service: its methods, which of them carry prompts, and the errors it refuses with."""
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.door import Contract

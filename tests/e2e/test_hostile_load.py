@@ -201,7 +201,7 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         return not (await client.stats()).num_running_requests + (await client.stats()).num_waiting_requests
 
     await until(is_idle)
-    assert engine.service._held.num_bytes == 0
+    assert engine.service._request_memory.num_bytes == 0
     for place in (96, 97):
         await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(place)))
     bad = pb.GenerateRequest(text="a model without text")
@@ -209,4 +209,4 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         async for _ in stub.Generate(bad):
             pass
     await until(is_idle)
-    assert engine.service._held.num_bytes == 0, "what was refused is not held either"
+    assert engine.service._request_memory.num_bytes == 0, "what was refused is not held either"
