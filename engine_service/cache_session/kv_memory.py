@@ -101,7 +101,7 @@ class KvMemory:
         self.lease.renewed(sent_at)
 
     async def require_lease(self) -> None:
-        """What was read from the blocks until now was this session's to read. Raises KvkeeperError where it was not."""
+        """Make sure that the blocks read until now were still this session's. Raises KvkeeperError where they may not be."""
         if not self.lease.is_certain:
             await self.renew()
 

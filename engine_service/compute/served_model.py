@@ -1,4 +1,4 @@
-"""ServedModel: all that the service needs to know of a model, whatever kind it is.
+"""ServedModel: everything that the service needs to know of a model of any kind.
 
 Loads a Hugging Face folder, or takes the hash toy, and says what identifies its KV: name, revision (SHA-256 over config
 and weights), shape, rope parameters, window. The tokenizer is not part of that: it does not change what KV means.
@@ -81,7 +81,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
 
 
 def _needs_library(raw: dict[str, Any]) -> bool:
-    """Whether transformers computes the model: its family is not native, or its config asks for what the decoder has not."""
+    """Whether transformers computes the model: its family is not native, or its config needs what the decoder lacks."""
     if raw.get("model_type") is None:
         return False
     if not is_native(raw["model_type"]):
@@ -91,7 +91,7 @@ def _needs_library(raw: dict[str, Any]) -> bool:
     except UnsupportedModelError as error:
         return error.feature != "quantization_config" and find_spec("transformers") is not None
     except ModelError:
-        return False  # which loading says better
+        return False  # loading the model gives a better error
     return False
 
 
@@ -127,7 +127,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
 
 
 def _refuses_retention(model: Model) -> str:
-    """It takes a query that is rotated a second time, and a model that lets a query see all that there is."""
+    """Why not, or empty. Retention rotates queries a second time, and needs a model whose queries see every token."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
     return "a model with windows of its own" if any(model.config.windows) else ""

@@ -4,8 +4,8 @@ A step is schedule, reserve, copy, forward, sample, emit. The task that runs the
 sequences, and the one that renews the lease; the middle three run in one worker thread, so that streams, arrivals and
 renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step is planned.
 
-Steps overlap: while the worker computes one, the blocks of the next are asked for, counting on the tokens that will come, so
-that the device does not wait for the cache service. Only its tokens have to be there before the next one can be put together.
+Steps overlap: while the worker computes one step, the loop asks for the blocks of the next, counting on the tokens that will
+come, so that the device does not wait for the cache service. The batch of the next step is built once those tokens are there.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from .wake import Wake, wait_for
 log = structlog.get_logger()
 T = TypeVar("T")
 
-_PACE_S = 0.005  # before the next step, when one was refused all that it asked for
+_PACE_S = 0.005  # before the next step, when nothing was granted in this one
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
     # -- for other tasks
 
     def check_open(self) -> None:
-        """Whether requests are taken now. Raises Draining, CacheServiceDown."""
+        """Require that requests are taken now. Raises Draining, CacheServiceDown."""
         if self._stopping:
             raise Draining("the service is stopping")
         if self.memory is None:
@@ -83,7 +83,7 @@ class Engine:
         self._wake.all()
 
     def close(self) -> None:
-        """After the last session."""
+        """End the worker thread, after the last session."""
         self._step_worker.close()
 
     @property
@@ -91,7 +91,7 @@ class Engine:
         return self._stopping
 
     async def wait_for_stop(self, seconds: float) -> None:
-        """So long, or until the engine is stopped."""
+        """Wait for so many seconds, or until the engine is stopped."""
         deadline = asyncio.get_running_loop().time() + seconds
         while not self._stopping and (left := deadline - asyncio.get_running_loop().time()) > 0:
             self._wake.loop.clear()
@@ -143,7 +143,7 @@ class Engine:
         return None
 
     def _note_changes(self) -> None:
-        """What other tasks did since the last step."""
+        """Take over what other tasks did since the last step."""
         self._wake.loop.clear()
         if self._creator is not None:
             self._creator.proceed()
@@ -164,7 +164,7 @@ class Engine:
         return await self._step_worker.time_reply(memory.step(plan, self._step_worker.last_completed(step_id), traceparent))
 
     def _compute(self, memory: KvMemory, plan: Plan, answer: StepResult, *, is_guessing: bool) -> bool:
-        """Copy, forward, sample, in the worker thread from now on. False where nothing was granted of what was asked for."""
+        """Copy, forward, sample, in the worker thread from now on. False where nothing was granted."""
         work = self.scheduler.apply(plan, answer)
         self._tracing.note_computing(work.sequences)
         rows, run_transfers = self.requests.rows(work), partial(memory.transfers.run, answer)
@@ -173,7 +173,7 @@ class Engine:
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
     async def _finish(self, memory: KvMemory) -> None:
-        """Emit what the worker computes, once it has."""
+        """Wait for the step that is computed, and emit its tokens."""
         if (step := self._step_worker.in_flight) is None:
             return
         computed = await self._while_renewing(memory, step.computing)
@@ -194,9 +194,9 @@ class Engine:
             self.stats.time_step(work, seconds, waited)
 
     def _is_guessing(self) -> bool:
-        """Whether the next step may get guesses, or the one that is computed has some: how many tokens it gives is open then.
+        """Whether the next step may get guesses, or the computing step has some, so that its number of tokens is not known yet.
 
-        Only then does the next step wait for it; plain steps overlap as they do without a speculator.
+        Only then does the next step wait for the computing one; plain steps overlap as they do without a speculator.
         """
         if self.speculator is None:
             return False
@@ -205,7 +205,7 @@ class Engine:
         return has_guesses or self.speculator.wants_to_guess(self.scheduler.running)
 
     async def _guess(self, memory: KvMemory) -> Mapping[int, Int32Array]:
-        """Guesses for the sequences that decode. The loop alone appends tokens, so theirs stay as they are meanwhile."""
+        """Guesses for the sequences that decode. Only the loop appends tokens, so the sequences do not change meanwhile."""
         assert self.speculator is not None
         asking = self.speculator.ask(self.scheduler.running)
         if asking is None:
@@ -226,7 +226,7 @@ class Engine:
             await memory.renew()
 
     async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:
-        """The work's result; the lease is renewed for as long as it takes."""
+        """The work's result. The lease is renewed while the work goes on."""
         while True:
             done, _ = await asyncio.wait({work}, timeout=memory.lease.renew_s)
             if done:

@@ -1,7 +1,7 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
 One task per session, in order of the queue, as far as the cache service has slots. A refusal for want of a slot is
-tried again; any other refusal ends that request alone; a lost session ends the task, and the loop is told.
+tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
 """
 
 import asyncio

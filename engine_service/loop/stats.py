@@ -57,7 +57,7 @@ class EngineStats:
         times[index] = now
 
     def record_token_times(self) -> None:
-        """At the end of a step: record the times of all its tokens at once, as Timings wants it."""
+        """At the end of a step: record the times of all its tokens at once."""
         self.first_token.add(self._first)
         self.between_tokens.add(self._between)
         self._first.clear()
