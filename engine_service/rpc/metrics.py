@@ -1,7 +1,7 @@
 """The engine's metrics as Prometheus families: own names, and OpenTelemetry's where it has one for the same thing.
 
-Names of the latter: the generative AI server metrics of OpenTelemetry's semantic conventions, written Prometheus' way. What
-explains a family of GetStatsResponse is the comment of its field.
+OpenTelemetry's names are the generative AI server metrics of its semantic conventions, written as Prometheus writes them. The
+help text of a family of GetStatsResponse is the comment of its field.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,14 +57,16 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         for name in names:
             text = COMMENTS[f"GetStatsResponse.{name}"]
             yield _one(family(_PREFIX + name.removeprefix("num_"), text, labels=["model"]), label, counts[name])
-    policies = GaugeMetricFamily(_PREFIX + "scheduling_policy", "1 for the policy in force.", labels=["model", "policy"])
+    policies = GaugeMetricFamily(
+        _PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
+    )
     for policy in POLICIES:
         policies.add_metric([model.model_id, policy], policy == engine.scheduler.waiting.ordering.policy.name)
     yield policies
     stats = engine.stats
     ended = CounterMetricFamily(
         _PREFIX + "ended_requests",
-        "Requests that ended, by why the last of their continuations did.",
+        "Requests that ended, by the finish reason of their last continuation.",
         labels=[*label, "finish_reason"],
     )
     for reason in FinishReason:
@@ -76,17 +78,29 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     ):
         yield _histogram(_PREFIX + name, text, lens, label)
     for timings, own, standard, text in (
-        (stats.first_token, "time_to_first_token", "gen_ai_server_time_to_first_token", "From arrival to the first token."),
-        (stats.between_tokens, "time_between_tokens", "gen_ai_server_time_per_output_token", "Between two tokens."),
-        (stats.requests, "request_duration", "gen_ai_server_request_duration", "From arrival to the end."),
-        (stats.steps, "step_duration", None, "One turn of the loop."),
-        (stats.cache_waits, "cache_wait", None, "Waiting for the cache service, per turn."),
+        (
+            stats.first_token,
+            "time_to_first_token",
+            "gen_ai_server_time_to_first_token",
+            "Time from a request's arrival to its first token.",
+        ),
+        (
+            stats.between_tokens,
+            "time_between_tokens",
+            "gen_ai_server_time_per_output_token",
+            "Time between two tokens of a continuation.",
+        ),
+        (stats.requests, "request_duration", "gen_ai_server_request_duration", "Time from a request's arrival to its end."),
+        (stats.steps, "step_duration", None, "Time of one turn of the loop."),
+        (stats.cache_waits, "cache_wait", None, "Time that a turn of the loop waited for the cache service."),
     ):
         yield _histogram(f"{_PREFIX}{own}_seconds", text, timings.histogram, label)
         if standard is not None:
             yield _histogram(f"{standard}_seconds", text, timings.histogram, {"gen_ai_request_model": model.model_id})
         for percentile in (50, 99):
-            gauge = GaugeMetricFamily(f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Of the latest 4,096.", labels=["model"])
+            gauge = GaugeMetricFamily(
+                f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Over the latest 4,096 values.", labels=["model"]
+            )
             yield _one(gauge, label, timings.percentile_ms(percentile) / 1000)
     facts = {**label, "revision": model.revision, "architecture": model.architecture, "compute_dtype": model.compute_dtype}
     yield InfoMetricFamily(_PREFIX + "model", "The model that is served.", facts)

@@ -1,4 +1,4 @@
-"""Text, constraints and messages that are too much: each is refused with its reason, and nobody else has less."""
+"""Text, constraints and messages that are too much: each is refused with its reason, and takes nothing from other clients."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ async def client(world: Services, demo_model: ServedModel) -> AsyncEngineClient:
 
 
 async def stub_of(world: Services, **options: object) -> pb_grpc.EngineServiceStub:
-    """Of the engine that was started last."""
+    """A channel to the engine that was started last."""
     channel = grpc.aio.insecure_channel(world.engines[-1].address, **options)  # type: ignore[arg-type]
     world.defer(channel.close)
     return pb_grpc.EngineServiceStub(channel)

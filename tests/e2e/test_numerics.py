@@ -141,7 +141,7 @@ async def test_chunks_hits_and_forks(world: Services, lessons: Lessons, chunk_si
     num_cold = pupil.num_rows
     warm = await pupil.teach(everything)
     assert pupil.worst <= lessons.reference.bound
-    num_new = NUM_NEW - 1  # the last token's logits are nobody's
+    num_new = NUM_NEW - 1  # the last token's logits are not used
     assert num_cold == sum(length + NUM_CONTINUATIONS * num_new for length in PROMPT_LENS), "each prompt once"
     assert [request.num_hit_tokens for request in cold] == [0] * len(cold)
     assert [request.num_hit_tokens for request in warm] == [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in PROMPT_LENS]

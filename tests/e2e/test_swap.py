@@ -1,4 +1,4 @@
-"""Preemption by swap through both services: a pool too small for the load, and a host tier that keeps who gave way."""
+"""Preemption by swap through both services: a pool too small for the load, and a host tier for swapped sequences."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ async def test_without_a_host_tier_it_is_computed_again(world: Services) -> None
     assert (await world.pool()).num_swap_outs == 0
 
 
-async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -> None:
+async def test_the_iterations_name_the_sequences_swapped_out_and_in(world: Services) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     engine = (await world.start_engine(preemption="swap")).engine
     client = await world.client(world.engines[0])
@@ -103,7 +103,7 @@ async def test_transfers_that_fail_end_in_computing_again(world: Services, monke
 
 
 @pytest.mark.parametrize("end", ["cancelled", "timed out"])
-async def test_who_ends_while_it_is_swapped_out_holds_nothing(world: Services, end: str) -> None:
+async def test_a_request_that_ends_while_it_is_swapped_out_holds_nothing(world: Services, end: str) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     engine = (await world.start_engine(preemption="swap")).engine
     client = await world.client(world.engines[0])

@@ -1,4 +1,4 @@
-"""The comparison at load: it refuses what would be wrong, whatever the reason, and limits what it could not try."""
+"""The comparison at load: it refuses a model that would be wrong, for any reason, and limits lengths it could not try."""
 
 from pathlib import Path
 
