@@ -1,7 +1,7 @@
 """`kvkeeper engine`, or `python -m kvkeeper.engine_service`: runs an engine service until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration. Nothing is printed on stdout; the log says
-"ready" with the address once there is a session, and so does grpc.health.v1.
+Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration. Nothing is printed on stdout; once there is
+a session, the log says "ready" with the address, and grpc.health.v1 says SERVING.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 
 from kvkeeper.service.process import first_of, run, stop_signals
 
@@ -23,32 +23,32 @@ log = structlog.get_logger()
 if TYPE_CHECKING:
     from .server import RunningServer
 
-# The forward pass runs in a thread beside the loop. By default whichever of them holds the interpreter may keep it for 5 ms, a
-# third of a small model's step. Measured in turns, 16 requests on two busy cores: 3 % more tokens a second; 0.2 ms gains less.
+# The forward pass runs in a thread beside the loop. By default the one that holds the interpreter may keep it for 5 ms, a third
+# of a small model's step. Measured in turns, 16 requests on two busy cores: 3 % more tokens a second; 0.2 ms gains less.
 _SWITCH_INTERVAL_S = 0.001
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """argv without the program's name."""
+    """Run the service until it is stopped. argv: without the program's name. The exit code."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return run("kvkeeper engine", load_config, _serve, argv, check_start)
 
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
     log.info("starting", doing="importing torch")
-    from .server import start_server  # torch takes seconds to load, which a wrong flag need not wait for
+    from .server import start_server  # torch takes seconds to load: a wrong flag is refused before
 
-    return _until_asked(start_server(config))
+    return _until_stopped(start_server(config))
 
 
-async def _until_asked(starting: "Coroutine[Any, Any, RunningServer]") -> None:
+async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]") -> None:
     """A first signal drains, a second one stops at once."""
-    asked = stop_signals()
+    signalled = stop_signals()
     server = await starting
     try:
-        await first_of(asked.wait(), server.wait_end())
-        asked.clear()
-        await first_of(asked.wait(), server.drain())
+        await first_of(signalled.wait(), server.wait_end())
+        signalled.clear()
+        await first_of(signalled.wait(), server.drain())
     finally:
         await server.stop()
 

@@ -1,8 +1,8 @@
-"""What can be known to be wrong with an engine's config before torch is imported, which takes seconds.
+"""Checks of an engine's config before torch is imported, which takes seconds.
 
-Owns what is said of a --model that is no model folder, and whether the machine has the memory that the weights will take: an
-engine in a control group that is too small would be killed in the middle of loading, without a word. Knows headers of weight
-files, not weights. What is right here can still be wrong when the model is loaded.
+Owns the error of a --model that is no model folder, and whether the machine has the memory that the weights will take: the
+kernel would kill an engine in too small a control group in the middle of loading, without a message. Reads the headers of
+weight files, not the weights. A config that passes can still fail when the model is loaded.
 """
 
 import importlib.util
@@ -24,21 +24,21 @@ from .model.dtype_name import DTYPE_BYTES, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
 _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
-_GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, of any machine on which CUDA can run
-_PROGRAM_BYTES = 256 << 20  # torch and what else is imported, and a first step: measured 180 MB beside the weights
+_GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
+_PROGRAM_BYTES = 256 << 20  # torch, other imports, and a first step: measured 180 MB beside the weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What loading a model takes. Bytes."""
+    """The memory that loading a model takes, in bytes."""
 
-    weights: int  # in the dtype that is computed in
-    largest_tensor: int  # as it is stored: one is held beside the weights while it is converted
+    weights: int  # in the dtype that the model computes in
+    largest_tensor: int  # as stored: one tensor is held beside the weights while it is converted
     dtype: str
 
 
 def check_start(config: EngineConfig) -> None:
-    """Raises StartError."""
+    """Refuse a config that cannot work on this machine. Raises StartError."""
     check_packages()
     check_addresses(config.listen, config.metrics_listen)
     if config.device != "cpu" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
@@ -60,12 +60,12 @@ def check_packages() -> None:
 
 
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
-    """Memory of the machine that the engine takes until it serves."""
+    """Memory of the host that the engine takes until it serves."""
     return _PROGRAM_BYTES + memory.largest_tensor + (memory.weights if config.device == "cpu" else 0)
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:
-    """Of the model, and of the one that guesses. Raises StartError for a folder that holds none that is served."""
+    """Of the model and the draft model together. Raises StartError for a folder whose model cannot be served."""
     found = [ModelMemory(0, 0, "float32")]
     for flag, model in (("--model", config.model), ("--draft-model", config.draft_model)):
         if not model or model == HASH_TOY:
@@ -78,7 +78,7 @@ def model_memory(config: EngineConfig) -> ModelMemory:
 
 
 def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
-    """What can be read of a model folder without its weights. Raises ModelError."""
+    """Check a model folder without reading its weights. Raises ModelError."""
     from .model.checkpoint.safetensors_files import list_weight_files, tensor_sizes  # safetensors, of the extra `engine`
 
     _check_folder(folder)
@@ -97,7 +97,7 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
 
 
 def _check_folder(folder: Path) -> None:
-    """A Hugging Face folder with a config.json. Raises ModelError."""
+    """Require a Hugging Face folder with a config.json. Raises ModelError."""
     if folder.is_file():
         raise ModelError(f"a {'GGUF file' if folder.suffix == '.gguf' else 'file'}; {_WANTED}")
     if not folder.is_dir():

@@ -1,8 +1,8 @@
 """Puts the engine service together and takes it apart again.
 
-Owns the order: take the address, load the model, open a session, say SERVING; and backwards: refuse new requests, let running
-ones end, unmap and close the session, end streams, remove the socket. A start that fails is a StartError of one line,
-with everything undone.
+Owns the order: take the address, load the model, open a session, report SERVING; and backwards: refuse new requests, let
+running requests end, unmap and close the session, end streams, remove the socket. A start that fails raises a StartError of one
+line, with everything undone.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from kvkeeper.service.process import StartError
 
 from .compute.served_model import ServedModel, load_served_model
 from .config import EngineConfig
-from .loop.engine import Engine
+from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
@@ -43,7 +43,7 @@ from .values.errors import Draining
 log = structlog.get_logger()
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 10.0, 60.0  # for an answer of the cache service
-_LAST_STEP_S = 5.0  # for what computes when everything else has ended
+_LAST_STEP_S = 5.0  # for the step that is computed when everything else has ended
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +68,11 @@ class RunningServer:
 
     @property
     def has_ended_requests(self) -> bool:
-        """Asked to stop, it has nothing more to compute."""
+        """The engine was stopped, and has nothing more to compute."""
         return self._serving.done()
 
     async def wait_ready(self) -> None:
-        """Until there is a session. Raises StartError when the cache service refuses the model."""
+        """Wait until there is a session. Raises StartError when the cache service refuses the model."""
         waiting = asyncio.create_task(self._ready.wait())
         await asyncio.wait((waiting, self._serving), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -80,20 +80,20 @@ class RunningServer:
             await self.wait_end()
 
     async def wait_end(self) -> None:
-        """Until serving has ended. Raises StartError when the cache service refuses the model."""
+        """Wait until serving has ended. Raises StartError when the cache service refuses the model."""
         try:
             await asyncio.shield(self._serving)
         except CacheServiceRefused as error:
             raise StartError(f"--cache {self.config.cache}: {error}") from None
 
     async def drain(self) -> None:
-        """Take no more requests, let the live ones end and their clients hear of it, but no longer than configured."""
+        """Take no more requests; let the live ones end and their clients read the end, but no longer than configured."""
         await self._endpoint.drain()
         self.engine.stop()
         try:
             async with asyncio.timeout(self.config.drain_timeout):
                 await asyncio.wait((self._serving,))
-                await self.service.wait_heard()
+                await self.service.wait_delivered()
         except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.requests.generations))
 
@@ -126,13 +126,13 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
     try:
-        endpoint = await Endpoint.open(config.listen)  # before a long load, so that a taken address is told at once
+        endpoint = await Endpoint.open(config.listen)  # before the long load, so that a taken address is refused at once
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine = Engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.max_waiting
@@ -169,12 +169,12 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
 
 def call_options(config: EngineConfig) -> CallOptions:
-    """Of calls to the cache service: where it stands still for a while it goes on with all in place, which is worth a wait."""
+    """Of calls to the cache service, which is worth a wait: after a stall it goes on with everything in place."""
     return CallOptions(timeout_s=min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:
-    """Who guesses, as configured. Raises ModelError, StartError."""
+    """The proposer of guesses, as configured; None: none. Raises ModelError, StartError."""
     if config.speculation == "prompt-look-up":
         return PromptLookUp()
     if config.speculation == "off":
@@ -184,5 +184,5 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:
-        raise StartError(f"--draft-model: a vocabulary of {draft.vocab_size} tokens, the model's has {served.vocab_size}")
+        raise StartError(f"--draft-model: its vocabulary has {draft.vocab_size} tokens, that of --model {served.vocab_size}")
     return DraftModel(draft, min(served.max_len, draft.max_len))

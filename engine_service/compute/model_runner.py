@@ -1,7 +1,7 @@
 """ModelRunner: the model on the memory of the cache service.
 
 Turns a Batch into tensors, runs the decoder on the arena that it was given, and returns logits. It holds no K or V of
-its own and knows no sequence: whose blocks they are is in the block tables.
+its own and knows no sequence: the block tables say which blocks to read and write.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ class ModelRunner:
             copy_blocks(self._kv_view, pairs)
 
     def synchronize(self) -> None:
-        """Until the device has done all that it was asked to."""
+        """Wait until the device has done all the work it was given."""
         if self._kv_view.device.type == "cuda":
             torch.cuda.synchronize(self._kv_view.device)
 

@@ -2,7 +2,7 @@
 
 Vectorised over rows; a row's token is a function of its own logits, parameters, history and (seed, sample index,
 position), never of the rows beside it, so that a resumed or re-batched request continues as it would have. A row
-whose logits are not finite is reported, and the others are sampled: one request's failure is its own.
+whose logits are not finite is reported, and the others are sampled: the failure of one request is no other's.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""What applies where a request names no sampling field: the model's generation_config.json, or else nothing.
+"""The values that apply where a request leaves a sampling field out: the model's generation_config.json, or else nothing.
 
 The fields read are those of a request that shape the distribution. As in vLLM, `do_sample` and the lengths of that file are not
-read, and its repetition_penalty applies at any temperature: a request that wants none says 1.
+read, and its repetition_penalty applies at any temperature: a request that wants none sends 1.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""ServedModel: all that the service needs to know of a model, whatever kind it is.
+"""ServedModel: everything that the service needs to know of a model of any kind.
 
 Loads a Hugging Face folder, or takes the hash toy, and says what identifies its KV: name, revision (SHA-256 over config
 and weights), shape, rope parameters, window. The tokenizer is not part of that: it does not change what KV means.
@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.kernels.layout import KvLayout
 
 from ..config import HASH_TOY, EngineConfig
@@ -29,19 +28,12 @@ from ..model.decoder import Decoder
 from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.loader import load_model
-from ..model.transformers_model import load_transformers_model
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .model_runner import Model, ModelRunner, Runner, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
-
-_KV_DTYPES = {
-    torch.float16: pb.KV_DTYPE_FLOAT16,
-    torch.bfloat16: pb.KV_DTYPE_BFLOAT16,
-    torch.float32: pb.KV_DTYPE_FLOAT32,
-}
-
+from .self_check import load_checked_model
 
 _CPU = torch.device("cpu")
 
@@ -71,24 +63,6 @@ class ServedModel:
         """Tokens that end a sequence."""
         return self.text.tokenizer.eos_ids if self.text.tokenizer else frozenset()
 
-    def kv_spec(self, block_size: int) -> pb.KvSpec:
-        """What must be equal for another engine to share this one's KV."""
-        layout = self.layout(block_size)
-        return pb.KvSpec(
-            model_id=self.model_id,
-            revision=self.revision,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            kv_dtype=_KV_DTYPES[layout.dtype],
-            block_size=block_size,
-            layout=pb.KV_LAYOUT_BLOCK_MAJOR,
-            sliding_window=self.sliding_window,
-            rope_parameters=self.rope_parameters,
-            compute_dtype=self.compute_dtype,
-            tensor_parallel_size=1,
-        )
-
 
 def load_served_model(config: EngineConfig) -> ServedModel:
     """Load what --model names. Raises ModelError."""
@@ -99,7 +73,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if _needs_library(raw):
-        model = load_transformers_model(folder, raw["model_type"], dtype, device=device, progress=progress)
+        model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
         return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
@@ -107,7 +81,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
 
 
 def _needs_library(raw: dict[str, Any]) -> bool:
-    """Whether transformers computes the model: its family is not native, or its config asks for what the decoder has not."""
+    """Whether transformers computes the model: its family is not native, or its config needs what the decoder lacks."""
     if raw.get("model_type") is None:
         return False
     if not is_native(raw["model_type"]):
@@ -117,7 +91,7 @@ def _needs_library(raw: dict[str, Any]) -> bool:
     except UnsupportedModelError as error:
         return error.feature != "quantization_config" and find_spec("transformers") is not None
     except ModelError:
-        return False  # which loading says better
+        return False  # loading the model gives a better error
     return False
 
 
@@ -153,7 +127,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
 
 
 def _refuses_retention(model: Model) -> str:
-    """It takes a query that is rotated a second time, and a model that lets a query see all that there is."""
+    """Why not, or empty. Retention rotates queries a second time, and needs a model whose queries see every token."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
     return "a model with windows of its own" if any(model.config.windows) else ""

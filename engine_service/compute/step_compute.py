@@ -1,6 +1,6 @@
-"""What the worker thread does of a step: copy, forward, sample.
+"""The part of a step that the worker thread does: copy, forward, sample.
 
-Values in, values out; it never sees a request's stream or the session, and a failure is this batch's alone.
+Values in, values out; it never sees a request's stream or the session, and a failure ends this batch alone.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -70,7 +70,7 @@ def copy_forward_sample(runner: Runner, work: Work, how: StepRows) -> Computed |
         # One prompt's row of logits serves all its continuations.
         is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
         logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx).to(logits.device)]
-        # The host waits for the device here and, where nobody asks for log probabilities, nowhere else.
+        # The host waits for the device here and, unless log probabilities are asked for, nowhere else.
         sampled, (finite,) = taken(draw(logits, rows), is_finite)
         return Computed(sampled, _logprobs(logits, rows, sampled), found, scores, _broken(finite))
     except Exception:

@@ -2,7 +2,7 @@
 
 On a CPU the arrays are taken as they are. For a CUDA device they are put one behind the other into pinned memory, which one
 asynchronous copy takes over; what the model gets are views of it. The pinned memory is used again with the next step, which is
-safe because each step ends by waiting for what it has drawn.
+safe because each step ends by waiting for the tokens it has drawn.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def as_they_are(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 class PackedUpload:
-    """See the module."""
+    """Uploads to a device through pinned memory, in one copy."""
 
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
         self._device = device

@@ -1,6 +1,6 @@
-"""Iteration: what one turn of the loop computed, for whom, and what it cost; a value to print, log and ask for.
+"""Iteration: what one turn of the loop computed, for which requests, and what it cost; a value to print and log.
 
-Made of what the step had at hand, so that keeping the last one costs nothing; the readable form is worked out when asked.
+Made of what the step had at hand, so that keeping the last one costs nothing; the readable form is made on demand.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ..scheduler.work import Task, Work
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """Seconds are of the whole turn, and of the part that waited for the cache service."""
+    """One turn of the loop. seconds: of the whole turn; cache_wait_seconds: the part that waited for the cache service."""
 
     step_id: int
     work: Work
@@ -20,28 +20,28 @@ class Iteration:
     cache_wait_seconds: float
 
     def prefills(self) -> list[Task]:
-        """Those that computed prompt tokens."""
+        """The tasks that computed prompt tokens."""
         return [task for task in self._tasks() if task.num_context < len(task.sequence.request.prompt)]
 
     def decodes(self) -> list[Task]:
-        """Those that computed one new token, or more where they resumed or speculated."""
+        """The tasks that computed one new token, or more where they resumed or speculated."""
         return [task for task in self._tasks() if task.num_context >= len(task.sequence.request.prompt)]
 
     def started(self) -> list[Task]:
-        """Of both, those that were waiting before."""
+        """The prefills and decodes of sequences that were waiting before."""
         chosen = set(self.work.changes.started)
         return [task for task in self._tasks() if task.sequence in chosen]
 
     def preempted(self) -> list[Task]:
-        """Those that gave their blocks back so that others could go on, and are computed again."""
+        """The sequences whose blocks were taken back so that others could go on, and that are computed again."""
         return [Task(sequence, 0, 0) for sequence in self.work.changes.preempted]
 
     def swapped_out(self) -> list[Task]:
-        """Those that gave their blocks back and whose K and V the host tier keeps."""
+        """The sequences whose blocks were taken back, and whose K and V the host tier keeps."""
         return list(self.work.changes.swapped_out)
 
     def swapped_in(self) -> list[Task]:
-        """Those that asked for theirs back."""
+        """The sequences whose K and V come back from the host tier."""
         return list(self.work.changes.swapped_in)
 
     def __str__(self) -> str:

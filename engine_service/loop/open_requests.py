@@ -1,8 +1,8 @@
-"""OpenRequests: the requests under way, from submit to the last piece that their clients get.
+"""OpenRequests: the requests under way, from submit to the last chunk that their clients get.
 
-Owns who is open and what their streams have not been told yet. Hands the scheduler their sequences, and turns what a step has
-computed into tokens, ends and failures, each of one request alone. Called from the loop's task and, between its turns, by the
-tasks that submit and cancel; knows neither the session nor the device.
+Owns which requests are open, and which chunks their streams do not have yet. Hands the scheduler their sequences, and turns
+what a step has computed into tokens, ends and failures, each of one request alone. Called from the loop's task and, between its
+turns, by the tasks that submit and cancel; knows neither the session nor the worker thread.
 """
 
 import time
@@ -26,18 +26,18 @@ log = structlog.get_logger()
 
 
 class OpenRequests:
-    """See the module."""
+    """The requests under way, by id and in order of arrival."""
 
     def __init__(
         self, scheduler: Scheduler, stats: EngineStats, tracing: EngineTracing, max_waiting: int, wake_up: Callable[[], None]
     ) -> None:
-        """wake_up: tells the loop that there is something new."""
+        """wake_up: tells the loop that a request came or ended."""
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self._scheduler, self._stats, self._tracing = scheduler, stats, tracing
         self._max_waiting, self._wake_up = max_waiting, wake_up
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
         self._closed: list[Generation] = []
-        self._news: dict[Generation, None] = {}  # those whose pieces are not delivered yet
+        self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
 
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
@@ -47,31 +47,31 @@ class OpenRequests:
             raise DuplicateRequest("a live request has this id")
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
-            raise NeverFits(bounded(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
+            raise NeverFits(with_bound(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
         if request.num_rows > (limit := self._scheduler.limits.num_rows):
-            text = f"{request.num_rows} beams, and at most {limit} sequences run at once"
+            text = f"the request has {request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
         if self._scheduler.num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} requests wait", limit=self._max_waiting)
+            raise QueueFull(f"{self._max_waiting} requests are waiting, the most that may", limit=self._max_waiting)
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self._scheduler.add(request, time.monotonic())
-        self._tracing.begin(generation)
+        self._tracing.begin_request(generation)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
-        """End an open request: its stream is told at once, its blocks go back with the next step."""
+        """End an open request: its stream ends at once, its blocks are released with the next step."""
         if request_id not in self.generations:
             raise UnknownRequest("no live request has this id")
         self.generations[request_id].cancel()
 
-    def fail_all(self, refusal: EngineError) -> None:
-        """End all open requests. While there is a session, their blocks go back with the next step."""
+    def fail_all(self, error: EngineError) -> None:
+        """End all open requests. While there is a session, their blocks are released with the next step."""
         for generation in list(self.generations.values()):
-            generation.fail(refusal)
+            generation.fail(error)
 
     def rows(self, work: Work) -> StepRows:
-        """How each of the step's tokens is drawn, and what each search has of its lists."""
+        """How each of the step's tokens is drawn, and the tokens of each list that a search extends."""
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
         sampled = [
             self._by_request[sequence.request].sampling_row(sequence.index, tokens)
@@ -82,7 +82,7 @@ class OpenRequests:
         return StepRows(sampled, searched)
 
     def progress(self) -> dict[Generation, tuple[int, int]]:
-        """Of each request that runs, what grows while it does: tokens taken, and tokens computed of what runs of it."""
+        """Of each running request what grows with progress: tokens taken, and tokens computed of its running sequences."""
         num_computed, found = self._scheduler.running.num_computed, {}
         for generation in self.generations.values():
             sequences = generation.request.sequences
@@ -97,7 +97,7 @@ class OpenRequests:
         return generation is not None and generation.is_open and not generation.constraints and generation.search is None
 
     def emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
-        """Take the tokens over, as text for the streams. Answers those that each of work.sampled got."""
+        """Take the computed tokens over, as text for the streams. The tokens that each of work.sampled got."""
         if computed is None:
             for sequence in self._scheduler.running.at(work.rows):
                 self.fail(sequence.request, RequestFailed("the forward pass failed"))
@@ -116,11 +116,11 @@ class OpenRequests:
             self._take_candidates(sequence, candidates)
         for index in computed.broken:
             self.fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
-        self._stats.note_times()
+        self._stats.record_token_times()
         return taken
 
     def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
-        """One sequence's next tokens, drawn from first_row on."""
+        """One sequence's next tokens, drawn in the rows from first_row on."""
         generation = self._by_request.get(sequence.request)
         if generation is None:
             return  # it ended while this was computed
@@ -131,14 +131,14 @@ class OpenRequests:
                 generation.fail_stuck(sequence.index)
             if not generation.is_open:
                 continue
-            self._news[generation] = None
+            self._undelivered[generation] = None
             self._stats.time_token(generation, sequence.index)
             if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
                 self._scheduler.end(sequence)
                 break
 
     def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
-        """What may follow a list of a search. Once that is known of all its lists, the likeliest go on."""
+        """What may follow one list of a search. Once that is known of all its lists, the likeliest go on."""
         generation = self._by_request.get(sequence.request)
         if generation is None or not generation.is_open:
             return None
@@ -146,7 +146,7 @@ class OpenRequests:
             return generation.fail(RequestFailed("the logits are not finite"))
         branches = generation.take_candidates(sequence.index, candidates)
         if branches is not None:
-            self._news[generation] = None
+            self._undelivered[generation] = None
             self._stats.time_token(generation, 0)
         if branches:
             self._stats.num_new_tokens += len(branches)
@@ -155,12 +155,12 @@ class OpenRequests:
 
     def deliver(self) -> None:
         """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
-        for generation in self._news:
+        for generation in self._undelivered:
             generation.deliver()
-        self._news.clear()
+        self._undelivered.clear()
 
     def end_closed(self) -> None:
-        """Sequences of requests that ended give their blocks back; a failed one's last work is not to be shared."""
+        """End the sequences of requests that ended. What a failed request computed last is not to be shared."""
         for generation in self._closed:
             for sequence in generation.request.sequences:
                 if sequence.state is not SequenceState.ENDED:
@@ -168,10 +168,10 @@ class OpenRequests:
             del self._by_request[generation.request]
         self._closed.clear()
 
-    def fail(self, request: Request, refusal: EngineError) -> None:
-        """End one request with an error, if it is open still."""
+    def fail(self, request: Request, error: EngineError) -> None:
+        """End one request with an error, if it is still open."""
         if (generation := self._by_request.get(request)) is not None:
-            generation.fail(refusal)
+            generation.fail(error)
 
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
@@ -179,13 +179,13 @@ class OpenRequests:
         if generation.timer is not None:
             generation.timer.cancel()
         self._stats.count_end(generation)
-        self._tracing.end(generation)
+        self._tracing.end_request(generation)
         log.info("request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
 
 
-def bounded(text: str, limits: Limits, request: Request) -> str:
-    """A refusal of too many tokens, with what bounds them."""
+def with_bound(text: str, limits: Limits, request: Request) -> str:
+    """The text of an error about too many tokens, with the setting that bounds them."""
     bound = limits.bound_of(request.retention)
     return f"{text}: {bound}" if bound else text

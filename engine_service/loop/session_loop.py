@@ -1,21 +1,21 @@
 """keep_serving: opens a session, serves on it, and opens the next one when it is lost.
 
-Requests outlive a session: they start again from the tokens they hold. When none can be had for a while they end with
-CACHE_SERVICE_DOWN; until the first one is there, and in between, new requests are refused with it.
+Requests outlive a session: they start again from the tokens they hold. When no session can be opened for a while they end with
+CACHE_SERVICE_DOWN; until the first session is open, and between two sessions, new requests are refused with it.
 """
 
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import grpc
 import structlog
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 
-from ..cache_session.kv_memory import KvMemory, limits_of, open_memory
+from ..cache_session.failures import has_ended_session, is_away
+from ..cache_session.kv_memory import KvMemory, open_memory
+from ..cache_session.pool_limits import limits_of
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..scheduler.state.limits import Limits
@@ -25,8 +25,6 @@ from .engine import Engine
 log = structlog.get_logger()
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-_AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-_SESSION_GONE = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING"}
 
 
 class CacheServiceRefused(Exception):
@@ -49,28 +47,27 @@ async def keep_serving(
     log.info("starting", doing="opening a session")
     attempt = partial(open_memory, client, model, config, address)
     while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
-        has_served, is_away = True, False
+        has_served, has_gone_away = True, False
         try:
-            pool = memory.session.pool
-            limits = limits_of(pool, model, config)
-            _tell_length(limits, model, pool)
+            limits = limits_of(memory.session.pool, model, config)
+            _log_length(limits, model)
             await engine.run_session(memory, limits, partial(tell, True))
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
-            is_away = error.code in _AWAY
-            if not is_away and error.reason not in _SESSION_GONE:
-                # Our steps are refused: going on with the same requests would be refused again.
+            has_gone_away = is_away(error)
+            if not has_ended_session(error):
+                # The cache service refuses these steps: going on with the same requests would be refused again.
                 engine.requests.fail_all(RequestFailed("the cache service refused a step"))
         except Exception:
-            # A bug in the loop: nothing will move these requests any more, and whoever runs the service is to end it.
+            # A bug in the loop: nothing moves these requests any more, and the operator has to end the service.
             log.exception("broken_invariant")
             engine.stop()
             engine.requests.fail_all(BrokenInvariant("the service found itself inconsistent; its log says more"))
             raise
         finally:
             await tell(False)
-            await memory.close(is_away=is_away)
+            await memory.close(is_away=has_gone_away)
 
 
 async def _open(
@@ -83,7 +80,7 @@ async def _open(
             return await attempt()
         except KvkeeperError as error:
             log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
-            if may_refuse and error.code not in _AWAY:
+            if may_refuse and not is_away(error):
                 raise CacheServiceRefused(f"the cache service refuses this model: {error}") from None
         if time.monotonic() > give_up_at:
             engine.requests.fail_all(CacheServiceDown("the cache service does not answer"))
@@ -92,10 +89,10 @@ async def _open(
     return None
 
 
-def _tell_length(limits: Limits, model: ServedModel, pool: pb.PoolInfo) -> None:
+def _log_length(limits: Limits, model: ServedModel) -> None:
     """How long sequences get; a warning where that is shorter than the model could make them."""
-    told = {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "max_tokens_per_sequence": limits.max_len}
-    log.info("session_opened", **told)
+    num_blocks = limits.num_usable_blocks + 1  # and the null block
+    log.info("session_opened", num_blocks=num_blocks, block_size=limits.block_size, max_tokens_per_sequence=limits.max_len)
     if limits.max_len < model.max_len:
         log.warning(
             "shorter_than_model",

@@ -1,4 +1,4 @@
-"""EngineStats: sums over the engine's life, for GetStats and the metrics. What is true now is asked of the scheduler."""
+"""EngineStats: sums over the engine's life, for GetStats and the metrics. The scheduler answers what is true now."""
 
 import time
 from collections import Counter, deque
@@ -15,7 +15,7 @@ _NUM_STEPS = 256
 
 
 class EngineStats:
-    """Counts; names are the protocol's."""
+    """Counts and timings of requests, tokens and steps; names of counts are the protocol's."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
@@ -56,17 +56,17 @@ class EngineStats:
             generation.first_token_at = now
         times[index] = now
 
-    def note_times(self) -> None:
-        """At the end of a step: all its tokens at once, see Timings."""
-        self.first_token.take(self._first)
-        self.between_tokens.take(self._between)
+    def record_token_times(self) -> None:
+        """At the end of a step: record the times of all its tokens at once."""
+        self.first_token.add(self._first)
+        self.between_tokens.add(self._between)
         self._first.clear()
         self._between.clear()
 
     def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:
-        """How long a turn that computed something took, and how much of that it waited for the cache service."""
-        self.steps.take(seconds)
-        self.cache_waits.take(cache_wait_seconds)
+        """A turn that computed something: how long it took, and how much of that it waited for the cache service."""
+        self.steps.add(seconds)
+        self.cache_waits.add(cache_wait_seconds)
         self._recent.append((len(work.rows), int(work.num_new.sum()), seconds, cache_wait_seconds))
 
     def count_end(self, generation: Generation) -> None:
@@ -77,9 +77,9 @@ class EngineStats:
         self.num_cancelled_requests += state is RequestState.CANCELLED
         self.num_cached_tokens += generation.request.num_hit_tokens or 0
         self.num_ended[generation.finish_reason] += 1
-        self.prompt_lens.take(np.array([len(generation.request.prompt)], np.float64))
-        self.output_lens.take(np.array([generation.usage.new_tokens], np.float64))
-        self.requests.take(time.monotonic() - generation.started_at)
+        self.prompt_lens.add(np.array([len(generation.request.prompt)], np.float64))
+        self.output_lens.add(np.array([generation.usage.new_tokens], np.float64))
+        self.requests.add(time.monotonic() - generation.started_at)
 
     def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:
         """Of the latest steps; names are the protocol's. All 0 before the first."""

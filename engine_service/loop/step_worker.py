@@ -1,7 +1,8 @@
-"""Device: computes one step's work at a time in a thread of its own, and knows how long it took and what it waited for.
+"""StepWorker: computes one step's work at a time in a thread of its own, and knows how long it took and what it waited for.
 
-The loop puts the next step together while this one is computed. How late it may begin with that, so that the answer is there
-in time and arrivals meanwhile are not left out, is guessed from how long the last steps of its kind and the last answers took.
+The loop puts the next step together while this one is computed. It begins as late as it can, so that requests that arrive
+meanwhile are part of it, and early enough for the answer to be there in time: the durations of the last steps of the same kind
+and of the last answers tell when.
 """
 
 import asyncio
@@ -19,18 +20,18 @@ from ..scheduler.work import Work
 T = TypeVar("T")
 
 _SMOOTHING = 0.2
-_NUM_REPLIES = 3  # times the usual answer's time, to be on the safe side
+_NUM_REPLIES = 3  # times the usual duration of an answer, to be on the safe side
 _MARGIN_S = 0.0005
 
 
 @dataclass(slots=True)
 class InFlight:
-    """The work of a step that is being computed, or was and is not taken over yet. Times are of time.perf_counter."""
+    """The work of a step that is being computed, or was computed and is not taken yet. Times are of time.perf_counter."""
 
     step_id: int
     work: Work
-    cache_wait_seconds: float  # that nothing was computed before it, because the cache service had not answered yet
-    idle_seconds: float  # that nothing was computed before it, for whatever reason but that there was nothing to compute
+    cache_wait_seconds: float  # before it, without computing, because the cache service had not answered yet
+    idle_seconds: float  # before it, without computing, for any reason but that there was nothing to compute
     is_guessing: bool
     started_at: float = field(default_factory=time.perf_counter)
     ended_at: float | None = None
@@ -38,21 +39,21 @@ class InFlight:
 
     @property
     def seconds(self) -> float:
-        """Of computing."""
+        """How long it has been computed."""
         return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
 
 
 class StepWorker:
-    """See the module. in_flight is None while nothing is computed."""
+    """Computes one step's work at a time, in a thread. in_flight is None while nothing is computed."""
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "forward")
+        self._thread = ThreadPoolExecutor(1, "forward")
         self.in_flight: InFlight | None = None
-        # A prompt makes a step many times as long as one that only decodes: taken for the usual, it would let the next ones end
-        # before their successors' blocks were asked for. So each kind has its own, and prompts count by the token.
+        # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
+        # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
         self._usual_decode = self._usual_token = self._usual_reply = 0.0
         self._cache_wait = 0.0
-        self._idle_since: float | None = None  # None: not since a step, but for want of work
+        self._idle_since: float | None = None  # None: there was nothing to compute
 
     def start(
         self,
@@ -60,22 +61,22 @@ class StepWorker:
         work: Work,
         runner: Runner,
         how: StepRows,
-        run_orders: Callable[[], None],
+        run_transfers: Callable[[], None],
         *,
         is_guessing: bool = False,
     ) -> None:
-        """Compute a step's work, its transfer orders first; the one before has been taken.
+        """Compute a step's work, its transfer orders first; the step before has been taken.
 
-        is_guessing: the step before was waited for, for the sake of guesses, whether there are any or not.
+        is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
         """
         assert self.in_flight is None, "one step at a time"
         idle = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         self.in_flight = InFlight(step_id, work, self._cache_wait, idle, is_guessing)
-        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, how, run_orders))
+        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, how, run_transfers))
         self._cache_wait = 0.0
 
-    def take(self) -> InFlight:
-        """What was computed; the device is idle from now on."""
+    def take_step(self) -> InFlight:
+        """The step that was computed; the worker is idle from now on."""
         done, self.in_flight = self.in_flight, None
         assert done is not None
         self._idle_since = done.ended_at
@@ -86,7 +87,7 @@ class StepWorker:
         return done
 
     def rest(self) -> None:
-        """There is nothing to compute now."""
+        """There is nothing to compute: idle time does not count from now on."""
         self._idle_since = None
 
     def last_completed(self, step_id: int) -> int:
@@ -94,7 +95,7 @@ class StepWorker:
         return step_id if self.in_flight is None else self.in_flight.step_id - 1
 
     async def wait_until_due(self, longest: float) -> None:
-        """Until it is time to ask for the next step's blocks, but no longer than so many seconds."""
+        """Wait until it is time to ask for the next step's blocks, but no longer than so many seconds."""
         flight = self.in_flight
         if flight is not None:
             work = flight.work
@@ -104,7 +105,7 @@ class StepWorker:
                 await asyncio.wait({flight.computing}, timeout=min(left, longest))
 
     async def time_reply(self, reply: Awaitable[T]) -> T:
-        """The cache service's answer; how long nothing was computed because of it is noted."""
+        """The cache service's answer. Notes for how long nothing was computed because of it."""
         asked_at = time.perf_counter()
         answer = await reply
         now = time.perf_counter()
@@ -114,25 +115,25 @@ class StepWorker:
         return answer
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run something else in the thread, after what computes."""
-        return asyncio.get_running_loop().run_in_executor(self._worker, function)
+        """Run something else in the thread, after the step that is computed."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def drop(self) -> None:
-        """Wait for what computes and forget it."""
+    async def drop_step(self) -> None:
+        """Wait for the step that is computed, and drop it."""
         self.in_flight = None
         await self.call(lambda: None)
 
     def close(self) -> None:
         """No more calls."""
-        self._worker.shutdown()
+        self._thread.shutdown()
 
 
 def _num_tokens(work: Work) -> int:
     return int(work.num_new.sum())
 
 
-def _compute(flight: InFlight, runner: Runner, how: StepRows, run_orders: Callable[[], None]) -> Computed | None:
-    run_orders()
+def _compute(flight: InFlight, runner: Runner, how: StepRows, run_transfers: Callable[[], None]) -> Computed | None:
+    run_transfers()
     computed = copy_forward_sample(runner, flight.work, how)
     flight.ended_at = time.perf_counter()
     return computed

@@ -1,6 +1,6 @@
-"""What ends requests that take too long: their own time-out, and the engine's for those that run and make no progress.
+"""Time limits of requests: their own time-out, and the engine's for requests that run and make no progress.
 
-A request that makes progress may take as long as it takes, unless its client said otherwise. Both ends give what was made.
+A request that makes progress may take any time, unless its client set a limit. Either way the client keeps what was generated.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ NUM_LOOKS = 8  # without progress until a request counts as stalled
 
 
 def limit_time(generation: Generation, timeout_ms: int) -> None:
-    """Ends a request so long after now. Called on the loop."""
-    refusal = TimedOut(f"no token came within timeout_ms (--timeout-ms), {timeout_ms} ms", timeout_ms=timeout_ms)
+    """End a request that many milliseconds from now. Called on the loop."""
+    error = TimedOut(f"no token came within timeout_ms (--timeout-ms), {timeout_ms} ms", timeout_ms=timeout_ms)
     end = asyncio.get_running_loop().call_later
-    generation.timer = end(timeout_ms / 1000, generation.cut_short, FinishReason.TIMED_OUT, refusal)
+    generation.timer = end(timeout_ms / 1000, generation.cut_short, FinishReason.TIMED_OUT, error)
 
 
 async def end_stalled(engine: Engine, stall_timeout: float) -> None:
-    """Ends requests that run and make no progress for so many seconds. Runs until it is cancelled."""
+    """End requests that run and make no progress for so many seconds. Runs until it is cancelled."""
     watch = StallWatch[Generation]()
     text = f"no progress for {stall_timeout:g} s (--stall-timeout of the engine)"
     while True:
@@ -39,15 +39,15 @@ async def end_stalled(engine: Engine, stall_timeout: float) -> None:
 
 
 class StallWatch(Generic[K]):
-    """Which of those that it is shown make no progress. It counts looks, not time: a process that was stopped for an hour has
-    missed looks, and its requests go on.
+    """Finds what makes no progress. It counts looks, not time: a process that was stopped for an hour has missed looks, and its
+    requests go on.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[K, tuple[object, int]] = {}  # progress, and looks at which it was just that
+        self._seen: dict[K, tuple[object, int]] = {}  # progress, and for how many looks it has been the same
 
     def look(self, progress: Mapping[K, object]) -> list[K]:
-        """Those whose progress was the same at NUM_LOOKS looks behind the first. What is not shown starts anew."""
+        """The keys whose progress stayed the same for NUM_LOOKS looks after the first. A key that is left out starts anew."""
         seen, self._seen = self._seen, {}
         for key, now in progress.items():
             before, num_looks = seen.get(key, (None, 0))

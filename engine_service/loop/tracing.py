@@ -1,9 +1,9 @@
 """EngineTracing: the spans of requests, and of some of the steps that compute for them.
 
 A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
-every step would say little and cost much: a step has one when a traced request starts with it, and every 64th has. It is part
-of the trace of the first such request in it, links to the others, and goes to the cache service with the step. Without a tracer
-no request is traced, and each call ends at its first look.
+every step would say little and cost much: a step has a span when a traced request starts with it, and every 64th step has one.
+The span is part of the trace of the first traced request in the step, links to the others, and goes to the cache service with
+the step. Without a tracer no request is traced, and each call returns at its first line.
 """
 
 import time
@@ -37,7 +37,7 @@ class _Traced:
 
 
 class EngineTracing:
-    """See the module. All calls come from the engine's loop."""
+    """The spans of open requests, and of the steps that are traced. All calls come from the engine's loop."""
 
     def __init__(self, tracer: "Tracer | None", model_id: str = "") -> None:
         self._tracer = tracer
@@ -47,7 +47,7 @@ class EngineTracing:
         self._num_steps = 0
         self._num_waiting = 0  # traced requests that have computed nothing yet
 
-    def begin(self, generation: Generation) -> None:
+    def begin_request(self, generation: Generation) -> None:
         """A request was queued; its caller's span is the current one."""
         if self._tracer is None:
             return
@@ -72,8 +72,8 @@ class EngineTracing:
             self._requests[request] = _Traced(span, clock)
             self._num_waiting += 1
 
-    def end(self, generation: Generation) -> None:
-        """A request ended, however it did."""
+    def end_request(self, generation: Generation) -> None:
+        """A request ended, in whatever way."""
         traced = self._requests.pop(generation.request, None)
         if traced is None:
             return
@@ -95,13 +95,13 @@ class EngineTracing:
             tracing.fail(span, generation.refusal.reason)
         span.end(traced.clock.ns())
 
-    def within(self, request: Request) -> AbstractContextManager[object]:
-        """Calls made meanwhile are made for the request."""
+    def within_request(self, request: Request) -> AbstractContextManager[object]:
+        """Calls made within it are part of the request's trace."""
         traced = self._requests.get(request)
         return nullcontext() if traced is None else tracing.within(traced.span)
 
     def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
-        """A plan is about to be sent. Its trace context; empty where the step is not traced."""
+        """A plan is about to be sent. The trace context to send with it; empty where the step is not traced."""
         if not self._requests:
             return ""
         self._num_steps += 1
@@ -119,7 +119,7 @@ class EngineTracing:
         return tracing.traceparent_of(span)
 
     def note_computing(self, sequences: SequenceOf[Sequence]) -> None:
-        """Who computes now; some for the first time."""
+        """These sequences compute now, some of them for the first time."""
         if not self._num_waiting:
             return
         for sequence in sequences:
@@ -142,7 +142,7 @@ class EngineTracing:
         span.end(clock.ns())
 
     def drop_steps(self) -> None:
-        """The session is gone, and with it what it computed."""
+        """The session is lost, and with it what was computed on it."""
         for span, clock in self._steps.values():
             tracing.fail(span, "SESSION_LOST")
             span.end(clock.ns())
@@ -153,5 +153,5 @@ class EngineTracing:
         return traced is not None and traced.started_at is None
 
     def _requests_of(self, sequences: SequenceOf[Sequence]) -> list[Request]:
-        """Traced ones, each once."""
+        """The traced requests of the sequences, each once."""
         return list({sequence.request: None for sequence in sequences if sequence.request in self._requests})

@@ -70,7 +70,7 @@ class Decoder:
         self._local_rotary: RotaryTable | None = None
         if config.local_rope is not None:
             self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
-        # transformers rounds the factor to the model's dtype, and so does whoever trained the weights.
+        # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 

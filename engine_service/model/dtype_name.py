@@ -1,4 +1,4 @@
-"""Which dtype a model computes in, by name. Apart from the loader, so that it can be asked without torch."""
+"""The dtype that a model computes in, by name. Not in the loader, so that it is known without importing torch."""
 
 from typing import Final, Literal
 

@@ -1,10 +1,11 @@
 """TransformersModel: any decoder-only model of the transformers library on the paged arena.
 
-The library's own modules compute everything but attention: it lets an attention function be registered, and ours stores K and V
-in the arena and attends through the block tables, as the native decoder does. What a model asks of that function is found out
-once, by a dry run; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then.
-What a dry run cannot show is found by self_check.py, which computes prompts in both ways. docs/models.md says what came of it
-for each architecture. Slower than a native family, because its projections are not fused. Needs the extra `transformers`.
+The library's own modules compute everything but attention: an attention function can be registered, and the one here stores K
+and V in the arena and attends through the block tables, as the native decoder does. One dry run finds out what a model needs of
+that function; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then. What
+the dry run cannot show is found by the check that is handed in (compute/self_check.py), which computes prompts in both ways.
+docs/models.md says what came of it for each architecture. Slower than a native family, because its projections are not fused.
+Needs the extra `transformers`.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 import torch
@@ -24,7 +25,6 @@ from .attention import AttentionMetadata, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .dtype_name import DtypeChoice
 from .loader import compute_dtype
-from .self_check import check_against_library
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ _under_way: ContextVar[_Step | dict[int, _Seen]] = ContextVar("kvkeeper_forward"
 
 
 class TransformersModel:
-    """See the module; a stand-in for Decoder. Made by load_transformers_model."""
+    """A model of the transformers library in place of a Decoder. Made by load_transformers_model."""
 
     def __init__(self, network: Any, config: ModelShape) -> None:
         self.config = config
@@ -98,10 +98,22 @@ class TransformersModel:
         return output.logits[0].float()
 
 
+class LibraryCheck(Protocol):
+    """Compares `model`, which is `network` on the paged arena, with `network` itself.
+
+    Returns the length up to which they agree. Raises UnsupportedModelError where they differ.
+    """
+
+    def __call__(self, model: TransformersModel, network: Any, model_type: object, *, soft_cap: bool) -> int: ...
+
+
 def load_transformers_model(
-    folder: Path, model_type: object, dtype: DtypeChoice, *, device: torch.device, progress: bool
+    folder: Path, model_type: object, dtype: DtypeChoice, *, device: torch.device, progress: bool, check: LibraryCheck
 ) -> TransformersModel:
     """Load the model in `folder` through transformers, from safetensors alone and without code of its own.
+
+    Args:
+        check: compares the model on the paged arena with the library's own forward pass.
 
     Raises:
         UnsupportedModelError: the library is not installed or does not know the model; its attention cannot be paged, or gives
@@ -128,10 +140,10 @@ def load_transformers_model(
         seen = _dry_run(network, model_type)
         shape = _shape_of(network, seen, model_type)
         has_soft_cap = any(layer.has_soft_cap for layer in seen)
-        proven = check_against_library(TransformersModel(network, shape), network, model_type, soft_cap=has_soft_cap)
+        proven = check(TransformersModel(network, shape), network, model_type, soft_cap=has_soft_cap)
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of the code of any architecture, called in a way that its author did not foresee
+    except Exception as error:  # from the code of any architecture, called in a way that its author did not foresee
         raise UnsupportedModelError(
             "model type", model_type, f"models that run on flat batches without masks; this one stops with {_first(error)}"
         ) from error
@@ -175,7 +187,7 @@ def _first(error: Exception) -> str:
 
 @torch.inference_mode()
 def _dry_run(network: Any, model_type: object) -> list[_Seen]:
-    """What each layer asks of attention, found out with two tokens."""
+    """What each layer needs of attention, found out with two tokens."""
     seen: dict[int, _Seen] = {}
     two = torch.tensor([[0, 1]], device=network.device)
     with _during(seen):

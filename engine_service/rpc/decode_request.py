@@ -116,7 +116,7 @@ def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
     others["log probabilities"] = sampling.HasField("num_logprobs") or sampling.HasField("num_prompt_logprobs")
     for other, is_given in others.items():
         if is_given:
-            raise InvalidField(f"beam_search: not together with {other}", field="beam_search")
+            raise InvalidField(f"beam_search: does not go together with {other}", field="beam_search")
     return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
 
 
@@ -148,7 +148,7 @@ def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> Samplin
 
 
 def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
-    """What applies where a request names no field."""
+    """The values that apply where a request leaves a field out."""
     return pb.SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asdict(defaults))
 
 
@@ -163,10 +163,10 @@ def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
 
 
 def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
-    """The request's id, which is needed, and a digest of its contents. Raises InvalidField."""
+    """The request's id, which must be there, and a digest of its contents. Raises InvalidField."""
     _check_name("request.request_id", message.request.request_id)
     if not message.request.request_id:
-        raise InvalidField("request.request_id: needed, to ask for the results by", field="request.request_id")
+        raise InvalidField("request.request_id: needed, to fetch the results by", field="request.request_id")
     return message.request.request_id, hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
 
 
@@ -177,11 +177,11 @@ def wait_of(message: pb.GetRequestRequest) -> float:
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
-    """Rows wanted, and the rank of arrival that they come after. Raises InvalidField."""
+    """How many rows are wanted, and the rank of arrival that they come after. Raises InvalidField."""
     _check_name("session_id", request.session_id)
     _check_range("page_size", request.page_size, 0, 1000)
     if not re.fullmatch(r"\d{0,18}", request.page_token):
-        raise InvalidField("page_token: not one of ours", field="page_token")
+        raise InvalidField("page_token: not one that this service gave", field="page_token")
     return request.page_size or 100, int(request.page_token or -1)
 
 

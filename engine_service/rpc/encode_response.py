@@ -1,4 +1,4 @@
-"""From values to messages: pieces, requests, results and iterations as the wire has them."""
+"""From values to messages: output chunks, requests, results and iterations as the wire has them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,24 +13,24 @@ from ..values.token_logprobs import TokenLogprobs
 from .submissions import Submission
 
 
-def response_of(request_id: str, piece: OutputChunk) -> pb.GenerateResponse:
-    """The message of a piece."""
-    reason = f"FINISH_REASON_{piece.finish_reason.name}" if piece.finish_reason is not None else None
+def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
+    """The message of a chunk."""
+    reason = f"FINISH_REASON_{chunk.finish_reason.name}" if chunk.finish_reason is not None else None
     return pb.GenerateResponse(
         request_id=request_id,
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
         finish_reason=reason,
-        usage=pb.Usage(**dataclasses.asdict(piece.usage)) if piece.usage is not None else None,
-        logprobs=_logprobs_of(piece.logprobs),
-        prompt_logprobs=_logprobs_of(piece.prompt_logprobs),
-        cumulative_logprob=piece.cumulative_logprob,
+        usage=pb.Usage(**dataclasses.asdict(chunk.usage)) if chunk.usage is not None else None,
+        logprobs=_logprobs_of(chunk.logprobs),
+        prompt_logprobs=_logprobs_of(chunk.prompt_logprobs),
+        cumulative_logprob=chunk.cumulative_logprob,
     )
 
 
 def request_info(generation: Generation, now: float) -> pb.RequestInfo:
-    """A request as people see it."""
+    """A request as ListRequests shows it."""
     return pb.RequestInfo(
         request_id=generation.request.request_id,
         state=f"REQUEST_STATE_{generation.state.name}",
@@ -60,8 +60,8 @@ def results_of(generation: Generation, submission: Submission, now: float) -> pb
         )
     if submission.usage is not None:
         response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(submission.usage)))
-    if submission.refusal is not None:
-        response.error.CopyFrom(pb.RequestError(reason=submission.refusal.reason, message=str(submission.refusal)))
+    if submission.error is not None:
+        response.error.CopyFrom(pb.RequestError(reason=submission.error.reason, message=str(submission.error)))
     return response
 
 

@@ -1,7 +1,7 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-A Generate's task reads its own outbox and waits on nobody but its client; the loop never waits on it. Its end, however it
-comes, ends the request. Text and token limits are decode_request.py's, statuses the door's.
+The task of a Generate call reads its own stream buffer and waits for its client alone; the loop never waits for it. Its end,
+however it comes, ends the request. Limits of fields are in decode_request.py, the status of each error in status.py.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from kvkeeper.service.door import peer
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
-from ..loop.metrics import engine_metrics
+from ..loop.engine_counts import engine_counts
 from ..loop.time_limits import limit_time
 from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
 from ..outputs.best_of import BestOf
@@ -40,13 +40,14 @@ from .decode_request import (
     wait_of,
 )
 from .encode_response import iteration_plan, request_info, response_of, results_of
-from .held import Held
+from .metrics import engine_metrics
+from .request_memory import RequestMemory
 from .stream_buffer import StreamBuffer
 from .submissions import Submissions
 
 
 class EngineService:
-    """One method per call, in snake case; the door finds them by name."""
+    """One method per call, in snake case; the server finds them by name."""
 
     def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork) -> None:
         self._config = config
@@ -54,7 +55,7 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
-        self._held = Held(config.request_memory)
+        self._request_memory = RequestMemory(config.request_memory)
         self.num_streams = 0  # Generate calls that have not been answered to their end
         self._no_stream = asyncio.Event()
         self._no_stream.set()
@@ -63,25 +64,25 @@ class EngineService:
         """For a scrape."""
         return engine_metrics(self._engine, self._model, self._submissions.num_kept)
 
-    async def wait_heard(self) -> None:
-        """Once the engine has ended its requests: until clients have been told, by their streams or when they asked."""
+    async def wait_delivered(self) -> None:
+        """Until every client has what its ended request gave: streams read to their end, results fetched."""
         await self._no_stream.wait()
         await self._submissions.wait_fetched()
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        outbox = StreamBuffer()
-        generation = await self._admit(request, outbox.put)
-        outbox.on_full = generation.fail
+        stream_buffer = StreamBuffer()
+        generation = await self._admit(request, stream_buffer.put)
+        stream_buffer.on_full = generation.fail
         self.num_streams += 1
         self._no_stream.clear()
         try:
             while True:
-                pieces, refusal = await outbox.take()
-                for piece in pieces:
-                    yield response_of(generation.request.request_id, piece)
-                if refusal is not None:
-                    raise refusal
-                if pieces[-1].usage is not None:
+                chunks, error = await stream_buffer.take_unread()
+                for chunk in chunks:
+                    yield response_of(generation.request.request_id, chunk)
+                if error is not None:
+                    raise error
+                if chunks[-1].usage is not None:
                     return
         finally:
             generation.cancel()
@@ -120,16 +121,16 @@ class EngineService:
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        hold = self._held.take(request.ByteSize())
+        held = self._request_memory.hold(request.ByteSize())
         try:
             ids = await self._text_work.encode(peer.get(), request.text, "text", self._max_len)
         finally:
-            hold.release()
+            held.release()
         return pb.TokenizeResponse(token_ids=_as_list(ids))
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         if len(request.token_ids) > (limit := self._max_len):
-            raise InvalidField(f"token_ids: at most {limit}, as a sequence has", field="token_ids", limit=limit)
+            raise InvalidField(f"token_ids: at most {limit}, the length of a sequence", field="token_ids", limit=limit)
         token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids")
         with_added = request.keep_special_tokens
         return pb.DetokenizeResponse(text=await self._text_work.decode(peer.get(), token_ids, with_added=with_added))
@@ -158,7 +159,7 @@ class EngineService:
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
         engine, stats = self._engine, self._engine.stats
-        counts = {**engine.counts(), "num_kept_results": self._submissions.num_kept}
+        counts = {**engine_counts(engine), "num_kept_results": self._submissions.num_kept}
         return pb.GetStatsResponse(
             uptime_seconds=time.monotonic() - stats.started_at,
             time_to_first_token_p50_ms=stats.first_token.percentile_ms(50),
@@ -172,29 +173,29 @@ class EngineService:
 
     @property
     def _max_len(self) -> int:
-        """Most tokens of a sequence; the model's before there was a session."""
+        """Most tokens of a sequence; before the first session, the model's own limit."""
         return self._engine.scheduler.limits.max_len or self._model.max_len
 
     async def _admit(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
-        """Queue what the message asks for. It is held until send is told of its end. Raises EngineError."""
-        hold = self._held.take(message.ByteSize())
+        """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError."""
+        held = self._request_memory.hold(message.ByteSize())
 
-        def tell(news: OutputChunk | EngineError) -> None:
-            if isinstance(news, EngineError) or news.usage is not None:
-                hold.release()
-            send(news)
+        def send_and_release(output: OutputChunk | EngineError) -> None:
+            if isinstance(output, EngineError) or output.usage is not None:
+                held.release()
+            send(output)
 
         try:
-            return await self._take(message, tell)
+            return await self._queue(message, send_and_release)
         except BaseException:
-            hold.release()
+            held.release()
             raise
 
-    async def _take(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
+    async def _queue(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
         options = options_of(message, self._model.sampling_defaults)
         client = options.tenant or peer.get()
         if options.retention is not None and (reason := self._model.refuses_retention):
-            raise InvalidField(f"retention: not with {reason}", field="retention")
+            raise InvalidField(f"retention: does not work with {reason}", field="retention")
         limit = self._engine.scheduler.limits.max_len_of(options.retention) or self._max_len
         prompt = await self._prompt(message, client, limit)
         num_computed = options.n if options.best_of is None else options.best_of
@@ -217,7 +218,7 @@ class EngineService:
             num_beams=None if beams is None else beams.num_beams,
             priority=options.priority,
             tenant=options.tenant,
-            look_up=options.look_up and options.num_prompt_logprobs is None,  # what is cached has no logits
+            look_up=options.look_up and options.num_prompt_logprobs is None,  # cached tokens have no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
             retention=None if keeps_all else options.retention,
         )
@@ -270,14 +271,18 @@ class EngineService:
                 raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
             if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
-                raise InvalidField("chat: one message or more, of system, user or assistant", field="chat")
+                raise InvalidField("chat: needs one message or more, each of role system, user or assistant", field="chat")
             ids = await self._text_work.encode_chat(client, messages, max_len)
         elif kind == "token_ids":
             if (num := len(message.token_ids.ids)) >= max_len:
-                raise NeverFits(f"{num} tokens and one more, and at most {max_len} fit", requested=num + 1, limit=max_len)
+                raise NeverFits(
+                    f"the prompt has {num} tokens, and with one new token at most {max_len} fit",
+                    requested=num + 1,
+                    limit=max_len,
+                )
             ids = message.token_ids.ids
         else:
-            raise InvalidField("a prompt is needed: text, token_ids or chat", field="prompt")
+            raise InvalidField("prompt: needed, as text, token_ids or chat", field="prompt")
         if not len(ids):
             raise InvalidField("the prompt has no tokens", field=kind)
         return token_array(ids, self._model.vocab_size, kind)

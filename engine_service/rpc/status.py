@@ -1,4 +1,4 @@
-"""The code of each reason that the engine service refuses with; the proto's ErrorReason says the same in its comments."""
+"""The gRPC code of each reason with which the engine service refuses; the comments of the proto's ErrorReason say the same."""
 
 import grpc
 from google.protobuf import duration_pb2

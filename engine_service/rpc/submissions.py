@@ -1,9 +1,9 @@
-"""Submissions: requests that outlive their client's connection, and what they gave, kept for a bounded time.
+"""Submissions: requests that outlive their client's connection, and their results, kept for a bounded time.
 
-Rules: the same id with the same contents is the same request, however often and however close together it comes; with other
-contents it is refused while the first is remembered. What ended is forgotten after `keep_s` seconds, and the eldest of what
-ended before that when more than `max_kept` have, or what they gave takes more than `max_bytes`. Knows no wire; who admits a
-request is handed in.
+Rules: the same id with the same contents is the same request, however often and however close together it comes; the same id
+with other contents is refused while the first is remembered. A request that ended is forgotten after `keep_s` seconds; the ones
+that ended first go earlier, when more than `max_kept` have ended or their results take more than `max_bytes`. Knows no wire;
+the function that admits a request is handed in.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
 from ..values.token_logprobs import TokenLogprobs
 
-_EACH_BYTES = 4096  # of a submission, whatever it gave
+_EACH_BYTES = 4096  # of a submission, whatever its results
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
 
 Admit = Callable[[Callable[[OutputChunk | EngineError], None]], Awaitable[Generation]]
@@ -36,7 +36,7 @@ class Output:
     cumulative_logprob: float | None = None
 
     def close(self) -> int:
-        """Nothing more comes. Bytes that it takes from now on, about."""
+        """Nothing more comes. About how many bytes it takes from now on."""
         self.texts = ["".join(self.texts)]
         num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
         return len(self.texts[0]) * _CHAR_BYTES + len(self.token_ids) * self.token_ids.itemsize + num_logprobs * _LOGPROB_BYTES
@@ -51,25 +51,25 @@ class Submission:
     generation: Generation | None = None
     outputs: dict[int, Output] = field(default_factory=dict)
     usage: Usage | None = None
-    refusal: EngineError | None = None
+    error: EngineError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # what it gave, whole; or that is forgotten
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
     ended_at: float = 0.0
     num_bytes: int = 0  # once it has ended
 
-    def take(self, news: OutputChunk | EngineError) -> None:
-        """What the loop hands over."""
-        if isinstance(news, EngineError):
-            self.refusal = news
+    def add_output(self, chunk: OutputChunk | EngineError) -> None:
+        """What the loop hands over: the next chunk, or the error that ends the request."""
+        if isinstance(chunk, EngineError):
+            self.error = chunk
             return self._end()
-        output = self.outputs.setdefault(news.index, Output())
-        output.texts.append(news.text)
-        output.token_ids.extend(news.token_ids)
-        output.logprobs.extend(news.logprobs)
-        output.prompt_logprobs.extend(news.prompt_logprobs)
-        output.finish_reason, output.cumulative_logprob = news.finish_reason, news.cumulative_logprob
-        if news.usage is not None:
-            self.usage = news.usage
+        output = self.outputs.setdefault(chunk.index, Output())
+        output.texts.append(chunk.text)
+        output.token_ids.extend(chunk.token_ids)
+        output.logprobs.extend(chunk.logprobs)
+        output.prompt_logprobs.extend(chunk.prompt_logprobs)
+        output.finish_reason, output.cumulative_logprob = chunk.finish_reason, chunk.cumulative_logprob
+        if chunk.usage is not None:
+            self.usage = chunk.usage
             self._end()
         return None
 
@@ -78,12 +78,12 @@ class Submission:
         self.num_bytes = _EACH_BYTES + sum(output.close() for output in self.outputs.values())
         if self.generation is not None:
             self.num_bytes += self.generation.request.prompt.nbytes
-            self.generation.constraints = ()  # what is kept of it draws no more, and grammars take memory
+            self.generation.constraints = ()  # it draws no more tokens, and grammars take memory
         self.ended.set()
 
 
 class Submissions:
-    """See the module."""
+    """Submitted requests by id, open and ended, within bounds of number, age and bytes."""
 
     def __init__(self, max_kept: int, keep_s: float, max_bytes: int) -> None:
         self._max_kept, self._max_bytes = max_kept, max_bytes
@@ -91,34 +91,34 @@ class Submissions:
         self._by_id: dict[str, Submission] = {}  # in order of submission
 
     async def submit(self, request_id: str, digest: bytes, admit: Admit) -> None:
-        """Takes the request once. Raises DuplicateRequest, or what admit raises, which leaves nothing behind."""
+        """Admit the request once. Raises DuplicateRequest, or the error of admit, which leaves nothing behind."""
         self._forget_old()
         known = self._by_id.get(request_id)
         if known is not None:
             if known.digest != digest:
-                raise DuplicateRequest("a request of this id was submitted with other contents")
+                raise DuplicateRequest("a request with this id was submitted with other contents")
             await asyncio.shield(known.admitted)
             return
         admitted = asyncio.get_running_loop().create_future()
         submission = self._by_id[request_id] = Submission(digest, admitted)
         try:
-            submission.generation = await admit(submission.take)
+            submission.generation = await admit(submission.add_output)
         except BaseException as error:
             del self._by_id[request_id]
             submission.fetched.set()
             submission.admitted.set_exception(
-                error if isinstance(error, EngineError) else UnknownRequest("it was not admitted")
+                error if isinstance(error, EngineError) else UnknownRequest("the request was not admitted")
             )
-            submission.admitted.exception()  # whoever waits for it is told; that nobody does is no fault
+            submission.admitted.exception()  # calls that wait for it get it; that none waits is no fault
             raise
         submission.admitted.set_result(None)
 
     async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
-        """The submission when it has ended, or after so long. Raises UnknownRequest."""
+        """The submission when it has ended, or after so many seconds. Raises UnknownRequest."""
         self._forget_old()
         submission = self._by_id.get(request_id)
         if submission is None:
-            raise UnknownRequest("no request of this id was submitted, or its results are no longer kept")
+            raise UnknownRequest("no request with this id was submitted, or its results are no longer kept")
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.shield(submission.admitted)
@@ -132,7 +132,7 @@ class Submissions:
         return submission.generation, submission
 
     async def wait_fetched(self) -> None:
-        """Until everything that was taken so far has ended and been asked for, or is forgotten."""
+        """Until all requests that were submitted so far have ended, and their results are fetched or forgotten."""
         for submission in list(self._by_id.values()):
             await submission.fetched.wait()
 
@@ -148,7 +148,7 @@ class Submissions:
         surplus_bytes = sum(submission.num_bytes for _, submission in ended) - self._max_bytes
         by_age = sorted(ended, key=lambda item: item[1].ended_at)
         for place, (request_id, submission) in enumerate(by_age):
-            is_over = place < surplus or (surplus_bytes > 0 and place < len(by_age) - 1)  # the last one is told in any case
+            is_over = place < surplus or (surplus_bytes > 0 and place < len(by_age) - 1)  # the last one is kept in any case
             if is_over or now - submission.ended_at >= self._keep_s:
                 del self._by_id[request_id]
                 submission.fetched.set()

@@ -1,7 +1,7 @@
-"""FairQueue: jobs of many clients, taken in turn, so that no client's many keep out another's one.
+"""FairQueue: jobs of many clients, taken in turn, so that the many jobs of one client do not keep out the one of another.
 
-Rules: of a client's own jobs the eldest comes first; clients with waiting jobs take turns; a client that has as many under way
-as one may have is passed over; what would wait beyond the bounds is refused at once. Pure.
+Rules: a client's own jobs come in order; clients with waiting jobs take turns; a client with as many jobs under way as one
+client may have is passed over; a job that would wait beyond the bounds is refused at once. Pure.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """See the module."""
+    """Jobs that wait, by client, and how many of each client are under way."""
 
     def __init__(self, *, max_waiting: int, max_waiting_each: int, max_busy_each: int) -> None:
-        """The last two: of one client."""
+        """max_waiting_each, max_busy_each: of one client; max_waiting: of all together."""
         self._max_waiting, self._max_waiting_each, self._max_busy_each = max_waiting, max_waiting_each, max_busy_each
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the client whose turn is next comes first; none is empty
         self._busy: Counter[str] = Counter()  # jobs under way; none is zero
         self.num_waiting = 0
 
     def put(self, client: str, job: T) -> None:
-        """One more waits. Raises QueueFull."""
+        """Add a job. Raises QueueFull."""
         own = len(self._waiting.get(client, ()))
         for count, limit in ((own, self._max_waiting_each), (self.num_waiting, self._max_waiting)):
             if count >= limit:
-                raise QueueFull(f"{limit} texts, chats or constraints wait to be worked on", limit=limit)
+                raise QueueFull(f"{limit} texts, chats or constraints are waiting, the most that may", limit=limit)
         self._waiting.setdefault(client, deque()).append(job)
         self.num_waiting += 1
 
-    def take(self) -> tuple[str, T] | None:
-        """The next job and its client, which is under way from now on; None: nothing may start."""
+    def take_job(self) -> tuple[str, T] | None:
+        """The next job and its client; the job is under way from now on. None: no job may start."""
         client = next((name for name in self._waiting if self._busy.get(name, 0) < self._max_busy_each), None)
         if client is None:
             return None
@@ -43,14 +43,14 @@ class FairQueue(Generic[T]):
         self._busy[client] += 1
         return client, job
 
-    def end(self, client: str) -> None:
-        """One of its jobs under way has ended."""
+    def end_job(self, client: str) -> None:
+        """One of the client's jobs under way has ended."""
         self._busy[client] -= 1
         if not self._busy[client]:
             del self._busy[client]
 
     def remove(self, client: str, job: T) -> None:
-        """It is not wanted any more. Nothing happens where it does not wait."""
+        """The job is not wanted any more. Nothing happens if it does not wait."""
         jobs = self._waiting.get(client)
         if jobs is not None and job in jobs:
             jobs.remove(job)

@@ -1,8 +1,8 @@
-"""TextWork: what the tokenizer, the chat template and the grammars of constraints are asked for, without holding the loop.
+"""TextWork: the work of the tokenizer, the chat template and the grammars of constraints, without blocking the loop.
 
-Short text is worked on at once, everything else in worker processes (workers.py). Text is bounded before: by the tokens that
-the model can take, each with more bytes than tokens usually have. What takes too much there is refused, and nothing of it comes
-into this process; a constraint that does not is compiled here again, in a thread that leaves the interpreter to others.
+Short text is done at once, everything else in worker processes (workers.py). Text is bounded first: by the tokens that the
+model can take, each with more bytes than tokens usually have. A job that takes too much is refused, and nothing of it comes
+into this process; a constraint that passes is compiled here again, in a thread that releases the interpreter.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
 
 
 class TextWork:
-    """See the module. `client` is who a call comes from: workers take turns among clients. To be closed."""
+    """Tokenizing, detokenizing and constraints. `client` names the caller: workers take turns among clients. To be closed."""
 
     def __init__(self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits, max_waiting: int) -> None:
         """Builds what constraints need, which takes a second for a large vocabulary.
@@ -55,7 +55,7 @@ class TextWork:
         return _ids(await self._run(client, Kind.ENCODE, raw, field))
 
     async def encode_chat(self, client: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int] | Int32Array:
-        """The same of a conversation, by the model's chat template."""
+        """Token ids of a conversation, by the model's chat template. Raises as encode does."""
         num_bytes = sum(len(message["content"].encode()) for message in messages)
         _check_bytes(num_bytes, "chat", max_tokens)
         if self._workers is None or (num_bytes <= _SHORT_BYTES and len(messages) <= _SHORT_CHAT):
@@ -63,7 +63,7 @@ class TextWork:
         return _ids(await self._run(client, Kind.ENCODE_CHAT, json.dumps(messages).encode(), "chat"))
 
     async def decode(self, client: str, token_ids: Int32Array, *, with_added: bool) -> str:
-        """The text of token ids. with_added: also of those that `encode` puts around a text."""
+        """The text of token ids. with_added: also of the tokens that `encode` puts around a text."""
         if not with_added:
             token_ids = self._text.without_added(token_ids)
         if self._workers is None or len(token_ids) <= _SHORT_TOKENS:

@@ -1,9 +1,9 @@
 """A worker process: turns text into tokens and back and tries constraints out, beside the engine and within limits.
 
-Tokenising holds the interpreter for as long as it takes, and a pattern of twenty characters can want gigabytes: neither is to
-happen where streams are served. The kernel keeps the limits, so that they hold whatever a library does: a job that uses more
-processor time ends this process, and so may one that wants more memory. It ends with its engine, whose pipe it reads. Loads
-no torch and no grpc.
+Tokenising holds the interpreter for as long as it takes, and a pattern of twenty characters can need gigabytes: neither must
+happen where streams are served. The kernel enforces the limits, so that they hold whatever a library does: a job that uses more
+processor time ends this process, and so may a job that needs more memory. The process ends with its engine, whose pipe it
+reads. Loads no torch and no grpc.
 """
 
 import json
@@ -25,12 +25,12 @@ from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_
 from ..outputs.tokenizer import Tokenizer
 from .worker_frames import ANSWER_HEAD, JOB_HEAD, TOKEN_DTYPE, Kind, Outcome
 
-_STACK_BYTES = 1 << 20  # less than a thread of the engine has: what does not end here by recursion does not end there
+_STACK_BYTES = 1 << 20  # less than a thread of the engine has: too deep a recursion ends this process first
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one job: seconds of processor time, and bytes beyond what the worker has when it is set up."""
+    """Limits of one job: seconds of processor time, and bytes beyond what the worker uses once it is set up."""
 
     cpu_s: float
     memory: int
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """What a worker needs to know."""
+    """What a worker needs before its first job."""
 
     tokenizer: dict[str, Any]  # Tokenizer.state
     vocab_size: int
@@ -49,7 +49,7 @@ class SetUp:
 
 
 class Worker:
-    """Does one job after another."""
+    """Does jobs, one after another, in its own process."""
 
     def __init__(self, set_up: SetUp) -> None:
         self.limits = Limits(**set_up.limits)
@@ -61,7 +61,7 @@ class Worker:
         return Vocabulary.of(self._tokenizer, self._vocab_size)
 
     def prepare(self, kind: Kind) -> None:
-        """What the first job of a kind would have to wait for. Not bounded: it is the model's."""
+        """Build what the first job of a kind needs. Without limits: it depends on the model alone."""
         if kind is Kind.CONSTRAINT:
             _ = self._vocabulary
 
@@ -74,7 +74,7 @@ class Worker:
         except GrammarTooComplex as error:
             return Outcome.TOO_MUCH, str(error).encode(errors="replace")
         except (MemoryError, RecursionError):
-            return Outcome.TOO_MUCH, b"it takes too much memory"
+            return Outcome.TOO_MUCH, b"takes too much memory"
         except Exception:
             traceback.print_exc()
             return Outcome.BROKEN, b""
@@ -97,10 +97,10 @@ def _ids_as_bytes(token_ids: list[int]) -> bytes:
 
 
 def main() -> None:
-    """Until the engine closes the pipe, or a job has taken too much."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the engine still has requests to end
+    """Do jobs until the engine closes the pipe, or a job has taken too much."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the engine still has requests to end
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not be read as an answer
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_STACK, _STACK_BYTES)
     first = _read(jobs)
@@ -119,7 +119,7 @@ def main() -> None:
             most = _memory() + worker.limits.memory
             _set_limit(resource.RLIMIT_AS, most)
         outcome, found = _within(worker.limits.cpu_s, partial(worker.do, kind, body))
-        # What a library keeps of a large job is not to be taken from the next ones.
+        # Memory that a library keeps after a large job must not shrink what the next jobs may use.
         is_last = outcome is Outcome.BROKEN or _memory() > most - worker.limits.memory // 2
         _answer(answers, outcome, found, is_last=is_last)
         if is_last:
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def _within(cpu_s: float, do: Callable[[], tuple[Outcome, bytes]]) -> tuple[Outcome, bytes]:
-    """Ends this process by SIGPROF if it takes more."""
+    """The job's outcome. SIGPROF ends this process if the job takes more processor time."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return do()
@@ -155,7 +155,7 @@ def _memory() -> int:
 
 
 def _set_limit(which: int, most: int) -> None:
-    """The soft limit, as far as the hard one lets it."""
+    """Set the soft limit, as far as the hard limit allows."""
     _, hard = resource.getrlimit(which)
     if most == resource.RLIM_INFINITY or (hard != resource.RLIM_INFINITY and most > hard):
         most = hard

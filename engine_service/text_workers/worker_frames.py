@@ -1,7 +1,7 @@
 """Frames between the engine and its worker processes, over two pipes: a head of fixed size, then bytes.
 
-Nothing is pickled. A job's head is its kind and the length of its body; an answer's is its outcome, whether the worker ends
-behind it, and the length. Bodies: text is UTF-8, token ids are little-endian int32, everything else is JSON.
+Nothing is pickled. A job's head is its kind and the length of its body; an answer's head is its outcome, whether the worker
+ends after it, and the length. Bodies: text is UTF-8, token ids are little-endian int32, everything else is JSON.
 """
 
 import struct
@@ -14,7 +14,7 @@ TOKEN_DTYPE: Final = "<i4"
 
 
 class Kind(IntEnum):
-    """Of a job; in brackets what its body is, and behind it what it gives."""
+    """The kind of a job: in brackets its body, after the colon its answer."""
 
     SET_UP = 0  # [JSON, see text_worker.SetUp], the first: nothing
     ENCODE = 1  # [text]: token ids
@@ -24,9 +24,9 @@ class Kind(IntEnum):
 
 
 class Outcome(IntEnum):
-    """Of a job; behind it what its answer is."""
+    """The outcome of a job, with the body of its answer."""
 
-    DONE = 0  # what the kind gives
+    DONE = 0  # the kind's answer
     REFUSED = 1  # text: why it cannot be done
     TOO_MUCH = 2  # text: which limit it passed
     BROKEN = 3  # nothing: a bug; the worker has said more on stderr

@@ -1,7 +1,7 @@
-"""Workers: the processes that text and constraints are worked on in, a few, each started when there is something for it to do.
+"""Workers: a few processes for text and constraints, each started when there is a job for it.
 
-Owns who is served next (fair_queue.py), and that a job ends: with its answer, refused by its worker, or because it took more
-than it may, which ends the worker and leaves the other jobs alone. What a job means is text_worker.py's. A job whose caller has
+Owns which job is next (fair_queue.py), and that every job ends: with its answer, refused by its worker, or because it took more
+than it may, which ends its worker and leaves the other jobs alone. What a job does is in text_worker.py. A job whose caller has
 gone away still takes its client's turn.
 """
 
@@ -24,17 +24,17 @@ from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
 
 log = structlog.get_logger()
 
-_NUM_CLIENTS = 4  # that may have as much waiting as one may, before others are refused too
-_PATIENCE = 20  # times its processor time that a job may take on a busy machine, before its worker counts as stuck
+_NUM_CLIENTS = 4  # clients whose queues may be full before other clients are refused too
+_PATIENCE = 20  # times its processor time: a job may take so long on a busy machine before its worker counts as stuck
 _READ_BYTES = 1 << 20
 
 
 class JobRefused(Exception):
-    """What the job says is wrong: bad text, a bad chat, a bad grammar. One line."""
+    """The input of the job is wrong: bad text, a bad chat, a bad grammar. One line."""
 
 
 class JobTooMuch(Exception):
-    """It took more time, memory or states than a job may. One line."""
+    """The job took more time, memory or states than it may. One line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ class _Job:
 
 
 class Workers:
-    """See the module."""
+    """Runs jobs of many clients on num_workers processes. To be closed."""
 
     def __init__(self, num_workers: int, set_up: SetUp, max_waiting: int) -> None:
-        """max_waiting: jobs of one client."""
+        """max_waiting: jobs of one client that may wait."""
         self._num_workers, self._set_up = num_workers, set_up
         self._queue = FairQueue[_Job](
             max_waiting=_NUM_CLIENTS * max_waiting, max_waiting_each=max_waiting, max_busy_each=max(1, num_workers - 1)
@@ -70,7 +70,7 @@ class Workers:
             self._queue.remove(client, job)
 
     async def close(self) -> None:
-        """Ends the processes; jobs under way are refused."""
+        """End the processes; jobs under way are refused."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -78,13 +78,13 @@ class Workers:
         for process in self._idle:
             await _end(process)
         self._idle.clear()
-        while (taken := self._queue.take()) is not None:
+        while (taken := self._queue.take_job()) is not None:
             client, job = taken
-            self._queue.end(client)
-            _tell(job, Draining("the service is stopping"))
+            self._queue.end_job(client)
+            _answer(job, Draining("the service is stopping"))
 
     def _proceed(self) -> None:
-        while not self._is_closed and len(self._tasks) < self._num_workers and (taken := self._queue.take()) is not None:
+        while not self._is_closed and len(self._tasks) < self._num_workers and (taken := self._queue.take_job()) is not None:
             client, job = taken
             task = asyncio.create_task(self._serve(job))
             self._tasks.add(task)
@@ -92,21 +92,21 @@ class Workers:
 
     def _note_end(self, client: str, job: _Job, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._queue.end(client)
-        _tell(job, Draining("the service is stopping"))  # where it was cancelled, perhaps before it began
+        self._queue.end_job(client)
+        _answer(job, Draining("the service is stopping"))  # if it was cancelled, perhaps before it began
         self._proceed()
 
     async def _serve(self, job: _Job) -> None:
-        """One job on one process, which is there for the next one unless the job has ended it."""
+        """Do one job on one process, which serves the next job unless this one has ended it."""
         if job.answer.cancelled():
             return
         try:
-            _tell(job, await self._do(job))
+            _answer(job, await self._do(job))
         except (JobRefused, JobTooMuch, BrokenInvariant) as error:
-            _tell(job, error)
+            _answer(job, error)
         except Exception as error:
             log.exception("broken_invariant")
-            _tell(job, error)
+            _answer(job, error)
 
     async def _do(self, job: _Job) -> bytes:
         is_second = False
@@ -121,10 +121,10 @@ class Workers:
             except (EOFError, ConnectionError, TimeoutError) as error:
                 code = await _end(process)
                 log.warning("text_worker_ended", code=code, kind=job.kind.name.lower())
-                # The kernel's choice when memory is short, or a person's: it may be no fault of the job.
+                # SIGKILL may be no fault of the job: the kernel kills when memory is short, and people do.
                 if code != -signal.SIGKILL or isinstance(error, TimeoutError) or is_second:
                     is_late = code == -signal.SIGPROF or isinstance(error, TimeoutError)
-                    raise JobTooMuch(f"it takes too much {'time' if is_late else 'memory'}") from None
+                    raise JobTooMuch(f"takes too much {'time' if is_late else 'memory'}") from None
                 is_second = True
             finally:
                 if is_kept:
@@ -139,7 +139,7 @@ class Workers:
         raise JobTooMuch(text) if outcome is Outcome.TOO_MUCH else JobRefused(text)
 
     async def _process(self) -> Process:
-        """One that is idle, or a new one."""
+        """An idle process, or a new one."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -164,18 +164,18 @@ class Workers:
         return process
 
 
-def _tell(job: _Job, news: bytes | Exception) -> None:
+def _answer(job: _Job, answer: bytes | Exception) -> None:
     if job.answer.done():
         return
-    if isinstance(news, Exception):
-        job.answer.set_exception(news)
+    if isinstance(answer, Exception):
+        job.answer.set_exception(answer)
         job.answer.exception()  # its caller may be gone
     else:
-        job.answer.set_result(news)
+        job.answer.set_result(answer)
 
 
 async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome, bool, bytes]:
-    """Outcome, whether the worker ends, and what it says. Raises EOFError, ConnectionError."""
+    """The outcome, whether the worker ends, and the body of its answer. Raises EOFError, ConnectionError."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(JOB_HEAD.pack(kind, len(body)))
     process.stdin.write(body)
@@ -185,7 +185,7 @@ async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome,
 
 
 async def _end(process: Process) -> int:
-    """Its exit code; killed where it has not ended by itself."""
+    """End the process, by SIGKILL if it has not ended by itself. Its exit code."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(ProcessLookupError):

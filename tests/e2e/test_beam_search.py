@@ -54,13 +54,13 @@ async def start(world: Services, folder: Path, block_size: int = 4, **engine: ob
 
 
 async def search(client: AsyncEngineClient, case: SearchCase) -> list[OutputChunk]:
-    return [piece async for piece in client.generate(case.prompt, case.options)]
+    return [chunk async for chunk in client.generate(case.prompt, case.options)]
 
 
 async def check_all(client: AsyncEngineClient, searches: Searches, expected: Sequence[list[Found]] | None = None) -> None:
     told = await asyncio.gather(*(search(client, case) for case in searches.cases))
-    for case, pieces, found in zip(searches.cases, told, expected or searches.expected, strict=True):
-        check_told(case, pieces, found)
+    for case, chunks, found in zip(searches.cases, told, expected or searches.expected, strict=True):
+        check_told(case, chunks, found)
 
 
 def test_the_searches_show_what_they_are_for(searches: Searches) -> None:
@@ -149,8 +149,8 @@ async def test_cancelled_it_tells_its_end_alone_and_gives_all_back(world: Servic
 
     await until(has_tokens)
     await client.cancel("mine")
-    pieces = await reading
-    assert [(piece.index, piece.token_ids, piece.finish_reason) for piece in pieces] == [
+    chunks = await reading
+    assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
         (0, (), "cancelled"),
         (1, (), "cancelled"),
     ]
@@ -159,22 +159,22 @@ async def test_cancelled_it_tells_its_end_alone_and_gives_all_back(world: Servic
 
 
 async def read(client: AsyncEngineClient, options: GenerateOptions) -> list[OutputChunk]:
-    return [piece async for piece in client.generate(TOY_PROMPT, options)]
+    return [chunk async for chunk in client.generate(TOY_PROMPT, options)]
 
 
 @pytest.mark.parametrize("num_blocks", [8, 64])
 async def test_every_list_is_scored_by_its_own_tokens(world: Services, num_blocks: int) -> None:
-    """The toy says 30 for the one token that follows and 0 for all others: a list that read another one's blocks would show."""
+    """The toy gives the next token a logit of 30 and all others 0: a list that read another list's blocks would show."""
     await world.start_cache(num_blocks=num_blocks)
     client = await world.client(await world.start_engine())
     sampling = Sampling(max_tokens=14, repetition_penalty=1.0, ignore_eos=True)
-    pieces = await read(client, GenerateOptions(n=4, beam_search=BeamSearch(4), sampling=sampling))
-    assert list(pieces[0].token_ids) == toy_output(TOY_PROMPT, 14)
-    assert len({piece.token_ids for piece in pieces}) == 4
-    for piece in pieces:
-        tokens = [*TOY_PROMPT, *piece.token_ids]
+    chunks = await read(client, GenerateOptions(n=4, beam_search=BeamSearch(4), sampling=sampling))
+    assert list(chunks[0].token_ids) == toy_output(TOY_PROMPT, 14)
+    assert len({chunk.token_ids for chunk in chunks}) == 4
+    for chunk in chunks:
+        tokens = [*TOY_PROMPT, *chunk.token_ids]
         strays = sum(toy_output(tokens[:place], 1) != [tokens[place]] for place in range(len(TOY_PROMPT), len(tokens)))
-        assert piece.cumulative_logprob == pytest.approx(-30 * strays, abs=1e-3)
+        assert chunk.cumulative_logprob == pytest.approx(-30 * strays, abs=1e-3)
     assert ((await client.stats()).num_preemptions > 0) == (num_blocks == 8)
 
 

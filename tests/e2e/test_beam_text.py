@@ -1,4 +1,4 @@
-"""Beam search for text: stop strings end lists as transformers' do, and what is told stops before them."""
+"""Beam search for text: stop strings end lists as transformers' do, and the text ends before them."""
 
 import asyncio
 
@@ -21,14 +21,14 @@ async def test_stop_strings_end_lists_and_are_not_told(world: Services) -> None:
     expected = await asyncio.to_thread(references, DEMO_MODEL_DIR, cases)
     reasons = []
     for case, lists in zip(cases, expected, strict=True):
-        pieces = [piece async for piece in client.generate(case.prompt, case.options)]
-        assert [piece.token_ids for piece in pieces] == [found.token_ids for found in lists]
-        for piece, found in zip(pieces, lists, strict=True):
-            assert piece.cumulative_logprob is not None
-            assert abs(piece.cumulative_logprob - found.logprob) < 1e-3
-            whole = await client.detokenize(piece.token_ids)
+        chunks = [chunk async for chunk in client.generate(case.prompt, case.options)]
+        assert [chunk.token_ids for chunk in chunks] == [found.token_ids for found in lists]
+        for chunk, found in zip(chunks, lists, strict=True):
+            assert chunk.cumulative_logprob is not None
+            assert abs(chunk.cumulative_logprob - found.logprob) < 1e-3
+            whole = await client.detokenize(chunk.token_ids)
             first = min((at for stop in case.stop if (at := whole.find(stop)) >= 0), default=None)
-            assert piece.text == whole[:first]
-            assert (piece.finish_reason == "stop") == (first is not None)
-            reasons.append(piece.finish_reason)
+            assert chunk.text == whole[:first]
+            assert (chunk.finish_reason == "stop") == (first is not None)
+            reasons.append(chunk.finish_reason)
     assert {*reasons} == {"stop", "length"}, "or this test shows nothing"

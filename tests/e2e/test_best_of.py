@@ -1,4 +1,4 @@
-"""best_of through both services: the same draws as n continuations, of which the likeliest are told."""
+"""best_of through both services: the same draws as n continuations, of which the client gets the likeliest."""
 
 import dataclasses
 from pathlib import Path
@@ -27,36 +27,36 @@ async def start(world: Services, folder: Path, **engine: object) -> AsyncEngineC
 
 async def run(client: AsyncEngineClient, options: GenerateOptions) -> tuple[list[OutputChunk], int]:
     generation = client.generate(PROMPT, options)
-    pieces = [piece async for piece in generation]
+    chunks = [chunk async for chunk in generation]
     assert generation.usage is not None
-    return pieces, generation.usage.new_tokens
+    return chunks, generation.usage.new_tokens
 
 
 async def test_the_likeliest_of_the_continuations_that_n_gives(world: Services, folder: Path) -> None:
     await world.start_cache()
     client = await start(world, folder)
-    all_pieces, num_new = await run(client, GenerateOptions(n=6, sampling=SAMPLING))
-    own: list[list[OutputChunk]] = [[piece for piece in all_pieces if piece.index == index] for index in range(6)]
-    tokens = [tuple(token for piece in pieces for token in piece.token_ids) for pieces in own]
-    logprobs = [[one.logprob for piece in pieces for one in piece.logprobs] for pieces in own]
+    all_chunks, num_new = await run(client, GenerateOptions(n=6, sampling=SAMPLING))
+    own: list[list[OutputChunk]] = [[chunk for chunk in all_chunks if chunk.index == index] for index in range(6)]
+    tokens = [tuple(token for chunk in chunks for token in chunk.token_ids) for chunks in own]
+    logprobs = [[one.logprob for chunk in chunks for one in chunk.logprobs] for chunks in own]
     assert len(set(tokens)) == 6
     order = sorted(range(6), key=lambda index: -sum(logprobs[index]) / len(logprobs[index]))
     assert order != list(range(6)), "or ranking would not show"
 
     told, num_computed = await run(client, GenerateOptions(n=2, best_of=6, sampling=SAMPLING))
-    assert [(piece.index, piece.token_ids) for piece in told] == [(place, tokens[order[place]]) for place in range(2)]
+    assert [(chunk.index, chunk.token_ids) for chunk in told] == [(place, tokens[order[place]]) for place in range(2)]
     sums = [sum(logprobs[index]) for index in order[:2]]
-    assert [piece.cumulative_logprob for piece in told] == pytest.approx(sums, abs=1e-5)
-    assert [piece.finish_reason for piece in told] == ["length", "length"]
+    assert [chunk.cumulative_logprob for chunk in told] == pytest.approx(sums, abs=1e-5)
+    assert [chunk.finish_reason for chunk in told] == ["length", "length"]
     assert num_computed == num_new == 42, "all that was computed is counted"
     assert (await client.stats()).num_new_tokens == 84
 
     plain = dataclasses.replace(SAMPLING, num_logprobs=None)
     request_id = await client.submit(PROMPT, GenerateOptions(n=2, best_of=6, sampling=plain))
     result = await client.result(request_id, wait_s=20)
-    assert [piece.token_ids for piece in result.outputs] == [piece.token_ids for piece in told]
-    assert [piece.cumulative_logprob for piece in result.outputs] == pytest.approx(sums, abs=1e-5)
-    assert not any(piece.logprobs for piece in result.outputs)
+    assert [chunk.token_ids for chunk in result.outputs] == [chunk.token_ids for chunk in told]
+    assert [chunk.cumulative_logprob for chunk in result.outputs] == pytest.approx(sums, abs=1e-5)
+    assert not any(chunk.logprobs for chunk in result.outputs)
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
@@ -68,6 +68,6 @@ async def test_with_too_little_room_for_all_at_once(world: Services, folder: Pat
     await world.stop_cache()
     await world.start_cache()
     roomy = await start(world, folder)
-    assert [piece.token_ids for piece in told] == [
-        piece.token_ids for piece in (await run(roomy, GenerateOptions(n=2, best_of=6, sampling=SAMPLING)))[0]
+    assert [chunk.token_ids for chunk in told] == [
+        chunk.token_ids for chunk in (await run(roomy, GenerateOptions(n=2, best_of=6, sampling=SAMPLING)))[0]
     ]

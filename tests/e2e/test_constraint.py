@@ -1,4 +1,4 @@
-"""Constrained output, with the demo model, which left to itself writes nothing of the kind."""
+"""Constrained output, with the demo model, which writes nothing of the kind without constraints."""
 
 import json
 import re

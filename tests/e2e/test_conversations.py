@@ -1,4 +1,4 @@
-"""Conversations and metadata: told back with the request, listed by, and logged as far as they may be."""
+"""Conversations and metadata: returned with the request, used to list requests, and logged as far as they may be."""
 
 import asyncio
 import json

@@ -23,8 +23,8 @@ async def one(client: AsyncEngineClient, seed: int) -> str:
     generation = client.generate(prompt, options)
     tokens: list[list[int]] = [[] for _ in range(n)]
     num_pieces = 0
-    async for piece in generation:
-        tokens[piece.index] += piece.token_ids
+    async for chunk in generation:
+        tokens[chunk.index] += chunk.token_ids
         num_pieces += 1
         if num_pieces == leave_after:
             generation.close()
@@ -56,7 +56,7 @@ async def test_a_crowd(world: Services, options: dict[str, int], num_engines: in
     async with asyncio.timeout(2 * DEADLINE_S):
         ends = await asyncio.gather(*(one(clients[seed % num_engines], seed) for seed in range(NUM_REQUESTS)))
     assert set(ends) == {"ended", "left"}
-    # Alone, whose forks find slots and room: in a crowd with few of both it may be that none does.
+    # A request alone, whose forks find slots and blocks: in a crowd with few of both it may be that none does.
     assert (await generate(clients[0], [0, 1, 2, 0, 1], 4, n=2)).token_ids == [toy_output([0, 1, 2, 0, 1], 4)] * 2
     pool = await world.wait_idle()
     assert pool.num_referenced_blocks == 0

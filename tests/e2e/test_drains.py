@@ -1,4 +1,4 @@
-"""An engine that is asked to stop: what it has acknowledged ends, and clients hear of it before it goes."""
+"""An engine that is asked to stop: what it has acknowledged ends, and clients get the end before the engine stops."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0
 
 
 async def refuses(client: AsyncEngineClient) -> KvkeeperError | None:
-    """What a request is told once the engine takes no more."""
+    """The error of a request once the engine takes no more."""
     try:
         await client.submit(PROMPT, GenerateOptions(sampling=Sampling(max_tokens=1)))
     except KvkeeperError as error:
@@ -37,7 +37,7 @@ async def test_submitted_results_are_fetched_before_the_engine_goes(world: Servi
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert error.retry_after
     await until(lambda: has_ended(engine))
-    assert not draining.done(), "nobody has asked for the result yet"
+    assert not draining.done(), "no client has asked for the result yet"
     result = await client.result(request_id)
     assert [list(output.token_ids) for output in result.outputs] == [toy_output(PROMPT, len(result.outputs[0].token_ids))]
     await draining
@@ -52,7 +52,7 @@ def call_unread(channel: grpc.aio.Channel) -> Any:
 
 
 async def has_ended(engine: RunningEngine) -> bool:
-    """And had the time to go."""
+    """Whether the engine had nothing more to compute, with time to stop since."""
     async with AsyncEngineClient(engine.address) as client:
         before = engine.has_ended_requests
         await client.stats()

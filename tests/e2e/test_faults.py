@@ -13,7 +13,7 @@ from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.rpc import stream_buffer as outbox
+from kvkeeper.engine_service.rpc import stream_buffer
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
@@ -30,9 +30,10 @@ async def has_tokens(client: AsyncEngineClient) -> bool:
 async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
     world: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than fits the connection is generated for it, while another client gets all that it asked for."""
-    monkeypatch.setattr(outbox, "MAX_UNREAD", 4000)
-    monkeypatch.setattr(
+    """More is generated than the connection buffers, while another client gets everything it asked for."""
+    monkeypatch.setattr(stream_buffer, "MAX_UNREAD", 4000)
+    without_probe = (*transport._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))  # no large windows
+    monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", without_probe)
         transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
     )  # no large windows
     await world.start_cache(num_blocks=1024)
@@ -51,8 +52,8 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
     assert good.token_ids == [toy_output([1, 2], 40)]
     read = []
     with pytest.raises(KvkeeperError) as ended:  # noqa: PT012
-        async for piece in stuck:
-            read += piece.token_ids
+        async for chunk in stuck:
+            read += chunk.token_ids
     assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NOT_READ")
     assert ended.value.metadata == {"limit": "4000"}
     assert 0 < len(read) < 4 * 300
@@ -119,7 +120,7 @@ async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
     sampling = dataclasses.replace(GREEDY, max_tokens=8, **{key: wanted[key] for key in wanted if "logprobs" in key})
     options = GenerateOptions(sampling=sampling, **{key: wanted[key] for key in wanted if "logprobs" not in key})
     with pytest.raises(KvkeeperError) as failed:
-        _ = [piece async for piece in client.generate(prompt, options)]
+        _ = [chunk async for chunk in client.generate(prompt, options)]
     assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
     assert (await good).token_ids == [toy_output([1, 2, 3], 80)]
     assert (await world.wait_idle()).num_referenced_blocks == 0
@@ -176,7 +177,7 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
     generation = client.generate([1, 2, 3], long)
     await anext(generation)
     await client.cancel("mine")
-    reasons = [piece.finish_reason async for piece in generation if piece.finish_reason]
+    reasons = [chunk.finish_reason async for chunk in generation if chunk.finish_reason]
     assert reasons == ["cancelled", "cancelled"]
     left = client.generate([1, 2, 3], long)
     await anext(left)
@@ -196,8 +197,8 @@ async def test_log_probabilities_of_a_long_prompt_hold_nobody_up(world: Services
     alone = await generate(client, prompt[:5], 40, FREE)
     short = asyncio.create_task(generate(client, prompt[:5], 40, FREE))
     scored = client.generate(prompt, GenerateOptions(sampling=dataclasses.replace(FREE, max_tokens=2, num_prompt_logprobs=20)))
-    pieces = [piece async for piece in scored]
-    found = [one for piece in pieces for one in piece.prompt_logprobs]
+    chunks = [chunk async for chunk in scored]
+    found = [one for chunk in chunks for one in chunk.prompt_logprobs]
     assert [one.token_id for one in found] == prompt[1:]
     assert all(len(one.top) == 20 for one in found)
     assert (await short).token_ids == alone.token_ids

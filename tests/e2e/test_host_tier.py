@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvkeeper.client.steps import StepResult
-from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.cache_session.transfer_runner import TransferRunner
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
 PROMPTS = [[place + 1, *range(40, 40 + 5 * BLOCK_SIZE)] for place in range(6)]
@@ -44,15 +44,15 @@ async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch
     client = await world.client(await world.start_engine())
     for prompt in PROMPTS:
         await generate(client, prompt)
-    run_orders = KvMemory.run_orders
+    run = TransferRunner.run
 
-    def failing(memory: KvMemory, answer: StepResult) -> None:
+    def failing(transfers: TransferRunner, answer: StepResult) -> None:
         """Every second load is aimed past the end of the host tier."""
         sources = answer.transfer_sources.copy()
         sources[(answer.transfer_kinds == 2) & (answer.transfer_ids % 2 == 0)] = 10**6
-        run_orders(memory, answer._replace(transfer_sources=sources))
+        run(transfers, answer._replace(transfer_sources=sources))
 
-    monkeypatch.setattr(KvMemory, "run_orders", failing)
+    monkeypatch.setattr(TransferRunner, "run", failing)
     for prompt in PROMPTS:
         assert (await generate(client, prompt)).token_ids == [toy_output(prompt, 8)]
     assert (await world.pool()).num_failed_transfers > 0
@@ -64,9 +64,9 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
     for prompt in PROMPTS:
         await generate(client, prompt)
 
-    def idle(memory: KvMemory, answer: StepResult) -> None:
-        memory._done_now += answer.transfer_ids.tolist()
+    def idle(transfers: TransferRunner, answer: StepResult) -> None:
+        transfers._done_now += answer.transfer_ids.tolist()
 
-    monkeypatch.setattr(KvMemory, "run_orders", idle)
+    monkeypatch.setattr(TransferRunner, "run", idle)
     outputs = [(await generate(client, prompt)).token_ids for prompt in PROMPTS]
     assert outputs != [[toy_output(prompt, 8)] for prompt in PROMPTS]

@@ -1,4 +1,4 @@
-"""Text, constraints and messages that are too much: each is refused with its reason, and nobody else has less."""
+"""Text, constraints and messages that are too much: each is refused with its reason, and takes nothing from other clients."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ async def client(world: Services, demo_model: ServedModel) -> AsyncEngineClient:
 
 
 async def stub_of(world: Services, **options: object) -> pb_grpc.EngineServiceStub:
-    """Of the engine that was started last."""
+    """A channel to the engine that was started last."""
     channel = grpc.aio.insecure_channel(world.engines[-1].address, **options)  # type: ignore[arg-type]
     world.defer(channel.close)
     return pb_grpc.EngineServiceStub(channel)
@@ -201,7 +201,7 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         return not (await client.stats()).num_running_requests + (await client.stats()).num_waiting_requests
 
     await until(is_idle)
-    assert engine.service._held.num_bytes == 0
+    assert engine.service._request_memory.num_bytes == 0
     for place in (96, 97):
         await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(place)))
     bad = pb.GenerateRequest(text="a model without text")
@@ -209,4 +209,4 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         async for _ in stub.Generate(bad):
             pass
     await until(is_idle)
-    assert engine.service._held.num_bytes == 0, "what was refused is not held either"
+    assert engine.service._request_memory.num_bytes == 0, "what was refused is not held either"

@@ -24,7 +24,7 @@ from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, toy_output, until
 from tests.support.worlds.cache_api import ManualClock, blocks_of
 
-LEASE_S = 60.0  # renewed every 20 s, so that nothing is sent by itself while a test lasts
+LEASE_S = 60.0  # renewed every 20 s, so that no renewal is sent while a test lasts
 PREFIX = list(range(20, 20 + 3 * BLOCK_SIZE))  # cached by a first request, so that the second one reads it
 PROMPT = [*PREFIX, GATE_TOKEN, 7]
 
@@ -59,7 +59,7 @@ def test_an_answer_is_waited_for_as_long_as_the_cache_service_itself() -> None:
 
 
 class _Late:
-    """A cache service and an engine in whose middle of a step time may pass, for either of them or for both."""
+    """A cache service and an engine. Time can pass in the middle of a step, for either of them or for both."""
 
     def __init__(self, world: Services, cache: RunningCache, engine: RunningEngine, gate: threading.Event) -> None:
         self.world, self.cache, self.engine, self.gate = world, cache, engine, gate
@@ -94,7 +94,7 @@ async def _under_way(world: Services) -> tuple[_Late, "asyncio.Task[Output]"]:
 
 
 async def _give_to_others(late: _Late) -> None:
-    """The session ends, and somebody else writes into every block that can be had."""
+    """The session ends, and another one writes into every block that it can get."""
     late.cache_clock.advance(LEASE_S + 1)
     assert not late.cache.session_manager.sessions, "its lease has ended"
     (pool,) = late.cache.session_manager.registry.pools
@@ -118,8 +118,8 @@ async def test_a_step_that_outlived_its_lease_is_computed_again(world: Services)
     await world.wait_idle()
 
 
-async def test_a_step_that_took_long_is_told_where_its_session_lives(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine cannot tell by its clock, and asks once."""
+async def test_a_step_that_took_long_counts_where_its_session_lives(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine cannot be certain by its clock, and asks once."""
     late, request = await _under_way(world)
     renewals: list[str] = []
     renew = AsyncCacheSession.renew

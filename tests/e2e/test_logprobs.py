@@ -26,10 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def run(world: Services, folder: Path, sampling: Sampling, n: int = 1, **engine: object) -> list[list[OutputChunk]]:
     model = load_served_model(EngineConfig(model=str(folder), progress=False, block_size=BLOCK_SIZE))
     client = await world.client(await world.start_engine(model, **engine))
-    pieces: list[list[OutputChunk]] = [[] for _ in range(n)]
-    async for piece in client.generate(PROMPT, GenerateOptions(n=n, sampling=sampling)):
-        pieces[piece.index].append(piece)
-    return pieces
+    chunks: list[list[OutputChunk]] = [[] for _ in range(n)]
+    async for chunk in client.generate(PROMPT, GenerateOptions(n=n, sampling=sampling)):
+        chunks[chunk.index].append(chunk)
+    return chunks
 
 
 def expect(found: list[TokenLogprobs], tokens: list[int], logits: torch.Tensor, num_top: int) -> None:
@@ -51,14 +51,14 @@ async def test_of_new_tokens_and_of_the_prompt(world: Services, folder: Path, ch
     await world.start_cache()
     sampling = Sampling(max_tokens=6, temperature=0.8, seed=1, num_logprobs=3, num_prompt_logprobs=2, ignore_eos=True)
     outputs = await run(world, folder, sampling, n=2, chunk_size=chunk_size)
-    for index, pieces in enumerate(outputs):
-        tokens = [token for piece in pieces for token in piece.token_ids]
+    for index, chunks in enumerate(outputs):
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
         (logits,) = reference_logits(folder, (NumericsCase((*PROMPT, *tokens)),)).eager
-        found = [one for piece in pieces for one in piece.logprobs]
+        found = [one for chunk in chunks for one in chunk.logprobs]
         expect(found, tokens, logits[len(PROMPT) - 1 : -1], 3)
-        of_prompt = [one for piece in pieces for one in piece.prompt_logprobs]
+        of_prompt = [one for chunk in chunks for one in chunk.prompt_logprobs]
         if index == 0:
-            assert of_prompt == list(pieces[0].prompt_logprobs), "all with the first piece"
+            assert of_prompt == list(chunks[0].prompt_logprobs), "all with the first chunk"
             expect(of_prompt, list(PROMPT[1:]), logits[: len(PROMPT) - 1], 2)
         else:
             assert of_prompt == []
@@ -68,9 +68,9 @@ async def test_the_prompt_is_computed_for_them_though_it_is_cached(world: Servic
     await world.start_cache()
     first = await run(world, folder, Sampling(max_tokens=2, temperature=0))
     again = await run(world, folder, Sampling(max_tokens=2, temperature=0, num_prompt_logprobs=0))
-    assert [piece.token_ids for piece in first[0]] == [piece.token_ids for piece in again[0]]
+    assert [chunk.token_ids for chunk in first[0]] == [chunk.token_ids for chunk in again[0]]
     assert len(again[0][0].prompt_logprobs) == len(PROMPT) - 1
-    assert not any(piece.logprobs for piece in (*first[0], *again[0])), "not asked for"
+    assert not any(chunk.logprobs for chunk in (*first[0], *again[0])), "not asked for"
 
 
 def test_a_preempted_prompt_tells_each_position_once() -> None:

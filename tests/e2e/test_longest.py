@@ -1,4 +1,4 @@
-"""How long sequences get: as long as the pool holds and the model can make them; and who is told what bounds them."""
+"""How long sequences get: as long as the pool holds and the model can make them; and where the bound is reported."""
 
 import pytest
 import structlog
@@ -24,7 +24,7 @@ async def test_a_sequence_may_fill_the_pool_without_a_flag(world: Services) -> N
         ({"num_blocks": 64}, {"max_tokens_per_sequence": 32}, "--max-tokens-per-sequence of the engine service"),
     ],
 )
-async def test_what_bounds_it_is_told_at_start_and_to_who_asks_for_more(
+async def test_the_bound_is_reported_at_start_and_to_a_client_that_asks_for_more(
     world: Services, cache: dict[str, int], engine: dict[str, int], named: str
 ) -> None:
     await world.start_cache(**cache)

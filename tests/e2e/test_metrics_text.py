@@ -1,4 +1,4 @@
-"""What a scrape tells beside its numbers: what each family means, of which model and build, and that nothing else is served."""
+"""The text of a scrape: the meaning of each family, the model and the build; and that nothing else is served."""
 
 import asyncio
 import re
@@ -40,7 +40,7 @@ async def families(address: str) -> dict[str, Metric]:
 
 
 def comments(path: str, message: str) -> dict[str, str]:
-    """Of a message's fields, as they stand in the .proto."""
+    """The comments of a message's fields in the .proto."""
     (body,) = re.findall(rf"^message {message} {{\n(.*?)^}}", (PROTOS / path).read_text(), re.MULTILINE | re.DOTALL)
     found = re.findall(r"((?:^ +//.*\n)+)^ +(?:optional |repeated )?[\w.]+ (\w+) = ", body, re.MULTILINE)
     return {name: " ".join(text.replace("//", " ").split()) for text, name in found}
@@ -48,7 +48,7 @@ def comments(path: str, message: str) -> dict[str, str]:
 
 @pytest.fixture
 async def addresses(world: Services) -> tuple[str, str]:
-    """Of the metrics of both services, after one request that ended well, one that was cut and one that failed."""
+    """Metrics addresses of both services, after a request that ended well, one that was cut and one that failed."""
     cache = await world.start_cache(metrics_listen=ANY_PORT)
     engine = await world.start_engine(odd_model(), metrics_listen=ANY_PORT)
     client = await world.client(engine)
@@ -86,7 +86,7 @@ async def test_every_family_is_explained_by_the_comment_of_its_field(addresses: 
         assert not re.match(r"Of them|The latter|The most that they", family.documentation), "a HELP stands alone"
 
 
-async def test_the_model_the_build_and_the_process_are_told(addresses: tuple[str, str]) -> None:
+async def test_the_model_the_build_and_the_process_are_named(addresses: tuple[str, str]) -> None:
     cache, engine = [await families(address) for address in addresses]
     for name, family in engine.items():
         labels = [set(sample.labels) for sample in family.samples]

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, limits_of, open_memory
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
+from kvkeeper.engine_service.cache_session.pool_limits import limits_of
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
@@ -140,7 +141,7 @@ async def test_chunks_hits_and_forks(world: Services, lessons: Lessons, chunk_si
     num_cold = pupil.num_rows
     warm = await pupil.teach(everything)
     assert pupil.worst <= lessons.reference.bound
-    num_new = NUM_NEW - 1  # the last token's logits are nobody's
+    num_new = NUM_NEW - 1  # the last token's logits are not used
     assert num_cold == sum(length + NUM_CONTINUATIONS * num_new for length in PROMPT_LENS), "each prompt once"
     assert [request.num_hit_tokens for request in cold] == [0] * len(cold)
     assert [request.num_hit_tokens for request in warm] == [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in PROMPT_LENS]

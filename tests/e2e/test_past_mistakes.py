@@ -25,7 +25,7 @@ async def outcome(client: AsyncEngineClient, **options: Any) -> str:
 
 
 async def test_of_many_that_come_at_once_as_many_are_taken_as_may_wait(world: Services) -> None:
-    """A check of the limit and the queueing behind it are one step: nobody slips in between."""
+    """A check of the limit and the queueing behind it are one step: no other request slips in between."""
     await world.start_cache()
     engine, gate = await world.start_gated_engine(max_waiting=MAX_WAITING)
     client = await world.client(engine)
@@ -89,7 +89,7 @@ ELSEWHERE = {"num_policy_switches"}
 
 
 async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every field of GetStats tells something after a while in which everything happened."""
+    """Every field of GetStats has a value after a while in which everything happened."""
     monkeypatch.setattr(server, "PromptLookUp", HalfRight)
     await world.start_cache(num_blocks=13, num_host_blocks=65)
     plain = await world.client(await world.start_engine(odd_model(), preemption="swap"))

@@ -1,4 +1,4 @@
-"""Policies through both services: the order in which requests end, and what the engine tells of it."""
+"""Policies through both services: the order in which requests end, and what the engine reports of it."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Liveness apart from readiness: what probes and `kvkeeper status` say of an engine that lives and refuses requests."""
+"""Liveness and readiness: what probes and `kvkeeper status` report of an engine that lives and refuses requests."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ async def test_an_engine_without_its_cache_lives_and_is_not_ready(world: Service
         return await health(engine.address, SERVICE) == NOT_SERVING
 
     await until(is_not_ready)
-    assert await health(engine.address, "") == SERVING, "restarting it would help nobody"
+    assert await health(engine.address, "") == SERVING, "restarting it would not help"
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(until_serving(engine.address), 0.2)
     code, report = await command(capsys, "status", *flags)
@@ -56,7 +56,7 @@ async def test_an_engine_without_its_cache_lives_and_is_not_ready(world: Service
 async def test_status_follows_what_generate_is_told_and_not_a_late_health(
     world: Services, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Health is told a moment after the session is lost; status looks at the session itself."""
+    """Health changes a moment after the session is lost; status looks at the session itself."""
     cache = await world.start_cache()
     engine = await world.start_engine()
     engine.engine.memory, kept = None, engine.engine.memory

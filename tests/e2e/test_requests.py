@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.unimplemented import UNIMPLEMENTED_METHODS
+from kvkeeper.engine_service.rpc.methods import UNIMPLEMENTED_METHODS
 from tests.support.models.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
 from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
 
@@ -40,7 +40,7 @@ async def test_cancel_ends_the_stream_and_gives_the_blocks_back(world: Services)
     generation = await begin(client, request_id="mine", n=2)
     assert [row.request_id for row in await client.list_requests()] == ["mine"]
     await client.cancel("mine")
-    reasons = [piece.finish_reason async for piece in generation if piece.finish_reason]
+    reasons = [chunk.finish_reason async for chunk in generation if chunk.finish_reason]
     assert reasons == ["cancelled", "cancelled"]
     assert generation.usage is not None
     assert 0 < generation.usage.new_tokens < 300
@@ -81,7 +81,7 @@ async def test_one_request_s_failure_is_its_own(world: Services, token: int) -> 
     good = asyncio.create_task(generate(client, [1, 2, 3], 60))
     await until(lambda: has_tokens(client))
     if token == CRASH_TOKEN:
-        await good  # a batch that raises takes those in it along, so nobody is in it
+        await good  # a batch that raises ends every request in it, so no other request is in it
     with pytest.raises(KvkeeperError) as failed:
         await generate(client, [4, 5, 6, 7, 8, token], n=2)
     assert failed.value.reason == "REQUEST_FAILED"
@@ -118,7 +118,7 @@ async def test_without_max_tokens_the_default_is_what_fits(world: Services) -> N
     await world.start_cache(num_blocks=9)
     client = await world.client(await world.start_engine())
     generation = client.generate([1] * 10, GenerateOptions(sampling=GREEDY))
-    tokens = [token async for piece in generation for token in piece.token_ids]
+    tokens = [token async for chunk in generation for token in chunk.token_ids]
     assert tokens == toy_output([1] * 10, 22)
 
 
@@ -149,12 +149,12 @@ async def test_two_live_requests_of_one_id(world: Services) -> None:
     generation.close()
 
 
-async def test_a_client_that_does_not_read_stops_nobody(world: Services) -> None:
+async def test_a_client_that_does_not_read_stops_no_other(world: Services) -> None:
     await world.start_cache()
     client = await world.client(await world.start_engine())
     idle = await begin(client)
     assert (await generate(client, [1, 2], 60)).token_ids == [toy_output([1, 2], 60)]
-    rest = [token async for piece in idle for token in piece.token_ids]
+    rest = [token async for chunk in idle for token in chunk.token_ids]
     assert rest == toy_output([7, 8, 9, 10, 11], 150)[1:]
 
 

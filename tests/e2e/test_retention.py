@@ -45,7 +45,7 @@ async def test_ten_times_the_pool_is_generated_in_it(world: Services, chunk_size
 
 
 async def test_what_is_kept_and_what_keeps_everything_share_a_batch_and_a_pool(world: Services) -> None:
-    """Too small for all at once: whoever is preempted computes the same again."""
+    """The pool is too small for all at once: a preempted sequence computes the same again."""
     await world.start_cache(num_blocks=20)
     client = await world.client(await world.start_engine(chunk_size=5))
     prompts = [[place + 1, *PROMPT] for place in range(6)]
@@ -104,7 +104,7 @@ async def test_with_speculation_the_tokens_are_the_same(world: Services, monkeyp
 
 @pytest.mark.parametrize("is_enough", [True, False])
 async def test_it_goes_on_in_a_smaller_pool_that_holds_what_it_keeps(world: Services, is_enough: bool) -> None:
-    """The cache service comes back; all of the request is computed again, under the same eyes."""
+    """The cache service comes back; all of the request is computed again, with the same tokens visible."""
     await world.start_cache()
     client = await world.client(await world.start_engine())
     options = dataclasses.replace(GREEDY, max_tokens=150)
@@ -113,17 +113,17 @@ async def test_it_goes_on_in_a_smaller_pool_that_holds_what_it_keeps(world: Serv
     await world.stop_cache()
     await world.start_cache(num_blocks=is_enough + NUM_HELD)
     if is_enough:
-        tokens += [token async for piece in generation for token in piece.token_ids]
+        tokens += [token async for chunk in generation for token in chunk.token_ids]
         assert tokens == toy_output(PROMPT, 150, KEPT)
         return
     with pytest.raises(KvkeeperError) as ended:
-        [piece async for piece in generation]
+        [chunk async for chunk in generation]
     assert ended.value.reason == "NEVER_FITS"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 async def test_log_probabilities_are_those_of_positions_within_the_cache(world: Services, family: str, tmp_path: Path) -> None:
-    """What it drew, scored again without a cache and without rotated keys; the prompt's log probabilities too."""
+    """The tokens that were drawn, scored again without a cache and without rotated keys; the prompt's log probabilities too."""
     (kind,) = (model for model in TINY_MODELS if model.name == family)
     folder = build_model_folder(tmp_path, kind)
     await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=900, num_pools=1)
@@ -132,9 +132,9 @@ async def test_log_probabilities_are_those_of_positions_within_the_cache(world: 
     prompt = list(random_tokens(20))
     sampling = dataclasses.replace(GREEDY, temperature=1.0, seed=3, num_logprobs=3, num_prompt_logprobs=0, max_tokens=30)
     options = GenerateOptions(sampling=sampling, retention=KEPT)
-    pieces = [piece async for piece in client.generate(prompt, options)]
-    found = [*pieces[0].prompt_logprobs, *(row for piece in pieces for row in piece.logprobs)]
-    tokens = prompt + [token for piece in pieces for token in piece.token_ids]
+    chunks = [chunk async for chunk in client.generate(prompt, options)]
+    found = [*chunks[0].prompt_logprobs, *(row for chunk in chunks for row in chunk.logprobs)]
+    tokens = prompt + [token for chunk in chunks for token in chunk.token_ids]
     logits = within_cache_logits(load_network(folder), tokens, KEPT.num_sink_tokens, KEPT.num_window_tokens)
     expected = torch.log_softmax(logits, dim=-1)
     assert [row.token_id for row in found] == tokens[1:]
@@ -145,7 +145,7 @@ async def test_log_probabilities_are_those_of_positions_within_the_cache(world: 
 
 @pytest.mark.parametrize("num_blocks", [100, 8])
 async def test_beams_score_what_they_see(world: Services, num_blocks: int, tmp_path: Path) -> None:
-    """Forks of forks at every length; in the small pool lists are preempted."""
+    """Forks of forks at every length; in the small pool, lists are preempted."""
     (kind,) = (model for model in TINY_MODELS if model.name == "llama")
     folder = build_model_folder(tmp_path, kind)
     await world.start_cache(num_blocks=num_blocks)
@@ -154,15 +154,15 @@ async def test_beams_score_what_they_see(world: Services, num_blocks: int, tmp_p
     prompt = list(random_tokens(17))
     sampling = dataclasses.replace(GREEDY, max_tokens=25)
     options = GenerateOptions(n=4, beam_search=BeamSearch(num_beams=4), sampling=sampling, retention=KEPT)
-    told = [piece async for piece in client.generate(prompt, options)]
+    told = [chunk async for chunk in client.generate(prompt, options)]
     network = load_network(folder)
-    for piece in told:
-        tokens = prompt + list(piece.token_ids)
+    for chunk in told:
+        tokens = prompt + list(chunk.token_ids)
         logits = within_cache_logits(network, tokens, KEPT.num_sink_tokens, KEPT.num_window_tokens)
         logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
-        drawn = torch.tensor(piece.token_ids)
-        assert math.isclose(piece.cumulative_logprob or 0, float(logprobs.gather(1, drawn[:, None]).sum()), abs_tol=1e-3)
-    assert len({piece.token_ids for piece in told}) == 4
+        drawn = torch.tensor(chunk.token_ids)
+        assert math.isclose(chunk.cumulative_logprob or 0, float(logprobs.gather(1, drawn[:, None]).sum()), abs_tol=1e-3)
+    assert len({chunk.token_ids for chunk in told}) == 4
     assert ((await client.stats()).num_preemptions > 0) == (num_blocks == 8)
 
 
@@ -178,7 +178,7 @@ async def test_bounds_of_what_gives_blocks_back(world: Services) -> None:
             {"requested": f"{limit + 1}", "limit": f"{limit}"},
         )
         generation = client.generate([1, 2], GenerateOptions(sampling=GREEDY, retention=kept))
-        tokens = [token async for piece in generation for token in piece.token_ids]
+        tokens = [token async for chunk in generation for token in chunk.token_ids]
         assert tokens == toy_output([1, 2], limit - 2, kept)
 
 

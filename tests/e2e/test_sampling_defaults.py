@@ -1,4 +1,4 @@
-"""What a request gets that names no sampling field, and what temperature 0 is: over the wire, with the demo model."""
+"""Defaults of absent sampling fields, and the meaning of temperature 0: over the wire, with the demo model."""
 
 import dataclasses
 
@@ -29,10 +29,10 @@ async def client_of(world: Services, model: ServedModel, defaults: SamplingParam
 
 
 async def ranks(client: AsyncEngineClient, **sampling: object) -> list[int]:
-    """By the model's own distribution, that is before anything shaped it."""
+    """Ranks in the model's own distribution, before penalties, temperature and filters."""
     options = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=0, **sampling)  # type: ignore[arg-type]
     generation = client.generate(PROMPT, GenerateOptions(sampling=options))
-    return [one.rank async for piece in generation for one in piece.logprobs]
+    return [one.rank async for chunk in generation for one in chunk.logprobs]
 
 
 async def test_temperature_0_takes_the_likeliest_token_each_time(world: Services, demo_model: ServedModel) -> None:

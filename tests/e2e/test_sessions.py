@@ -23,8 +23,8 @@ async def begin(client: AsyncEngineClient) -> tuple[list[int], asyncio.Task[list
     async def read() -> list[int]:
         tokens: list[list[int]] = [[], []]
         tokens[first.index] += first.token_ids
-        async for piece in generation:
-            tokens[piece.index] += piece.token_ids
+        async for chunk in generation:
+            tokens[chunk.index] += chunk.token_ids
         assert tokens[0] == tokens[1]
         return tokens[0]
 
@@ -191,10 +191,10 @@ async def test_a_client_that_asks_again_gets_the_rest_from_the_next_engine(world
     await engine.stop()
     num_before = len(tokens)
     await world.start_engine(listen=engine.address)
-    tokens += [token async for piece in generation for token in piece.token_ids]
+    tokens += [token async for chunk in generation for token in chunk.token_ids]
     assert num_before < 120
     assert generation.usage is not None
     assert generation.usage.cached_tokens == 12, "the cache was warm"
     async with AsyncEngineClient(engine.address) as other:
         whole = other.generate(PROMPT, GenerateOptions(sampling=sampling))
-        assert tokens == [token async for piece in whole for token in piece.token_ids]
+        assert tokens == [token async for chunk in whole for token in chunk.token_ids]

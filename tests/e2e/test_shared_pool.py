@@ -1,4 +1,4 @@
-"""Two engines on one pool that is too small for both: everybody gets on, and the one who waits longest first."""
+"""Two engines on one pool that is too small for both: both make progress, and the request that waits longest is first."""
 
 import asyncio
 

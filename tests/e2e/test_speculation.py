@@ -47,7 +47,7 @@ async def test_a_copying_output_takes_fewer_steps(world: Services, demo_model: S
 
 
 class SometimesRight:
-    """Guesses what the toy would say greedily, with an error now and then."""
+    """Guesses what the toy would say greedily, with an error every now and then."""
 
     is_slow = False
 
@@ -138,7 +138,7 @@ def test_more_sequences_than_places_are_guessed_for_in_part(demo_model: ServedMo
     for (
         row,
         guess,
-    ) in first.items():  # whoever had a place keeps it, and what it computed is worth as much as computing it again
+    ) in first.items():  # a sequence that had a place keeps it, and what it computed equals computing it again
         again = DraftModel(demo_model, 128).propose({row: histories[row]}, {row: 3})
         assert again[row].tolist() == guess.tolist()
     assert draft.propose(histories, dict.fromkeys(histories, 3)).keys() == first.keys()

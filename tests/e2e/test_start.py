@@ -1,4 +1,4 @@
-"""The engine service as a process: what it refuses to start with, and that its death leaves the cache warm."""
+"""The engine service as a process: configs that it refuses, and that its death leaves the cache warm."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ async def engine_process(*flags: str) -> AsyncIterator[Process]:
 
 
 async def ready(process: Process) -> None:
-    """Until its log says so."""
+    """Wait until the log says so."""
     assert process.stderr is not None
     async with asyncio.timeout(DEADLINE_S):
         while line := await process.stderr.readline():
@@ -57,7 +57,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_main(capsys: pytest.CaptureFixture[str]) -> Iterator[RunMain]:
-    """main in this process: its exit code and what it said."""
+    """Run main in this process: its exit code and what it printed."""
 
     def run(flags: list[str]) -> tuple[int, str]:
         code = main(["--listen", "127.0.0.1:0", *flags])

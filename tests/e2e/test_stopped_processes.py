@@ -1,4 +1,4 @@
-"""A cache service whose process is stopped for longer than a lease, under a live engine: it goes on as if nothing had been."""
+"""A cache service whose process is stopped for longer than a lease: a live engine goes on as if nothing had happened."""
 
 import grpc
 import pytest
@@ -21,8 +21,8 @@ async def test_no_lease_ends_while_the_cache_service_is_stopped() -> None:
         before = (await cache.stats()).uptime_seconds
         tokens: list[list[int]] = [[], []]
         num_stops = 0
-        async for piece in client.generate(PROMPT, options):
-            tokens[piece.index] += piece.token_ids
+        async for chunk in client.generate(PROMPT, options):
+            tokens[chunk.index] += chunk.token_ids
             if num_stops < 2 and len(tokens[0]) >= 100 * (num_stops + 1):
                 num_stops += 1
                 await services.cache.stop()

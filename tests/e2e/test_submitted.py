@@ -1,4 +1,4 @@
-"""Requests that outlive their client's connection, and the other ways to hear of a result."""
+"""Requests that outlive their client's connection, and the other ways to get a result."""
 
 import asyncio
 import threading
@@ -119,7 +119,7 @@ async def test_results_are_kept_for_a_bounded_time_and_number(world: Services) -
 
 
 async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(world: Services) -> None:
-    """The first one that was submitted ends last: what it gave is the newest there is."""
+    """The request that was submitted first ends last, so its results are the newest."""
     await world.start_cache(num_blocks=512)
     client = await world.client(await world.start_engine(max_results=2))
     await client.submit(PROMPT, options("long", max_tokens=400))
@@ -158,19 +158,19 @@ async def test_callbacks_hear_every_piece_and_the_end_once(world: Services) -> N
     engine = await world.start_engine()
     client = await world.client(engine)
     for call_back in ("async", "threads"):
-        pieces: list[OutputChunk] = []
+        chunks: list[OutputChunk] = []
         ends: list[Usage | KvkeeperError] = []
         if call_back == "async":
-            client.call_back(PROMPT, pieces.append, ends.append, options())
+            client.call_back(PROMPT, chunks.append, ends.append, options())
         else:
             threaded = EngineClient(engine.address)
-            threaded.call_back(PROMPT, pieces.append, ends.append, options())
+            threaded.call_back(PROMPT, chunks.append, ends.append, options())
 
         async def has_ended(ends: list[Usage | KvkeeperError] = ends) -> bool:
             return bool(ends)
 
         await until(has_ended)
-        assert [token for piece in pieces for token in piece.token_ids] == toy_output(PROMPT, 8)
+        assert [token for chunk in chunks for token in chunk.token_ids] == toy_output(PROMPT, 8)
         (usage,) = ends
         assert isinstance(usage, Usage)
         assert usage.new_tokens == 8
@@ -189,10 +189,10 @@ async def test_a_callback_may_call_the_client(world: Services) -> None:
 
             def on_end(_: object) -> None:
                 with client.generate([5], options()) as again:
-                    results.append([token for piece in again for token in piece.token_ids])
+                    results.append([token for chunk in again for token in chunk.token_ids])
                 done.set()
 
-            client.call_back(PROMPT, lambda piece: None, on_end, options())
+            client.call_back(PROMPT, lambda chunk: None, on_end, options())
             done.wait(20)
 
     await asyncio.to_thread(run)
@@ -233,4 +233,4 @@ async def test_results_are_kept_in_a_bounded_number_of_bytes(world: Services) ->
             await client.result(gone)
         assert forgotten.value.reason == "UNKNOWN_REQUEST"
     submissions._max_bytes = 0
-    assert (await client.result("r2")).state == "completed", "the last one is told in any case"
+    assert (await client.result("r2")).state == "completed", "the last one is kept in any case"

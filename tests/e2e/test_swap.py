@@ -1,4 +1,4 @@
-"""Preemption by swap through both services: a pool too small for the load, and a host tier that keeps who gave way."""
+"""Preemption by swap through both services: a pool too small for the load, and a host tier for swapped sequences."""
 
 import asyncio
 
@@ -7,6 +7,7 @@ import pytest
 from kvkeeper.client import KvkeeperError
 from kvkeeper.client.steps import StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.cache_session.transfer_runner import TransferRunner
 from kvkeeper.engine_service.rpc.encode_response import iteration_plan
 from kvkeeper.engine_service.values.errors import TimedOut
 from kvkeeper.engine_service.values.request import SequenceState
@@ -52,7 +53,7 @@ async def test_without_a_host_tier_it_is_computed_again(world: Services) -> None
     assert (await world.pool()).num_swap_outs == 0
 
 
-async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -> None:
+async def test_the_iterations_name_the_sequences_swapped_out_and_in(world: Services) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     engine = (await world.start_engine(preemption="swap")).engine
     client = await world.client(world.engines[0])
@@ -75,10 +76,10 @@ async def test_the_iterations_tell_who_went_and_who_came_back(world: Services) -
 
 
 async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    def idle(memory: KvMemory, answer: StepResult) -> None:
-        memory._done_now += answer.transfer_ids.tolist()
+    def idle(transfers: TransferRunner, answer: StepResult) -> None:
+        transfers._done_now += answer.transfer_ids.tolist()
 
-    monkeypatch.setattr(KvMemory, "run_orders", idle)
+    monkeypatch.setattr(TransferRunner, "run", idle)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     with pytest.raises(AssertionError):
         await crowd(world, preemption="swap")
@@ -86,15 +87,15 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
 
 @pytest.mark.parametrize("kind", [1, 2])
 async def test_transfers_that_fail_end_in_computing_again(world: Services, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    run_orders = KvMemory.run_orders
+    run = TransferRunner.run
 
-    def failing(memory: KvMemory, answer: StepResult) -> None:
+    def failing(transfers: TransferRunner, answer: StepResult) -> None:
         """Every second order of a kind is aimed past the end of a tier."""
         sources = answer.transfer_sources.copy()
         sources[(answer.transfer_kinds == kind) & (answer.transfer_ids % 2 == 0)] = 10**6
-        run_orders(memory, answer._replace(transfer_sources=sources))
+        run(transfers, answer._replace(transfer_sources=sources))
 
-    monkeypatch.setattr(KvMemory, "run_orders", failing)
+    monkeypatch.setattr(TransferRunner, "run", failing)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     outputs = await crowd(world, preemption="swap")
     assert sum(output.usage.num_preemptions for output in outputs) > 0
@@ -102,7 +103,7 @@ async def test_transfers_that_fail_end_in_computing_again(world: Services, monke
 
 
 @pytest.mark.parametrize("end", ["cancelled", "timed out"])
-async def test_who_ends_while_it_is_swapped_out_holds_nothing(world: Services, end: str) -> None:
+async def test_a_request_that_ends_while_it_is_swapped_out_holds_nothing(world: Services, end: str) -> None:
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     engine = (await world.start_engine(preemption="swap")).engine
     client = await world.client(world.engines[0])

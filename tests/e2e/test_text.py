@@ -90,13 +90,13 @@ async def test_the_end_of_sequence_is_not_part_of_the_output(world: Services, de
 async def test_every_piece_is_text_by_itself(client: AsyncEngineClient) -> None:
     prompt = "# naïve café — 日本語 🙂\n"
     options = GenerateOptions(sampling=Sampling(max_tokens=60, temperature=3.0, top_k=0, top_p=1.0, seed=1))
-    tokens, pieces = [], []
-    async for piece in client.generate(prompt, options):
-        piece.text.encode()
-        pieces.append(piece.text)
-        tokens += piece.token_ids
+    tokens, chunks = [], []
+    async for chunk in client.generate(prompt, options):
+        chunk.text.encode()
+        chunks.append(chunk.text)
+        tokens += chunk.token_ids
     ids = list(await client.tokenize(prompt))
-    assert (await client.detokenize(ids + tokens)).endswith("".join(pieces))
+    assert (await client.detokenize(ids + tokens)).endswith("".join(chunks))
 
 
 async def test_requests_of_many_lengths_at_once(client: AsyncEngineClient) -> None:

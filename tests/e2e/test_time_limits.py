@@ -1,4 +1,4 @@
-"""Requests that take too long, by their own time-out or by standing still: each ends with what it gave, and says why."""
+"""Requests that take too long, by their own time-out or without progress: each ends with its tokens so far, and the reason."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ LONG = Sampling(max_tokens=50, temperature=0, ignore_eos=True)
 
 
 async def start(world: Services, **options: Any) -> AsyncEngineClient:
-    """An engine that makes NUM_MADE tokens of the prompt and then stands still."""
+    """An engine that generates NUM_MADE tokens for the prompt and then makes no progress."""
     await world.start_cache()
     gate = LateGate(len(PROMPT) + NUM_MADE)
     client = await world.client(await world.start_engine(late_gate_model(gate), **options))
@@ -40,7 +40,7 @@ async def start(world: Services, **options: Any) -> AsyncEngineClient:
 
 
 async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[list[OutputChunk], int]:
-    """What a request gave, piece by piece or in all, and its count of new tokens."""
+    """What a request gave, chunk by chunk or as a whole, and its count of new tokens."""
     asked = GenerateOptions(sampling=LONG, **options)
     if way == "submitted":
         found = await client.result(await client.submit(PROMPT, asked), wait_s=20)
@@ -48,9 +48,9 @@ async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[lis
         assert found.usage is not None
         return list(found.outputs), found.usage.new_tokens
     generation = client.generate(PROMPT, asked)
-    pieces = [piece async for piece in generation]
+    chunks = [chunk async for chunk in generation]
     assert generation.usage is not None
-    return pieces, generation.usage.new_tokens
+    return chunks, generation.usage.new_tokens
 
 
 WAYS = {
@@ -65,18 +65,18 @@ WAYS = {
 @pytest.mark.parametrize("limit", ["timed_out", "stalled"])
 async def test_what_was_made_is_told_with_why_it_ended(world: Services, way: str, limit: str) -> None:
     client = await start(world, stall_timeout=0.4 if limit == "stalled" else 300.0)
-    pieces, num_new = await told(client, way, timeout_ms=1000 if limit == "timed_out" else None, **WAYS[way])
+    chunks, num_new = await told(client, way, timeout_ms=1000 if limit == "timed_out" else None, **WAYS[way])
     outputs: dict[int, list[int]] = {}
-    for piece in pieces:
-        outputs.setdefault(piece.index, []).extend(piece.token_ids)
+    for chunk in chunks:
+        outputs.setdefault(chunk.index, []).extend(chunk.token_ids)
     assert sorted(outputs) == list(range(WAYS[way].get("n", 1)))
-    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [limit] * len(outputs)
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [limit] * len(outputs)
     assert all(NUM_MADE - 1 <= len(tokens) <= NUM_MADE for tokens in outputs.values()), "a fork may be a token behind"
     assert num_new >= sum(len(tokens) for tokens in outputs.values())
     if way != "beams":
         assert outputs[0] == toy_output(PROMPT, len(outputs[0]))
     if way in ("best of", "beams"):
-        assert all(piece.cumulative_logprob is not None for piece in pieces)
+        assert all(chunk.cumulative_logprob is not None for chunk in chunks)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_a_request_without_a_token_is_refused_with_what_to_change(
 
 
 async def test_without_a_time_out_nothing_ends_what_makes_progress(world: Services) -> None:
-    """Neither here nor in the client: the call has no deadline, and the engine no timer."""
+    """No limit on either side: the call has no deadline, and the engine no timer."""
     await world.start_cache()
     engine, gate = await world.start_gated_engine()
     client = await world.client(engine)
@@ -117,7 +117,7 @@ async def test_without_a_time_out_nothing_ends_what_makes_progress(world: Servic
 async def test_a_stream_without_a_deadline_ends_where_nobody_answers(
     world: Services, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    """As with an engine that was stopped, or whose machine is gone."""
+    """As with an engine that was stopped, or whose machine has failed."""
     quick = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 200)]
     options = [option for option in door._CHANNEL_OPTIONS if option[0] not in dict(quick)]
     assert len(options) == len(door._CHANNEL_OPTIONS) - len(quick)

@@ -1,4 +1,4 @@
-"""Traces: one from a client's call through Generate to the cache service's Step, and nothing in it that is not to be told."""
+"""Traces: one trace from a client's call through Generate to the cache service's Step, without anything secret in it."""
 
 import asyncio
 from typing import Any

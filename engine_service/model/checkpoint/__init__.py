@@ -1,4 +1,4 @@
 """A Hugging Face folder on disk: JSON files, safetensors, and the digest that names the weights.
 
-Reads files, unpickles nothing.
+Owns reading model folders, and the errors of models. Unpickles nothing. Imports nothing of the engine.
 """

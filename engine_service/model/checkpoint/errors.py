@@ -1,8 +1,8 @@
-"""Errors of the engine service. Each says what is wrong and carries the data that its handler needs."""
+"""Errors of models and their folders. Each says what is wrong and carries the data that its handler needs."""
 
 
 class ModelError(Exception):
-    """Base of what can be wrong with a model folder."""
+    """Something is wrong with a model folder: the base of these errors."""
 
 
 class ModelFileMissingError(ModelError):
@@ -46,7 +46,7 @@ class TokenizerError(ModelError):
 
 
 class NoDeviceError(Exception):
-    """The machine, or torch as it is installed, has no such device; no fault of the model."""
+    """The machine, or the installed torch, has no such device; no fault of the model."""
 
     def __init__(self, device: str, count: int) -> None:
         super().__init__(f"torch sees {f'only {count}' if count else 'no'} CUDA device{'s' if count > 1 else ''} here")

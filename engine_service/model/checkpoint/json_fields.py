@@ -1,4 +1,4 @@
-"""Fields of a config.json by type: each is what it must be, or a ModelConfigError that names it."""
+"""Typed fields of a config.json. A field of another type raises a ModelConfigError that names it."""
 
 from collections.abc import Mapping
 from typing import Any, Final

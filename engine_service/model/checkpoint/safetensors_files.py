@@ -11,7 +11,7 @@ from .errors import ModelConfigError, ModelFileMissingError, UnsupportedModelErr
 from .json_file import read_json_object
 
 if TYPE_CHECKING:
-    import torch  # asked for headers alone, this file does without: torch takes seconds to import
+    import torch  # headers can be read without torch, which takes seconds to import
 
 _ITEM_BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 _SINGLE: Final = "model.safetensors"

@@ -7,14 +7,16 @@ new token for some request; what cannot ever run is refused by the engine the mo
 
 import random
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import SessionId
-from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
-from kvkeeper.engine_service.loop.engine import Engine
-from kvkeeper.engine_service.outputs.generation import Generation, StopRules
+from kvkeeper.engine_service.loop.open_requests import OpenRequests
+from kvkeeper.engine_service.loop.stats import EngineStats
+from kvkeeper.engine_service.loop.tracing import EngineTracing
+from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.stopping import StopRules
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import SamplingParams
@@ -133,11 +135,10 @@ class EngineDays:
 
     def _refuse(self, world: World, request: Request) -> None:
         """The engine itself says no, before anything is queued."""
-        engine = Engine(max_waiting=10**6)
-        engine.scheduler, engine.memory = world.scheduler, cast(KvMemory, object())
+        requests = OpenRequests(world.scheduler, EngineStats(), EngineTracing(None), 10**6, lambda: None)
         num_waiting = world.scheduler.num_waiting
         try:
-            engine.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda piece: None))
+            requests.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda piece: None))
         except NeverFits:
             self.counts.num_impossible += 1
         assert world.scheduler.num_waiting == num_waiting, "a request that can never run was queued"

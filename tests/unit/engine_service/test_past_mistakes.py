@@ -45,7 +45,7 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
 
 
 def test_equals_do_not_take_turns() -> None:
-    """Who gave its blocks back stays out, although they would do for it to start again, until the other has ended."""
+    """A preempted sequence stays out until the other has ended, although its blocks would do for it to start again."""
     world = World(num_blocks=20, block_size=2)
     old, young = (world.submit(make_request([place, 2, 0, 1], 28, look_up=False)) for place in range(2))
     world.run()
@@ -55,13 +55,13 @@ def test_equals_do_not_take_turns() -> None:
 
 def test_a_refused_start_stays_first_in_the_queue() -> None:
     world = World(num_blocks=9, block_size=2)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
+    blocks, world.cache.blocks = world.cache.blocks, set()  # another engine's
     big = world.submit(make_request([2] * 12, 2))
     small = world.submit(make_request([0], 2))
     for _ in range(3):
         world.step()
         assert [sequence.request for sequence in world.scheduler.waiting.sequences] == [big, small]
-        assert world.scheduler.schedule(world.now).started == (big.sequences[0],), "nobody behind it tries meanwhile"
+        assert world.scheduler.schedule(world.now).started == (big.sequences[0],), "no later request tries meanwhile"
     world.cache.blocks = blocks
     world.run()
     world.check_outputs()

@@ -121,15 +121,15 @@ async def serves_again(world: Services) -> None:
 
 def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
     usage = Usage(1, 0, 4, 0, 0)
-    pieces = [
+    chunks = [
         OutputChunk(0, "a", (1,)),
         OutputChunk(0, "b", (2,)),
         OutputChunk(1, "c", (3,)),
         OutputChunk(0, "", (4,), FinishReason.LENGTH),
         OutputChunk(1, "d", (), FinishReason.STOP, usage),
     ]
-    assert coalesce(pieces) == [OutputChunk(0, "ab", (1, 2)), *pieces[2:]]
-    assert coalesce([*pieces[:2], pieces[3]]) == [OutputChunk(0, "ab", (1, 2, 4), FinishReason.LENGTH)]
+    assert coalesce(chunks) == [OutputChunk(0, "ab", (1, 2)), *chunks[2:]]
+    assert coalesce([*chunks[:2], chunks[3]]) == [OutputChunk(0, "ab", (1, 2, 4), FinishReason.LENGTH)]
     assert coalesce([]) == []
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.config import is_native
-from kvkeeper.engine_service.model.transformers_model import load_transformers_model
 from tests.support.models.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
 from tests.unit.engine_service.model.test_numerics import HandTables
@@ -63,9 +63,9 @@ def test_an_architecture_is_what_the_page_says(section: str, model_type: str, tm
     folder = build_architecture(model_type, tmp_path)
     if (reason := SECTIONS[section]) is not None:
         with pytest.raises(UnsupportedModelError, match=reason):
-            load_transformers_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
+            load_checked_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
         return
-    model = load_transformers_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
+    model = load_checked_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
     assert model.config.max_position == LIMITED.get(model_type, MAX_POSITION)
     lengths = (5, min(90, model.config.max_position))
     cases = [NumericsCase(random_tokens(length, vocab_size=VOCAB_SIZE)) for length in lengths]

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 
+from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
-from kvkeeper.engine_service.model.transformers_model import load_transformers_model
 from tests.support.models.tiny_models import (
     NumericsCase,
     TinyModel,
@@ -40,7 +41,7 @@ MODELS = (
 def test_logits_are_those_of_transformers(model: TinyModel, tmp_path: Path) -> None:
     folder, cases = build_model_folder(tmp_path, model), numerics_cases(4)
     reference = reference_logits(folder, cases)
-    loaded = load_transformers_model(folder, model.name, "float32", device=torch.device("cpu"), progress=False)
+    loaded = load_checked_model(folder, model.name, "float32", device=torch.device("cpu"), progress=False)
     assert loaded.config.windows == ((8, 8) if model.name == "starcoder2" else (None, None))
     for chunk_size in (1, 7):
         assert reference.error(HandTables(loaded, 4).compute(cases, chunk_size)) <= reference.bound
@@ -52,7 +53,7 @@ def test_an_engine_serves_one(tmp_path: Path) -> None:
     assert (served.architecture, served.vocab_size, served.max_len) == ("GPTNeoXForCausalLM", 512, 512)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert served.num_parameters == sum(parameter.numel() for parameter in network.parameters())
-    spec = served.kv_spec(4)
+    spec = kv_spec_of(served, 4)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 4, 16)
     assert served.refuses_retention, "the library rotates the queries, once"
 
@@ -117,7 +118,7 @@ def test_what_is_no_decoder_is_refused(model_type: str, tmp_path: Path) -> None:
 def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedModelError, match=r" install .*transformers"):
-        load_transformers_model(tmp_path, "opt", "auto", device=torch.device("cpu"), progress=False)
+        load_checked_model(tmp_path, "opt", "auto", device=torch.device("cpu"), progress=False)
 
 
 def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What a stream's client has not read: handed over whole, and bounded where it does not read at all."""
+"""What a stream's client has not read: handed over whole, and bounded where the client does not read at all."""
 
 import asyncio
 
 import pytest
 
-from kvkeeper.engine_service.rpc import stream_buffer as outbox
+from kvkeeper.engine_service.rpc import stream_buffer
 from kvkeeper.engine_service.rpc.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
@@ -17,7 +17,7 @@ USAGE = Usage(1, 0, LIMIT, 0, 0)
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> StreamBuffer:
-    monkeypatch.setattr(outbox, "MAX_UNREAD", LIMIT)
+    monkeypatch.setattr(stream_buffer, "MAX_UNREAD", LIMIT)
     return StreamBuffer()
 
 
@@ -32,9 +32,9 @@ async def turns(count: int = 3) -> None:
 
 async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: StreamBuffer) -> None:
     failure = RequestFailed("no more")
-    for news in (token(1), token(2), failure):
-        box.put(news)
-    assert await box.take() == ([OutputChunk(0, "12", (1, 2))], failure)
+    for output in (token(1), token(2), failure):
+        box.put(output)
+    assert await box.take_unread() == ([OutputChunk(0, "12", (1, 2))], failure)
 
 
 async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer) -> None:
@@ -47,23 +47,23 @@ async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer
     for place in range(3):
         box.put(token(place))
         await turns()
-    (refusal,) = told
-    assert isinstance(refusal, NotRead)
-    assert refusal.metadata == {"limit": str(LIMIT)}
-    assert await box.take() == ([], refusal), "what was not read is dropped"
+    (error,) = told
+    assert isinstance(error, NotRead)
+    assert error.metadata == {"limit": str(LIMIT)}
+    assert await box.take_unread() == ([], error), "what was not read is dropped"
 
 
-async def test_much_at_once_is_no_fault_where_somebody_reads(box: StreamBuffer) -> None:
+async def test_much_at_once_is_no_fault_while_the_client_reads(box: StreamBuffer) -> None:
     told: list[EngineError] = []
     box.on_full = told.append
-    reading = asyncio.create_task(box.take())
+    reading = asyncio.create_task(box.take_unread())
     await turns()
     for place in range(5 * LIMIT):
         box.put(token(place))
     box.put(OutputChunk(0, "", (), FinishReason.LENGTH, USAGE))
-    ((piece,), refusal) = await reading
+    ((chunk,), error) = await reading
     await turns()
-    assert (len(piece.token_ids), piece.usage, refusal, told) == (5 * LIMIT, USAGE, None, [])
+    assert (len(chunk.token_ids), chunk.usage, error, told) == (5 * LIMIT, USAGE, None, [])
 
 
 async def test_log_probabilities_count(box: StreamBuffer) -> None:
@@ -75,11 +75,11 @@ async def test_log_probabilities_count(box: StreamBuffer) -> None:
     assert len(told) == 1
 
 
-async def test_an_end_that_nobody_reads_is_not_waited_for(box: StreamBuffer) -> None:
-    """The request has ended by itself, so that nobody else tells why its pieces are gone."""
+async def test_an_end_that_is_not_read_is_dropped_too(box: StreamBuffer) -> None:
+    """The request has ended by itself, so that only the buffer can tell why its chunks are gone."""
     for place in range(LIMIT + 1):
         box.put(token(place))
     box.put(OutputChunk(0, "", (), FinishReason.LENGTH, USAGE))
     await turns()
-    pieces, refusal = await box.take()
-    assert (pieces, isinstance(refusal, NotRead)) == ([], True)
+    chunks, error = await box.take_unread()
+    assert (chunks, isinstance(error, NotRead)) == ([], True)

@@ -1,4 +1,4 @@
-"""Clients take turns, none has everything, and what would wait too long is refused."""
+"""Clients take turns, none gets all the workers, and a job that would wait too long is refused."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def queue(max_waiting: int = 8, max_waiting_each: int = 4, max_busy_each: int = 
 
 def jobs_taken(jobs: FairQueue[str]) -> list[str]:
     found = []
-    while (one := jobs.take()) is not None:
+    while (one := jobs.take_job()) is not None:
         found.append(one[1])
     return found
 
@@ -29,7 +29,7 @@ def test_a_client_that_comes_late_is_not_behind_the_many_of_another() -> None:
     jobs = queue()
     for job in ("a1", "a2", "a3"):
         jobs.put("a", job)
-    assert jobs.take() == ("a", "a1")
+    assert jobs.take_job() == ("a", "a1")
     jobs.put("b", "b1")
     assert jobs_taken(jobs) == ["a2", "b1", "a3"]
 
@@ -39,10 +39,10 @@ def test_one_client_never_has_all_the_workers() -> None:
     for job in ("a1", "a2", "b1"):
         jobs.put(job[0], job)
     assert jobs_taken(jobs) == ["a1", "b1"], "the second of a waits, although there is nothing else to do"
-    jobs.end("b")
-    assert jobs.take() is None
-    jobs.end("a")
-    assert jobs.take() == ("a", "a2")
+    jobs.end_job("b")
+    assert jobs.take_job() is None
+    jobs.end_job("a")
+    assert jobs.take_job() == ("a", "a2")
 
 
 @pytest.mark.parametrize(("clients", "limit"), [("aaaa", 4), ("aaabbbcc", 8)])
@@ -54,7 +54,7 @@ def test_what_would_wait_too_long_is_refused(clients: str, limit: int) -> None:
         jobs.put("a", "one more")
     assert refused.value.metadata == {"limit": str(limit)}
     assert jobs.num_waiting == len(clients)
-    assert jobs.take() == ("a", "a")
+    assert jobs.take_job() == ("a", "a")
     jobs.put("d" if limit == 8 else "a", "has room again")
 
 

@@ -1,25 +1,29 @@
-"""The check of a model that the transformers library computes: its own forward pass against ours, at load.
+"""The check of a model that the transformers library computes: its own forward pass against the engine's, at load.
 
-A model may do with attention what its attention function is never told: see chunks, turn keys by the length of the whole
-sequence, take a token's place in the batch for its position. Then ours gives other logits, and nothing else shows it. So the
-library computes a short and a long random prompt in its own way, we compute both as the engine does (in one batch, the long one
-in chunks, the last tokens one by one), and a model is refused where the logits differ. The long prompt goes past every length
-that the config names; where the bounds below stop it short of one, the model is served up to that length.
+A model may do things around attention that its attention function does not show: restrict it to chunks, rotate keys by the
+length of the whole sequence, take a token's place in the batch for its position. Then the engine would give other logits, and
+nothing else would show it. So the library computes a short and a long random prompt in its own way, the engine's runner
+computes both (in one batch, the long one in chunks, the last tokens one by one), and a model is refused where the logits
+differ. The long prompt goes past every length that the config names; where the bounds below stop it short of one, the model is
+served up to that length.
 """
 
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import structlog
 import torch
 
-from ..compute.model_runner import Model, ModelRunner, kv_layout_of
+from ..model.checkpoint.errors import UnsupportedModelError
+from ..model.dtype_name import DtypeChoice
+from ..model.transformers_model import TransformersModel, load_transformers_model
 from ..values.batch import Batch, IntArray
 from ..values.request import Int32Array
-from .checkpoint.errors import UnsupportedModelError
+from .model_runner import Model, ModelRunner, kv_layout_of
 
 log = structlog.get_logger()
 
@@ -43,6 +47,13 @@ class _Prompt:
 
     tokens: IntArray
     places: IntArray
+
+
+def load_checked_model(
+    folder: Path, model_type: object, dtype: DtypeChoice, *, device: torch.device, progress: bool
+) -> TransformersModel:
+    """Load a model through transformers, and check it. Arguments and errors are those of load_transformers_model."""
+    return load_transformers_model(folder, model_type, dtype, device=device, progress=progress, check=check_against_library)
 
 
 def check_against_library(model: Model, network: Any, model_type: object, *, soft_cap: bool) -> int:
@@ -126,7 +137,7 @@ def _long_length(model: Model, network: Any, named: set[int], num_heads: int) ->
 
 
 def _lengths(config: Mapping[str, Any]) -> Iterator[int]:
-    """Every number whose name speaks of a window, of chunks, or of a selection of keys."""
+    """Every number in the config whose name contains window, chunk or topk."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _lengths(value)

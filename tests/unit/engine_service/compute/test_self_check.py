@@ -1,4 +1,4 @@
-"""The comparison at load: it refuses what would be wrong, whatever the reason, and limits what it could not try."""
+"""The comparison at load: it refuses a model that would be wrong, for any reason, and limits lengths it could not try."""
 
 from pathlib import Path
 
@@ -7,9 +7,10 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvkeeper.engine_service.model import self_check, transformers_model
+from kvkeeper.engine_service.compute import self_check
+from kvkeeper.engine_service.model import transformers_model
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
-from kvkeeper.engine_service.model.transformers_model import TransformersModel, load_transformers_model
+from kvkeeper.engine_service.model.transformers_model import TransformersModel
 from tests.support.models.architectures import MAX_POSITION, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
 from tests.unit.engine_service.model.test_numerics import HandTables
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the library's slow paths
 
 
 def load_in_process(folder: Path, model_type: str, dtype: str = "float32") -> TransformersModel:
-    return load_transformers_model(folder, model_type, dtype, device=torch.device("cpu"), progress=False)  # type: ignore[arg-type]
+    return self_check.load_checked_model(folder, model_type, dtype, device=torch.device("cpu"), progress=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_type", ["phi3", "llama4_text"])

@@ -1,7 +1,7 @@
 """The engine's metrics as Prometheus families: own names, and OpenTelemetry's where it has one for the same thing.
 
-Names of the latter: the generative AI server metrics of OpenTelemetry's semantic conventions, written Prometheus' way. What
-explains a family of GetStatsResponse is the comment of its field.
+OpenTelemetry's names are the generative AI server metrics of its semantic conventions, written as Prometheus writes them. The
+help text of a family of GetStatsResponse is the comment of its field.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,11 @@ from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 from kvkeeper.service.metrics import build_info
 
 from ..compute.served_model import ServedModel
+from ..loop.engine import Engine
+from ..loop.engine_counts import engine_counts
+from ..loop.timings import Histogram
 from ..scheduler.state.policies import POLICIES
 from ..values.request import FinishReason
-from .engine import Engine
-from .timings import Histogram
 
 _GAUGES = (
     "num_waiting_requests",
@@ -51,19 +52,21 @@ _PREFIX = "kvkeeper_engine_"
 def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that runs the engine."""
     label = {"model": model.model_id}
-    counts = {**engine.counts(), "num_kept_results": num_kept_results}
+    counts = {**engine_counts(engine), "num_kept_results": num_kept_results}
     for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
         for name in names:
             text = COMMENTS[f"GetStatsResponse.{name}"]
             yield _one(family(_PREFIX + name.removeprefix("num_"), text, labels=["model"]), label, counts[name])
-    policies = GaugeMetricFamily(_PREFIX + "scheduling_policy", "1 for the policy in force.", labels=["model", "policy"])
+    policies = GaugeMetricFamily(
+        _PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
+    )
     for policy in POLICIES:
         policies.add_metric([model.model_id, policy], policy == engine.scheduler.waiting.ordering.policy.name)
     yield policies
     stats = engine.stats
     ended = CounterMetricFamily(
         _PREFIX + "ended_requests",
-        "Requests that ended, by why the last of their continuations did.",
+        "Requests that ended, by the finish reason of their last continuation.",
         labels=[*label, "finish_reason"],
     )
     for reason in FinishReason:
@@ -75,17 +78,29 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     ):
         yield _histogram(_PREFIX + name, text, lens, label)
     for timings, own, standard, text in (
-        (stats.first_token, "time_to_first_token", "gen_ai_server_time_to_first_token", "From arrival to the first token."),
-        (stats.between_tokens, "time_between_tokens", "gen_ai_server_time_per_output_token", "Between two tokens."),
-        (stats.requests, "request_duration", "gen_ai_server_request_duration", "From arrival to the end."),
-        (stats.steps, "step_duration", None, "One turn of the loop."),
-        (stats.cache_waits, "cache_wait", None, "Waiting for the cache service, per turn."),
+        (
+            stats.first_token,
+            "time_to_first_token",
+            "gen_ai_server_time_to_first_token",
+            "Time from a request's arrival to its first token.",
+        ),
+        (
+            stats.between_tokens,
+            "time_between_tokens",
+            "gen_ai_server_time_per_output_token",
+            "Time between two tokens of a continuation.",
+        ),
+        (stats.requests, "request_duration", "gen_ai_server_request_duration", "Time from a request's arrival to its end."),
+        (stats.steps, "step_duration", None, "Time of one turn of the loop."),
+        (stats.cache_waits, "cache_wait", None, "Time that a turn of the loop waited for the cache service."),
     ):
         yield _histogram(f"{_PREFIX}{own}_seconds", text, timings.histogram, label)
         if standard is not None:
             yield _histogram(f"{standard}_seconds", text, timings.histogram, {"gen_ai_request_model": model.model_id})
         for percentile in (50, 99):
-            gauge = GaugeMetricFamily(f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Of the latest 4,096.", labels=["model"])
+            gauge = GaugeMetricFamily(
+                f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Over the latest 4,096 values.", labels=["model"]
+            )
             yield _one(gauge, label, timings.percentile_ms(percentile) / 1000)
     facts = {**label, "revision": model.revision, "architecture": model.architecture, "compute_dtype": model.compute_dtype}
     yield InfoMetricFamily(_PREFIX + "model", "The model that is served.", facts)

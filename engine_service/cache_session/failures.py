@@ -1,0 +1,28 @@
+"""What a call that failed at the cache service means for the engine: wait, open another session, or drop one request."""
+
+import grpc
+
+from kvkeeper.client.errors import KvkeeperError
+
+_AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+_SESSION_ENDED = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING"}
+
+
+def is_away(error: KvkeeperError) -> bool:
+    """The cache service does not answer, or cannot serve now."""
+    return error.code in _AWAY
+
+
+def has_ended_session(error: KvkeeperError) -> bool:
+    """The session is over, through no fault of what was sent: the same requests can go on in another session."""
+    return is_away(error) or error.reason in _SESSION_ENDED
+
+
+def is_invalid(error: KvkeeperError) -> bool:
+    """The message itself was refused: the same message would be refused again."""
+    return error.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def is_out_of_sequences(error: KvkeeperError) -> bool:
+    """The pool has no slot for another sequence now."""
+    return error.reason == "OUT_OF_SEQUENCES"

@@ -1,0 +1,42 @@
+"""Limits of a pool: what the scheduler may do on it, and which bound makes sequences as short as they are."""
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+
+from ..compute.served_model import ServedModel
+from ..config import EngineConfig
+from ..scheduler.state.limits import Limits
+from ..scheduler.state.preemption_cost import Preemption
+
+_OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
+_CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
+_POOL_BOUND = "the pool holds no more, see --pool-memory and --num-blocks of the cache service"
+
+
+def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
+    """What the scheduler may do on this pool."""
+    own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
+    of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
+    of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
+    of_model = f"the model has {model.max_len} positions", model.max_len
+    bound, max_len = min((of_model, of_pool, of_cache, own), key=lambda bounded: bounded[1])  # of equals the first
+    retained_bound, most = min((of_cache, own), key=lambda bounded: bounded[1])
+    max_running = min(config.max_sequences, pool.max_sequences)
+    return Limits(
+        block_size=pool.block_size,
+        max_len=max_len,
+        max_known_sequences=pool.max_sequences,
+        max_running=max_running,
+        token_budget=config.token_budget,
+        chunk_size=config.chunk_size,
+        prefill_budget=config.prefill_budget,
+        decode_budget=config.decode_budget or max_running,
+        preemption=Preemption(config.preemption),
+        num_host_blocks=pool.num_host_blocks,
+        block_bytes=pool.block_bytes,
+        prefix_caching=pool.prefix_caching,
+        num_usable_blocks=pool.num_blocks - 1,
+        max_distance=model.max_len,
+        max_retained_len=0 if model.refuses_retention else most,
+        bound=bound,
+        retained_bound=retained_bound,
+    )

@@ -1,0 +1,106 @@
+"""TransferRunner: runs the transfer orders of the cache service, block by block, between the device and the host tier.
+
+Orders run in the worker thread; which of them ended is kept until the cache service has been told. When such a report is lost,
+so is the session, and its orders with it: nothing is reported twice.
+"""
+
+import time
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from kvkeeper.client.steps import StepResult
+
+from ..scheduler.state.preemption_cost import Moved
+
+log = structlog.get_logger()
+
+_SWAP_OUT = 1  # TransferKind of the protocol
+_NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
+
+
+class TransferRunner:
+    """Copies blocks between a pool's device memory and its host tier, and keeps the orders that ended."""
+
+    def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
+        """Both: uint8 [blocks, block_bytes], views of the arena."""
+        self._device_blocks = device_blocks
+        self._host_blocks = host_blocks
+        self._done: list[int] = []  # orders that ended, and that the cache service has not been told of
+        self._failed: list[int] = []
+        self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
+        self._failed_now: list[int] = []
+        self._num_moved_bytes = 0  # by the orders of the step that is computed
+        self._moving_seconds: Callable[[], float] = float  # that this took
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether orders have ended that the cache service has not been told of."""
+        return bool(self._done or self._failed)
+
+    def run(self, answer: StepResult) -> None:
+        """Run a step's orders, in order; before its copies, because their sources may be written again.
+
+        In the worker thread.
+        """
+        if not len(answer.transfer_ids):
+            return
+        stop_clock = _start_clock(self._device_blocks.device)
+        columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
+        for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
+            try:
+                if kind == _SWAP_OUT:
+                    self._host_blocks[destination].copy_(self._device_blocks[source], non_blocking=True)
+                else:
+                    self._device_blocks[destination].copy_(self._host_blocks[source], non_blocking=True)
+                self._done_now.append(order_id)
+            except (IndexError, RuntimeError):  # torch raises the latter for everything else that can be wrong with a copy
+                log.error("transfer_failed", order_id=order_id)
+                self._failed_now.append(order_id)
+        self._num_moved_bytes = len(self._done_now) * self._device_blocks.shape[1]
+        self._moving_seconds = stop_clock()
+
+    def note_computed(self) -> bool:
+        """The step has been computed: its orders are to be reported. Whether one of them failed."""
+        has_failed = bool(self._failed_now)
+        self._done += self._done_now
+        self._failed += self._failed_now
+        self._done_now, self._failed_now = [], []
+        return has_failed
+
+    def take_moved(self) -> Moved:
+        """What the orders of the step that was computed have moved. The next call starts from zero."""
+        moved = Moved(self._num_moved_bytes, self._moving_seconds()) if self._num_moved_bytes else Moved()
+        self._num_moved_bytes = 0
+        return moved
+
+    def take_ended(self) -> tuple[list[int], list[int]]:
+        """Ids of the orders that are done and of those that failed, for the report; they are forgotten here."""
+        ended = self._done, self._failed
+        self._done, self._failed = [], []
+        return ended
+
+    def drop_blocks(self) -> None:
+        """View the arena no more; nothing can be run after it."""
+        self._device_blocks = self._host_blocks = _NO_BLOCKS
+
+
+def _start_clock(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """A call that stops the clock. It answers a second call that gives the seconds, once the device has got that far."""
+    if device.type == "cuda":
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+
+        def stop_on_device() -> Callable[[], float]:
+            last.record()
+            return lambda: first.elapsed_time(last) / 1000
+
+        return stop_on_device
+    started_at = time.perf_counter()
+
+    def stop() -> Callable[[], float]:
+        seconds = time.perf_counter() - started_at
+        return lambda: seconds
+
+    return stop
