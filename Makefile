@@ -13,7 +13,7 @@ GENERATED := $(PROTOS:.proto=_pb2.py)
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format test bench soak gpu-check gpu-bundle clean
+.PHONY: help install proto up demo lint format docs test test-fast bench soak gpu-check gpu-bundle clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -55,11 +55,15 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
 	$(BIN)/buf lint protos
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks
+	$(BIN)/mypy -p docs.generate
 	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.tracing
 
 format: $(VENV)/.dev  ## let ruff format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
+	PYTHONPATH=.:protos:clients/python $(BIN)/python -m docs.generate
 
 test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest

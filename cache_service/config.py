@@ -125,6 +125,7 @@ class CacheConfig:
         None,
         group="Pools",
         help="blocks of each pool instead of --pool-memory, reserved when its first session opens",
+        default_text="as many as --pool-memory holds",
         check=between(2, MAX_POOL_BLOCKS),
         details="The null block is one of them.",
     )

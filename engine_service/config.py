@@ -175,6 +175,7 @@ class EngineConfig:
         group="Model",
         help="folder of the model that guesses, with the same tokenizer as the model",
         default_text="none",
+        check=Check("a folder, or empty", lambda _: None),
         details="With --speculation draft-model, and only with it.",
     )
     device: str = setting(

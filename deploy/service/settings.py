@@ -249,4 +249,6 @@ def _shown(value: Any, parse: Callable[[str], Any]) -> str:
         return "on" if value else "off"
     if parse is parse_size:
         return size(value).replace(" ", "") if value else "none"
-    return str(value) if isinstance(value, int | float | str) else ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if isinstance(value, int | str) else ""

@@ -31,13 +31,16 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def classes(*roots: Path) -> Iterator[tuple[Path, ast.ClassDef, list[str]]]:
+def classes(*roots: Path) -> Iterator[tuple[Path, str, list[str]]]:
     """File, class, and the names of its bases as they are defined: without modules, type parameters and aliases."""
     for file in sorted(file for root in roots for file in root.rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-        real_names = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname}
-        for node in ast.walk(tree):
+        text = file.read_text()
+        if "class " not in text:
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        imported = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+        real_names = {alias.asname: alias.name for alias in imported if alias.asname}
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
-                yield file, node, [real_names.get(name, name) for name in names]
+                yield file, node.name, [real_names.get(name, name) for name in names]

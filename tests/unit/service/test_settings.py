@@ -58,3 +58,14 @@ def test_every_setting_of_a_service_is_explained(source: ConfigSource) -> None:
         assert one.values or one.example or one.default_text, one.name
     with_default = [one for one in settings_of(source.config) if one.check and isinstance(one.default, int | float | str)]
     assert [one.name for one in with_default if one.check and one.check.refusal(one.default)] == []
+
+
+@pytest.mark.parametrize("source", [CACHE, ENGINE], ids=["cache", "engine"])
+def test_help_names_every_flag(source: ConfigSource, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        source.load(["--help"], {})
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for one in settings_of(source.config):
+        assert f" {one.flag}" in said
+        assert one.help.split(":")[0].split("-")[0] in said

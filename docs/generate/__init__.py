@@ -1,0 +1,17 @@
+"""The pages of docs/ that are made from the sources, so that they cannot say anything else.
+
+Owns their texts and forms; `make docs` writes them, and a test holds them current. May import everything of kvkeeper, grimp and
+grpcio-tools; nothing imports it but its test.
+"""
+
+from collections.abc import Callable, Mapping
+
+from docs.generate import api, configuration, imports, states
+
+# By file name in docs/.
+PAGES: Mapping[str, Callable[[], str]] = {
+    "api.md": api.page,
+    "configuration.md": configuration.page,
+    "imports.md": imports.page,
+    "states.md": states.page,
+}

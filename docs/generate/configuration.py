@@ -1,0 +1,45 @@
+"""docs/configuration.md: every setting of both services, from the fields of their configs."""
+
+from itertools import groupby
+from typing import Any
+
+from docs.generate.markdown import code_span, head, prose, table
+from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.engine_service.config import SOURCE as ENGINE
+from kvkeeper.service.config import ConfigSource
+from kvkeeper.service.settings import Setting, settings_of
+
+_INTRO = """\
+A flag goes over its environment variable, which goes over the default; an empty variable counts as not given. `--help` of
+`kvkeeper cache` and of `kvkeeper engine` tells the same. `kvkeeper up` takes every flag with the name of its service in front,
+such as `--cache-num-pools 1`. A wrong value is refused at start in one line that names the flag or the variable."""
+
+
+def page() -> str:
+    lines = head("Configuration", _INTRO)
+    for title, source in (("The cache service", CACHE), ("The engine service", ENGINE)):
+        lines += [f"## {title}: `{source.program}`", ""]
+        lines += _tables(source)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(source: ConfigSource[Any]) -> list[str]:
+    lines = []
+    groups = [one.group for one in settings_of(source.config)]
+    settings = sorted(settings_of(source.config), key=lambda one: groups.index(one.group))
+    for group, members in groupby(settings, key=lambda one: one.group):
+        lines += [f"### {source.program.split()[-1].capitalize()}: {group.lower()}", ""]
+        rows = [_row(one, source.variable(one)) for one in members]
+        lines += table(["flag", "environment variable", "values", "default", "meaning"], rows)
+    return lines
+
+
+def _row(one: Setting, variable: str) -> list[str]:
+    flags = code_span(one.flag)
+    if one.is_switch:
+        flags += f", {code_span(one.flag.replace('--', '--no-', 1))}"
+    values = ", ".join(map(code_span, one.choices)) or prose(one.values)
+    if one.example:
+        values += f"{', ' if values else ''}such as {code_span(one.example)}"
+    meaning = f"{one.help[0].upper()}{one.help[1:]}. {one.details}".strip()
+    return [flags, code_span(variable), values, prose(one.default_text), prose(meaning)]

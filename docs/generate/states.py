@@ -1,0 +1,41 @@
+"""docs/states.md: the states of a sequence in each service, drawn from the tables of transitions that the services check."""
+
+from collections.abc import Mapping
+from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
+
+from docs.generate.markdown import head
+
+_INTRO = "What a sequence can be, and what takes it from one state to the next. Any other change of a state is a defect."
+_TABLES = {
+    "A sequence in the cache service": "kvkeeper.cache_service.core.sequences.transitions",
+    "A sequence in the engine's scheduler": "kvkeeper.engine_service.scheduler.state.transitions",
+}
+_NO_SEQUENCE = ("FREE_SLOT", "NONE", "GONE")  # states that stand for no sequence: drawn as the beginning and the end
+
+
+def page() -> str:
+    lines = head("States of a sequence", _INTRO)
+    for title, module in _TABLES.items():
+        if find_spec(module):
+            lines += [f"## {title}", "", *picture(import_module(module).TRANSITIONS), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def picture(transitions: Mapping[tuple[Enum, Enum], str]) -> list[str]:
+    """A state diagram in Mermaid."""
+    arrows = [f"    {_name(start)} --> {_name(end)}: {_label(cause)}" for (start, end), cause in transitions.items()]
+    starts, ends = ({state.name: None for state in column} for column in zip(*transitions, strict=True))
+    first = [f"    [*] --> {name}" for name in starts if name not in [*ends, *_NO_SEQUENCE]]
+    last = [f"    {name} --> [*]" for name in ends if name not in [*starts, *_NO_SEQUENCE]]
+    return ["```mermaid", "stateDiagram-v2", *first, *arrows, *last, "```"]
+
+
+def _name(state: Enum) -> str:
+    return "[*]" if state.name in _NO_SEQUENCE else state.name
+
+
+def _label(text: str) -> str:
+    """Colons and semicolons end a label in Mermaid."""
+    return text.replace(":", ",").replace(";", ",")
