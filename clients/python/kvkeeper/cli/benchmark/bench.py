@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from kvkeeper.cli import bench_live, bench_plot, traces
-from kvkeeper.cli.addresses import add_cache_flag
-from kvkeeper.cli.problems import EXIT_OK, EXIT_USAGE, UsageFailure
-from kvkeeper.cli.traces import Requests
+from kvkeeper.cli.benchmark import live, plot, traces
+from kvkeeper.cli.benchmark.traces import Requests
+from kvkeeper.cli.console.addresses import add_cache_flag
+from kvkeeper.cli.console.problems import EXIT_OK, EXIT_USAGE, UsageFailure
 
 _BLOCKS = 5000
 _BLOCK_SIZE = 16
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        bench_plot.require()
+        plot.require()
     if args.live and (args.policy or args.blocks or args.plot):
         raise UsageFailure("a running service has its policy and size: --policy, --blocks and --plot are not for --live")
     policies = _policies(args.policy or ["adaptive"])
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
         report["results"] = _core(policies, args.blocks or [_BLOCKS], requests, args.block_size)
     if args.plot is not None:
         curves = _curves(policies, requests)
-        bench_plot.draw(curves, f"Prefix hit rate by capacity ({Path(trace).name})", args.plot)
+        plot.draw(curves, f"Prefix hit rate by capacity ({Path(trace).name})", args.plot)
         report["curves"] = curves
     print(json.dumps(report))
     return EXIT_OK
@@ -113,7 +113,7 @@ def _core(policies: Sequence[str], sizes: Sequence[int], requests: Requests, blo
 
 def _live(args: argparse.Namespace, requests: Requests) -> dict[str, object]:
     bar = _bar(requests, args.cache)
-    done = bench_live.replay(args.cache, bar, max(map(len, requests)), args.block_size)
+    done = live.replay(args.cache, bar, max(map(len, requests)), args.block_size)
     figures = _figures(done.num_asked, done.num_hits, done.num_evicted, done.step_seconds)
     return {"target": args.cache, "policy": done.pool.eviction_policy, "blocks": done.pool.num_blocks - 1, **figures}
 
@@ -131,15 +131,15 @@ def _figures(num_asked: int, num_hits: int, num_evicted: int, step_seconds: npt.
     }
 
 
-def _curves(policies: Sequence[str], requests: Requests) -> bench_plot.Curves:
+def _curves(policies: Sequence[str], requests: Requests) -> plot.Curves:
     """Hit rates at capacities from the longest request to all of the trace; replayed against the policies alone."""
     from kvkeeper.cache_service.replay import replay_optimum, replay_policy
 
     longest, distinct = max(map(len, requests)), len(set().union(*requests))
     sizes = sorted({round(size) for size in np.geomspace(longest, max(distinct, longest), _PLOTTED).tolist()})
-    curves: bench_plot.Curves = {name: [] for name in dict.fromkeys([*policies, "lru", bench_plot.OPTIMUM])}
+    curves: plot.Curves = {name: [] for name in dict.fromkeys([*policies, "lru", plot.OPTIMUM])}
     for policy, num_blocks in tqdm([(p, n) for p in curves for n in sizes], "curves", leave=False, disable=None):
-        optimal = policy == bench_plot.OPTIMUM
+        optimal = policy == plot.OPTIMUM
         done = replay_optimum(requests, num_blocks) if optimal else replay_policy(requests, num_blocks, policy)
         curves[policy].append((num_blocks, round(done.hit_rate, 4)))
     return curves

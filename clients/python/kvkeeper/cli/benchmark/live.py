@@ -1,7 +1,7 @@
 """Replays a trace against a running cache service, as one client of it.
 
-Opens a session with a KV spec that nobody else has, so that it starts on an empty pool and meets nobody's blocks; forgets what
-it cached and closes the session however it ends. Each request takes three Steps: start, commit, release.
+Opens a session with a KV spec of its own, so that it starts on an empty pool and shares blocks with no other client. However
+the replay ends, it clears what it cached and closes the session. Each request takes three Steps: start, commit, release.
 """
 
 import secrets
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.client import CacheClient, CacheSession, CallOptions, StepItems
 
 _COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request before it can hit
@@ -41,7 +41,7 @@ def replay(address: str, requests: Iterable[list[int]], longest: int, block_size
                 asked, hits, took = _run(session, requests, block_size)
                 evicted = next(row.num_evicted_blocks for row in client.stats().pools if row.pool.spec == session.pool.spec)
         finally:
-            with client.open_session(spec, client_name="bench trace") as cleaner:  # when the first one holds nothing any more
+            with client.open_session(spec, client_name="bench trace") as cleaner:  # after the first one has ended
                 cleaner.clear_prefix_cache()
         return LiveReplay(asked, hits, evicted, took, session.pool)
 
@@ -78,7 +78,7 @@ def _run(session: CacheSession, requests: Iterable[list[int]], block_size: int) 
 
 
 def _spec(block_size: int) -> pb.KvSpec:
-    """As few bytes a token as a spec can have: nothing is written to the pool."""
+    """A spec with few bytes per token, because nothing is written to the pool."""
     return pb.KvSpec(
         model_id="kvkeeper-bench-trace",
         revision=secrets.token_hex(8),

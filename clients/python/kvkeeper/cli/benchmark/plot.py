@@ -4,7 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.service.extras import install_command
 
 OPTIMUM = "optimum"

@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.cli.console.problems import UsageFailure
 
 Requests = list[list[int]]
 

@@ -1,4 +1,4 @@
-"""Where the services are: flags over environment over defaults."""
+"""Addresses of the services: flags over environment over defaults."""
 
 import argparse
 import os

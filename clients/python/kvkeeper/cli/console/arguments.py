@@ -1,4 +1,4 @@
-"""What a flag's text may be: functions for argparse's `type`, each with a refusal that says what is wanted."""
+"""Functions for argparse's `type`: each checks the text of a flag, and its error says what the flag takes."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ _MAX_STOP_BYTES = 256  # the protocol's
 
 
 def whole(text: str, bits: int = 32) -> int:
-    """A number that the message can hold; the service knows what it may be."""
+    """A number that fits the message; the service checks its range."""
     try:
         number = int(text)
     except ValueError:
@@ -30,7 +30,7 @@ def number(text: str) -> float:
 
 
 def utf8(text: str) -> str:
-    """Arguments are bytes; what is not UTF-8 in them Python hides in surrogates, which no message can hold."""
+    """Arguments are bytes. Python turns those that are not UTF-8 into surrogates, which no message can hold."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise argparse.ArgumentTypeError("not UTF-8 text")
     return text
@@ -57,7 +57,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def json_schema(text: str) -> str:
-    """Of a file that has this name, or the schema itself, which begins with a brace or is true or false."""
+    """The text of the file of this name, or the schema itself, which begins with a brace or is true or false."""
     schema = utf8(text)
     if not schema.lstrip().startswith("{") and schema.strip() not in ("true", "false"):
         try:

@@ -1,20 +1,20 @@
-"""How a call that failed is told: one line that says what to do where there is something to do, and the exit code."""
+"""How a failed call is reported: one line, which says what to do where the user can do something, and the exit code."""
 
 import argparse
 
 import grpc
 
-from kvkeeper.cli.problems import EXIT_DOWN, EXIT_FAILED, complain
+from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_FAILED, complain
 from kvkeeper.client import CallOptions, KvkeeperError
 
-# People wait at the other end: an answer or a reason, no repeats.
+# A user waits: an answer or an error at once, no repeats.
 OPTIONS = CallOptions(timeout_s=10.0, retry_s=0.0)
 
 _MORE_TIME = "; --timeout-ms gives it more"
 
 
 def tell_down(service: str, address: str, is_json: bool) -> None:
-    """What to start. service is "cache" or "engine"."""
+    """Reports that the service is down, and how to start it. service is "cache" or "engine"."""
     complain(
         f"the {service} service does not answer at {address};"
         f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`",
@@ -24,7 +24,7 @@ def tell_down(service: str, address: str, is_json: bool) -> None:
 
 
 def failure(error: KvkeeperError, args: argparse.Namespace) -> int:
-    """Say on stderr what went wrong; the exit code."""
+    """Reports the error on stderr. Returns the exit code."""
     is_json = getattr(args, "json", False)
     if error.service_down:
         tell_down(args.asks, getattr(args, args.asks), is_json)

@@ -1,6 +1,6 @@
-"""What goes wrong, on stderr: a line for people, or with --json an object a line for programs. And the exit codes.
+"""Errors and warnings on stderr: a line for people, or with --json an object per line for programs. And the exit codes.
 
-Imports nothing that takes time: it is on the way of every command.
+Imports nothing that takes time, because every command imports it.
 """
 
 import json
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class UsageFailure(Exception):
-    """What was asked for cannot be done as it was asked; the text is one line for people."""
+    """The command cannot be done with these arguments; the text is one line for people."""
 
 
 def complain(
@@ -27,10 +27,10 @@ def complain(
     metadata: Mapping[str, str] | None = None,
     name: str = "kvkeeper",
 ) -> None:
-    """reason is a name of the protocols' ErrorReason or of a gRPC status, USAGE, SERVICE_DOWN, OUTPUT, or what `up` says of its
-    services: NOT_STARTED, SERVICE_ENDED.
+    """Reports an error.
 
-    shows_reason: people are shown it, too, with the metadata.
+    reason: a name of the protocols' ErrorReason or of a gRPC status, USAGE, SERVICE_DOWN, OUTPUT, or of `up` and `demo`
+    NOT_STARTED, SERVICE_ENDED. shows_reason: the line for people has the reason and the metadata too.
     """
     metadata = dict(sorted((metadata or {}).items()))
     if is_json:
@@ -42,5 +42,5 @@ def complain(
 
 
 def warn(message: str, *, is_json: bool) -> None:
-    """Something that stops nothing."""
+    """Reports something that does not stop the command."""
     print(json.dumps({"warning": {"message": message}}) if is_json else f"kvkeeper: {message}", file=sys.stderr)

@@ -6,7 +6,7 @@ from kvkeeper.service.sizes import size as size
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns under their headers; numbers to the right, texts to the left."""
+    """Columns under their headers; numbers are aligned to the right, texts to the left."""
     cells = [[_text(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [list(headers), *cells]) for column in range(len(headers))]
     numeric = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(headers))]
@@ -21,7 +21,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def facts(rows: Sequence[tuple[str, object]], indent: str = "") -> str:
-    """One name and its value a line."""
+    """One line per name, with its value."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{indent}{name.ljust(width)}  {_text(value)}" for name, value in rows)
 

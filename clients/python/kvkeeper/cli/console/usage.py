@@ -1,6 +1,6 @@
-"""Wrong usage in two lines: where the help is, and what is wrong, with what was probably meant.
+"""Wrong usage in two lines: where the help is, and what is wrong, with a suggestion.
 
-Where --json is given the two lines are one JSON object, as with every other failure.
+With --json the error is one JSON object, as every other failure.
 """
 
 import argparse
@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Iterable
 from typing import NoReturn
 
-from kvkeeper.cli.problems import EXIT_USAGE, complain
+from kvkeeper.cli.console.problems import EXIT_USAGE, complain
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's own, which prints all usage before the reason. Subcommands are made of the same class."""
+    """An ArgumentParser that reports an error in two lines, where argparse prints all usage. Subcommands use this class too."""
 
     is_json = False
 
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
     def unknown(self, words: list[str]) -> NoReturn:
-        """These are no arguments of this command."""
+        """Reports words that are no arguments of this command."""
         flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
         self.error(f"unrecognized arguments: {' '.join(words)}{did_you_mean(flag, self._option_string_actions)}")
 
@@ -33,6 +33,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What goes behind an error about a word that is not among the known ones; empty where none is like it."""
+    """The end of an error about an unknown word: the known word most like it; empty where none is."""
     close = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,15 +1,15 @@
-"""What `kvkeeper generate` shows: continuations as they come, log probabilities, and what it took."""
+"""The output of `kvkeeper generate`: continuations as they come, log probabilities, counts and times."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-from kvkeeper.cli.tables import table
+from kvkeeper.cli.console.tables import table
 from kvkeeper.client import OutputChunk, TokenLogprobs, Usage
 
 
 class Printer:
-    """Prints one continuation as it comes and keeps the others until it has ended."""
+    """Prints one continuation as it comes, and keeps the others until that one has ended."""
 
     def __init__(self, num_continuations: int, quiet: bool) -> None:
         self.texts = [""] * num_continuations
@@ -53,7 +53,7 @@ class Printer:
 
 
 def report(request_id: str, usage: Usage, first_ms: float | None, total_ms: float, printer: Printer) -> dict[str, object]:
-    """For programs."""
+    """The finished request as an object for JSON."""
     return {
         "request_id": request_id,
         **asdict(usage),
@@ -74,7 +74,7 @@ def report(request_id: str, usage: Usage, first_ms: float | None, total_ms: floa
 
 
 def summary(usage: Usage, first_ms: float | None, total_ms: float, printer: Printer) -> str:
-    """For people, in one line."""
+    """The finished request in one line for people."""
     reasons = ", ".join(dict.fromkeys((reason or "none").replace("_", " ") for reason in printer.reasons))
     parts = [
         f"prompt {usage.prompt_tokens} tokens",

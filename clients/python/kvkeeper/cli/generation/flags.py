@@ -1,14 +1,14 @@
-"""The flags of `kvkeeper generate`, and the options that they stand for. What is not given is not sent: the model decides."""
+"""The flags of `kvkeeper generate`, and the options that they make. A flag that is not given is not sent: the model decides."""
 
 import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.arguments import filled, json_schema, number, pair, seed, stop_text, utf8, whole
+from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
+from kvkeeper.cli.console.arguments import filled, json_schema, number, pair, seed, stop_text, utf8, whole
 from kvkeeper.client import BeamSearch, GenerateOptions, Retention, Sampling
 
-_DEFAULT_SINK = 4  # tokens; what the models need that were not trained with a sink of their own (arXiv 2309.17453)
+_DEFAULT_SINK = 4  # tokens; models that were not trained with a sink of their own need so many (arXiv 2309.17453)
 
 _SAMPLING_FLAGS = {
     "max_tokens": (whole, "most new tokens per continuation (default: 256, or what fits)"),
@@ -18,7 +18,7 @@ _SAMPLING_FLAGS = {
     "min_p": (number, "least probability relative to the likeliest token; 0 is off (default: the model's, else off)"),
     "repetition_penalty": (
         number,
-        "on tokens that were there, at any temperature; 1 is off (default: the model's, else off)",
+        "on tokens that occurred before, at any temperature; 1 is off (default: the model's, else off)",
     ),
     "frequency_penalty": (number, "-2 to 2 (default: 0)"),
     "presence_penalty": (number, "-2 to 2 (default: 0)"),
@@ -29,27 +29,28 @@ _SAMPLING_FLAGS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", type=utf8, help="text to continue; without it, or with -, stdin is read")
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
-    parser.add_argument(
-        "--chat", action="store_true", help="the prompt is what a user says, put into the model's chat template"
-    )
-    parser.add_argument("--system", type=utf8, metavar="TEXT", help="what the conversation begins with; --chat is implied")
+    parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message, in the model's chat template")
+    parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message of the conversation; implies --chat")
     parser.add_argument("--n", type=whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)")
     parser.add_argument(
-        "--best-of", type=whole, metavar="X", help="compute so many and show the N likeliest, all at the end (default: N)"
+        "--best-of",
+        type=whole,
+        metavar="X",
+        help="compute X continuations, show the N likeliest at the end (default: N)",
     )
     parser.add_argument(
-        "--beams", type=whole, metavar="X", help="search for the N likeliest with so many beams instead of drawing them"
+        "--beams", type=whole, metavar="X", help="search for the N likeliest continuations with X beams instead of sampling"
     )
     parser.add_argument(
-        "--length-penalty", type=number, metavar="X", help="of --beams: above 0 is for longer ones (default: 1)"
+        "--length-penalty", type=number, metavar="X", help="with --beams: above 0 favours longer continuations (default: 1)"
     )
-    parser.add_argument("--early-stopping", action="store_true", help="of --beams: end once as many continuations have ended")
+    parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
-        "--stop", action="append", default=[], type=stop_text, metavar="TEXT", help="ends the output; may be repeated"
+        "--stop", action="append", default=[], type=stop_text, metavar="TEXT", help="text that ends the output; may be repeated"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-sequence token")
     parser.add_argument(
         "--json-schema", type=json_schema, metavar="FILE_OR_JSON", help="the output is a JSON value that this schema allows"
     )
@@ -58,7 +59,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--choice", action="append", type=filled, metavar="TEXT", help="the output is one of these; may be repeated"
     )
     parser.add_argument(
-        "--logprobs", type=whole, metavar="N", help="show log probabilities of each token and of the N likeliest in its place"
+        "--logprobs",
+        type=whole,
+        metavar="N",
+        help="show log probabilities of each token and of the N likeliest in its place",
     )
     parser.add_argument("--priority", type=whole, metavar="X", default=0, help="larger is more important")
     parser.add_argument(
@@ -67,19 +71,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="most time from arrival to the last token (default: none, as long as tokens come)",
     )
-    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache the prompt shares")
+    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache the prompt shares")
     parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
     parser.add_argument(
-        "--sink", type=whole, metavar="N", help="with --window: first tokens that are kept for ever (default: 4)"
+        "--sink", type=whole, metavar="N", help="with --window: number of first tokens that are always kept (default: 4)"
     )
     parser.add_argument(
-        "--window", type=whole, metavar="N", help="attend to the sinks and the last N tokens alone (default: to all)"
+        "--window", type=whole, metavar="N", help="attend only to the sinks and the last N tokens (default: to all)"
     )
-    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that it belongs to")
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that the request belongs to")
     parser.add_argument(
-        "--metadata", action="append", default=[], type=pair, metavar="KEY=VALUE", help="kept with it; may be repeated"
+        "--metadata", action="append", default=[], type=pair, metavar="KEY=VALUE", help="kept with the request; may be repeated"
     )
-    parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of it")
+    parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of the request")
     add_engine_flag(parser)
     add_json_flag(parser)
 

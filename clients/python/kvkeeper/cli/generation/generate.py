@@ -1,4 +1,4 @@
-"""`kvkeeper generate`: text to stdout as it comes, what it took to stderr."""
+"""`kvkeeper generate`: the text goes to stdout as it comes, counts and times go to stderr."""
 
 import argparse
 import json
@@ -7,10 +7,10 @@ import time
 from functools import cache
 from typing import Any
 
-from kvkeeper.cli.continuations import Printer, logprobs_table, report, summary
-from kvkeeper.cli.generate_flags import add_flags, options_of, wrong_together
-from kvkeeper.cli.outcome import OPTIONS
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, warn
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, warn
+from kvkeeper.cli.generation.continuations import Printer, logprobs_table, report, summary
+from kvkeeper.cli.generation.flags import add_flags, options_of, wrong_together
 from kvkeeper.client import EngineClient, Usage
 from kvkeeper.service import VERSION
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
@@ -87,7 +87,7 @@ def _prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
-    """None where it was said why there is none."""
+    """The prompt's text. None when it cannot be read, which has been reported."""
     if args.prompt not in (None, "-"):
         return str(args.prompt)
     has_pipe = sys.stdin is not None and not sys.stdin.isatty()
@@ -103,7 +103,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     except UnicodeDecodeError:
         complain(f"{source} is not UTF-8 text", reason="USAGE", is_json=args.json)
         return None
-    if not text and args.prompt is None and args.prompt_file is None:  # nothing was piped: it was forgotten
+    if not text and args.prompt is None and args.prompt_file is None:  # an empty pipe: the prompt was forgotten
         args.usage_error(_NO_PROMPT)
     return text
 

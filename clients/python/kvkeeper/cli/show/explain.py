@@ -5,18 +5,18 @@ import json
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.arguments import utf8
-from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.outcome import OPTIONS
-from kvkeeper.cli.problems import EXIT_OK
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.arguments import utf8
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.client import CacheClient, EngineClient
 
 
 def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser("explain", help=text, allow_abbrev=False)
     parser.add_argument("prompt", type=utf8, help="text, as for generate")
-    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="whose cache is meant")
+    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache is asked")
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)
@@ -24,7 +24,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The engine knows the tokens and the model, the cache service knows the rest."""
+    """Asks the engine for the tokens and the model, then the cache service for the match."""
     args.asks = "engine"
     with EngineClient(args.engine, OPTIONS) as engine:
         model, token_ids = engine.model(), engine.tokenize(args.prompt)

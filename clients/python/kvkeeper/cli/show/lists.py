@@ -1,4 +1,4 @@
-"""print_list: what a service lists, as a table for people or as JSON for programs."""
+"""print_list: messages that a service lists, as a table for people or as JSON for programs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.tables import table
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.tables import table
 
 M = TypeVar("M", bound=Message)
 
@@ -15,7 +15,7 @@ M = TypeVar("M", bound=Message)
 def print_list(
     name: str, messages: Sequence[M], headers: Sequence[str], row: Callable[[M], Sequence[object]], *, is_json: bool
 ) -> None:
-    """name is the list's, in the plural; row gives a message's cells under the headers."""
+    """name: of the list, in the plural. row: gives the cells of a message, in the order of the headers."""
     if is_json:
         print(json.dumps({name: [as_json(message) for message in messages]}))
     elif messages:

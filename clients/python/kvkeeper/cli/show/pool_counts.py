@@ -1,11 +1,11 @@
-"""Counts of a pool for people: every field of PoolStats, in groups. A test holds it to the protocol."""
+"""Counts of a pool for people: every field of PoolStats, in groups. A test checks that no field is missing."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.status import pool_line
-from kvkeeper.cli.tables import facts, size
+from kvkeeper.cli.console.tables import facts, size
+from kvkeeper.cli.show.status import pool_line
 
 Rows = list[tuple[str, object]]
 
@@ -50,9 +50,9 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         "room",
         [
             ("starts granted, refused", _counts(pool.num_starts, pool.num_refused_starts)),
-            ("told to wait for who computes the prefix", pool.num_computing_answers),
+            ("told to wait while the prefix is computed", pool.num_computing_answers),
             ("starts or reservations without blocks", pool.num_refusals),
-            ("blocks owed to the eldest start", pool.num_owed_blocks),
+            ("blocks reserved for the oldest claim", pool.num_owed_blocks),
             ("pressure, changes of it", f"{pressure_word(pool.pressure)}, {pool.num_pressure_changes:,}"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Whether a service takes requests: what grpc.health.v1 says of its own name. Of the name "" it says that the process lives."""
+"""Whether a service takes requests: grpc.health.v1 tells it for the service's name. The name "" stands for the process."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def is_serving(service: str, address: str, options: CallOptions) -> bool:
 
 
 async def until_serving(address: str) -> None:
-    """Returns when the service there serves, whichever it is; the caller decides how long that may take."""
+    """Returns when the service at the address serves, be it the cache or the engine; the caller limits the time."""
     transport = AsyncTransport(address, CallOptions(timeout_s=5.0, retry_s=0.0), health_pb2_grpc.HealthStub)
     try:
         while not await _is_serving(transport):  # noqa: ASYNC110  the event is in another process
@@ -37,6 +37,6 @@ async def _is_serving(transport: AsyncTransport) -> bool:
         try:
             answer = await transport.call(transport.stub.Check, health_pb2.HealthCheckRequest(service=name))
         except KvkeeperError:
-            continue  # the other service, no service yet, or a service that has not got that far
+            continue  # the name of the other service, no service yet, or a service that is starting
         return bool(answer.status == _SERVING)
     return False

@@ -1,13 +1,13 @@
-"""`kvkeeper requests`: what the engine is asked for now, of all conversations or of one."""
+"""`kvkeeper requests`: the requests that wait or run in the engine, of all conversations or of one."""
 
 import argparse
 from typing import Any
 
-from kvkeeper.cli.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.arguments import utf8
-from kvkeeper.cli.lists import print_list
-from kvkeeper.cli.outcome import OPTIONS
-from kvkeeper.cli.problems import EXIT_OK
+from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
+from kvkeeper.cli.console.arguments import utf8
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_OK
+from kvkeeper.cli.show.lists import print_list
 from kvkeeper.client import EngineClient
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -16,7 +16,7 @@ _HEADERS = ("request", "conversation", "state", "prompt", "new", "n", "priority"
 
 def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser("requests", help=text, allow_abbrev=False)
-    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="of one conversation only")
+    parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="show one conversation only")
     add_engine_flag(parser)
     add_json_flag(parser)
     parser.set_defaults(run=run, asks="engine")

@@ -6,12 +6,12 @@ import sys
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.outcome import OPTIONS, failure
-from kvkeeper.cli.pool_counts import show_pool
-from kvkeeper.cli.problems import EXIT_OK
-from kvkeeper.cli.tables import facts, table
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.outcome import OPTIONS, failure
+from kvkeeper.cli.console.problems import EXIT_OK
+from kvkeeper.cli.console.tables import facts, table
+from kvkeeper.cli.show.pool_counts import show_pool
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """A service that is down does not hide the other one's counts."""
+    """Shows the counts of each service that answers, even if the other is down."""
     exit_code = EXIT_OK
     report: dict[str, object] = {}
     for name, ask, show in (("cache", _ask_cache, _show_cache), ("engine", _ask_engine, _show_engine)):

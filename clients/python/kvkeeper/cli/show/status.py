@@ -1,4 +1,4 @@
-"""`kvkeeper status`: whether both services are up, that is take requests, where, and what they serve."""
+"""`kvkeeper status`: whether both services take requests, where they are, and what they serve."""
 
 import argparse
 import json
@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.cli.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.outcome import OPTIONS, tell_down
-from kvkeeper.cli.problems import EXIT_DOWN, EXIT_OK
-from kvkeeper.cli.readiness import is_serving
-from kvkeeper.cli.tables import size, table
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.outcome import OPTIONS, tell_down
+from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.show.readiness import is_serving
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """What is known of one service; detail is for people."""
+    """The state of one service; detail is a text for people."""
 
     service: str
     state: str  # "up", "not ready", "down", or the reason why it refuses to tell
@@ -59,14 +59,14 @@ def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]
 
 
 def _cache(address: str) -> tuple[str, str, str]:
-    """Version, what it serves, and why it does not, where it tells."""
+    """The version, what the service serves, and why it does not serve, where it tells."""
     with CacheClient(address, OPTIONS) as client:
         capabilities = client.capabilities()
     return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet", ""
 
 
 def _engine(address: str) -> tuple[str, str, str]:
-    """The same. Without a session on its cache service it refuses requests."""
+    """The same of an engine, which refuses requests while it has no session on its cache service."""
     with EngineClient(address, OPTIONS) as client:
         model, has_session = client.model(), bool(client.stats().cache_session_id)
     return model.version, model_line(model), "" if has_session else "its cache service does not answer"

@@ -1,6 +1,6 @@
 """`kvkeeper top`: a live screen of the cache service; one frame an interval where the output is no terminal.
 
-A service that goes away after the first frame is waited for. q ends it with 0, Ctrl-C as any command.
+After the first frame, a service that does not answer is waited for. q ends the command with 0, Ctrl-C as any command.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvkeeper.cli.addresses import add_cache_flag
-from kvkeeper.cli.problems import EXIT_DOWN, EXIT_OK
-from kvkeeper.cli.top_view import History, Sample, frame
+from kvkeeper.cli.console.addresses import add_cache_flag
+from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.show.top_view import History, Sample, frame
 from kvkeeper.client import CacheClient, CallOptions, KvkeeperError
 
 _OPTIONS = CallOptions(timeout_s=2.0, retry_s=0.0)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 trouble = ""
             except KvkeeperError as error:
                 if history.last is None:
-                    raise  # whoever never answered is reported as by every other command
+                    raise  # a service that never answered is reported as by every other command
                 trouble = _trouble(error, args.cache)
             screen.show(frame(args.cache, history, trouble))
             num_frames += 1

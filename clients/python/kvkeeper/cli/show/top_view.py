@@ -1,4 +1,4 @@
-"""What `kvkeeper top` shows: answers of GetStats in, something that rich can print out. Knows no clock and no service."""
+"""The screen of `kvkeeper top`: takes answers of GetStats, makes what rich can print. Knows no clock and no service."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kvkeeper.cli.pool_counts import pressure_word
-from kvkeeper.cli.status import pool_line
+from kvkeeper.cli.show.pool_counts import pressure_word
+from kvkeeper.cli.show.status import pool_line
 
 HIT_RATE_SECONDS = 10.0
 _LEVEL_STYLES = {"low": "green", "medium": "yellow", "high": "dark_orange", "critical": "bold red"}
@@ -37,7 +37,7 @@ class Sample:
 
 
 class History:
-    """The samples of the last seconds. A service that was started anew counts from 0, so it starts anew here too."""
+    """The samples of the last seconds. A restarted service counts from 0, so its older samples are dropped."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -78,7 +78,7 @@ class History:
 
 
 def frame(address: str, history: History, trouble: str = "") -> RenderableType:
-    """One screen. trouble is why there is no newer sample than the last one."""
+    """One screen. trouble says why the last sample is not newer."""
     parts: list[RenderableType] = [_header(address, history.last, trouble)]
     if history.last is not None:
         stats = history.last.stats
@@ -89,7 +89,7 @@ def frame(address: str, history: History, trouble: str = "") -> RenderableType:
 
 
 class Bar:
-    """A line that is divided like these counts; whatever is there at all is seen."""
+    """A line divided in proportion to the counts; a count above 0 always shows."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = counts
@@ -122,7 +122,7 @@ def _header(address: str, last: Sample | None, trouble: str) -> Text:
     if trouble:
         text.append(f"\n{trouble}", "bold red")
         if last is not None:
-            text.append("; what follows is the last that was seen", "red")
+            text.append("; below are the last counts received", "red")
     return text
 
 
@@ -184,7 +184,7 @@ def _pool_in(sample: Sample, pool: Any) -> Any:
 
 
 def _growth(before: Any, now: Any, field: str) -> int:
-    """Of a sum; one that got smaller was started anew, and nothing is known of it."""
+    """How much a sum has grown. 0 for one that got smaller: its service was restarted, so the growth is not known."""
     return max(getattr(now, field) - getattr(before, field), 0) if before is not None else 0
 
 

@@ -1,7 +1,7 @@
-"""What `kvkeeper up` finds out before it starts a process: configs, addresses, the model's folder and memory for both services.
+"""What `kvkeeper up` checks before it starts a process: configs, packages, addresses, the model's folder, and memory.
 
-The services' own checks, in the order in which people can mend what is wrong. Flags are named as they are typed here. Imports
-structlog and the parts of the services that need neither torch nor grpc, so only `up` imports it, and only when it runs.
+These are the services' own checks, in the order in which a user can correct the errors; flags are named as `up` names them.
+Imports structlog and the parts of the services that need neither torch nor grpc, so commands import it only when they run.
 """
 
 import os
@@ -9,16 +9,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.service.config import ConfigError
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.process import StartError
 
-_UP_FLAGS = ("--model", "--pool-memory", "--host-memory")  # of `up` itself, under the name that the service has for it
+_UP_FLAGS = ("--model", "--pool-memory", "--host-memory")  # flags of `up` itself, named as the service names them
 
 
 def check_start(flags: Mapping[str, Sequence[str]]) -> None:
-    """flags: arguments of each service. Raises UsageFailure, StartError; one line."""
+    """flags: arguments of each service. Raises UsageFailure or StartError, with one line for people."""
     from kvkeeper.cache_service import preflight as cache
     from kvkeeper.cache_service.config import load_config as load_cache
     from kvkeeper.engine_service import preflight as engine
@@ -43,7 +43,7 @@ def check_start(flags: Mapping[str, Sequence[str]]) -> None:
 
 
 def check_packages() -> None:
-    """Of the engine service. Raises StartError."""
+    """Whether the engine's packages are installed. Raises StartError."""
     from kvkeeper.engine_service import preflight as engine
 
     engine.check_packages()
@@ -51,7 +51,7 @@ def check_packages() -> None:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What a service says of its flags, said of those of `up`."""
+    """Errors that name a service's flags, with the flags as `up` has them."""
     try:
         yield
     except ConfigError as error:
@@ -61,7 +61,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _as_typed(name: str, text: str) -> str:
-    """A service's flags as flags of `up`."""
+    """The text with a service's flags written as flags of `up`."""
     return re.sub(
         r"--[a-z][a-z-]*", lambda at: at[0] if at[0] in (*_UP_FLAGS, "--help") else f"--{name}-{at[0].removeprefix('--')}", text
     )

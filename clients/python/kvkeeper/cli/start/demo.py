@@ -1,7 +1,7 @@
 """`kvkeeper demo`: what the two processes are for, in a minute.
 
-Both services run as processes of their own, on Unix sockets in a folder that goes away: prompts that share a long prefix,
-one request forked into three continuations, then the engine is killed and a new one finds what the dead one computed.
+Both services run as processes of their own, on Unix sockets in a temporary folder: prompts that share a long prefix, one
+request forked into three continuations, then the engine is killed and a new one finds what the dead one computed.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
-from kvkeeper.cli.processes import ServiceProcess
-from kvkeeper.cli.readiness import until_serving
-from kvkeeper.cli.tables import facts, size, table
+from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
+from kvkeeper.cli.console.tables import facts, size, table
+from kvkeeper.cli.show.readiness import until_serving
+from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _SAMPLING = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got, and how fast."""
+    """The output of one request, and how fast it came."""
 
     name: str
     texts: tuple[str, ...]
@@ -52,7 +52,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    from kvkeeper.cli.checks import StartError, check_packages
+    from kvkeeper.cli.start.checks import StartError, check_packages
 
     try:
         check_packages()
@@ -106,7 +106,7 @@ async def _show(cache: str, engine: str, folder: str) -> int:
 
 
 async def _ask(client: AsyncEngineClient, name: str, n: int = 1) -> Answer:
-    """Streams one request. Continuations are sampled when there are several, else greedy."""
+    """Streams one request: greedy for one continuation, sampled for several."""
     sampling = _SAMPLING if n == 1 else Sampling(max_tokens=24, temperature=0.8, seed=7, ignore_eos=True)
     prompt = f"{_prefix()}\n\ndef {name}(text):\n"
     texts = [""] * n
@@ -132,7 +132,7 @@ async def _ask(client: AsyncEngineClient, name: str, n: int = 1) -> Answer:
 
 
 def _prefix() -> str:
-    """Text that every machine has: the source of a standard module."""
+    """A text that every machine has: the source of a standard module."""
     return inspect.getsource(textwrap)[:3000]
 
 
@@ -173,7 +173,7 @@ class _ServiceEnded(Exception):
 
 @asynccontextmanager
 async def _service(name: str, address: str, *flags: str) -> AsyncIterator[ServiceProcess]:
-    """A service that serves by the time the body runs and is gone after it. Raises _ServiceEnded or TimeoutError."""
+    """A service that serves when the body begins and has ended after it. Raises _ServiceEnded or TimeoutError."""
     service = await ServiceProcess.start(name, ["--listen", address, "--log-level", "warning", *flags])
     try:
         await asyncio.wait_for(_unless_ended(service, until_serving(address)), _START_S)

@@ -1,7 +1,7 @@
-"""A service as a child process: its own session, so that Ctrl-C reaches only who started it, and an end with it.
+"""A service as a child process that never outlives its parent.
 
-The child asks the kernel to be stopped when its parent is gone (services.py); it is ended with SIGTERM, after a grace
-with SIGKILL.
+It has a session of its own, so that Ctrl-C reaches the parent alone. The child asks the kernel for SIGTERM when its parent has
+ended (services.py); the parent ends it with SIGTERM, and after a grace with SIGKILL.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kvkeeper.cli.services import PARENT_VARIABLE
+from kvkeeper.cli.start.services import PARENT_VARIABLE
 
 
 class ServiceProcess:
@@ -41,7 +41,7 @@ class ServiceProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to stop and kill it after the grace. Returns when it is gone."""
+        """Ask it to stop, and kill it after the grace. Returns when it has ended."""
         self._send(signal.SIGTERM)
         await asyncio.wait({self.ended}, timeout=grace_s)
         self.kill()

@@ -1,7 +1,7 @@
-"""`kvkeeper cache` and `kvkeeper engine`: hand over to the services, which are imported only here and only then.
+"""`kvkeeper cache` and `kvkeeper engine`: hand over to the services, which are imported when they are to run.
 
-A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that
-parent is gone, however it ended.
+A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that parent
+has ended, for whatever reason.
 """
 
 import importlib
@@ -27,10 +27,10 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def _end_with(parent: int) -> bool:
-    """Whether the parent still lives and will take this process along."""
-    import ctypes  # for this alone, and every command imports this module
+    """Asks the kernel for SIGTERM when the parent ends. False where the parent has ended already."""
+    import ctypes  # not above, because every command imports this module
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    return os.getppid() == parent  # it may have gone before prctl
+    return os.getppid() == parent  # the parent may have ended before prctl

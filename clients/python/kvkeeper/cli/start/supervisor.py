@@ -1,8 +1,9 @@
-"""Supervisor: keeps services running, each a process of its own. What dies is started again, and the others stay.
+"""Supervisor: keeps services running, each a process of its own. A service that dies is started again while the others stay.
 
-Rules: services start in order, each once the one before serves, and end in the opposite order. Before all of them have served,
-one that ends is a start that failed, and ends the others. From then on it is started again after a pause that doubles while
-it dies young. One that dies young time after time is given up, which ends the others too. Everything that happens is told.
+Rules: services start in order, each when the one before it serves, and end in the opposite order. Until all of them have
+served, the end of one is a failed start and ends the others. From then on a service that dies is started again, after a pause
+that doubles while it dies young. A service that dies young several times in a row is given up, which ends the others too. Every
+event is reported.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ _MAX_YOUNG = 5  # deaths in a row
 
 
 class Running(Protocol):
-    """A process of a service, see ServiceProcess. ended is done once it is gone."""
+    """A process of a service, such as ServiceProcess. ended is done when the process has ended."""
 
     name: str
     ended: "asyncio.Task[int]"
@@ -34,7 +35,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """How one is started, and what returns when it serves."""
+    """How a service is started, and a call that returns when it serves."""
 
     name: str
     start: Callable[[], Awaitable[Running]]
@@ -42,7 +43,7 @@ class Service:
 
 
 class GivenUp(Exception):
-    """A service cannot be kept running. One line; process is its last one."""
+    """A service cannot be kept running. The text is one line; process is the service's last process."""
 
     def __init__(self, text: str, process: Running) -> None:
         super().__init__(text)
@@ -50,13 +51,13 @@ class GivenUp(Exception):
 
 
 class RestartRule:
-    """How long to wait before a service that died is started again. Pure: ages come in."""
+    """How long to wait before a service that died is started again. Pure: its age is handed in."""
 
     def __init__(self) -> None:
         self._num_young = 0
 
     def pause_after(self, age_s: float) -> float | None:
-        """Seconds; None: it is given up. age_s: how long it lived."""
+        """Seconds to wait; None when the service is given up. age_s: how long it lived."""
         self._num_young = self._num_young + 1 if age_s < _YOUNG_S else 1
         if self._num_young >= _MAX_YOUNG:
             return None
@@ -64,7 +65,7 @@ class RestartRule:
 
 
 class Supervisor:
-    """See the module. tell gets one line for people about whatever happens."""
+    """Starts services in order, restarts those that die, and ends all of them. tell gets a line for people on each event."""
 
     def __init__(self, services: Sequence[Service], tell: Callable[[str], None]) -> None:
         self._services = services
@@ -73,7 +74,7 @@ class Supervisor:
         self._started_at: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Returns when all serve. Raises GivenUp when one ends first."""
+        """Returns when all services serve. Raises GivenUp when one of them ends first."""
         for service in self._services:
             self._tell(f"starting the {service.name} service")
             await self._start(service)
@@ -87,7 +88,7 @@ class Supervisor:
                 serving.cancel()
 
     async def keep(self) -> None:
-        """For ever, after start. Raises GivenUp."""
+        """Keeps the services running, after start; never returns. Raises GivenUp."""
         keeping = [asyncio.create_task(self._keep(service)) for service in self._services]
         try:
             done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
@@ -99,13 +100,13 @@ class Supervisor:
             await asyncio.gather(*keeping, return_exceptions=True)
 
     async def end(self, grace_s: float) -> None:
-        """Ends all that run, the last one started first."""
+        """Ends all running services, the one started last first."""
         for service in reversed(self._services):
             if service.name in self._running:
                 await self._running[service.name].end(grace_s)
 
     def kill(self) -> None:
-        """Ends all that run at once."""
+        """Kills all running services at once."""
         for process in self._running.values():
             process.kill()
 
@@ -134,7 +135,7 @@ class Supervisor:
             await self._tell_serving(service)
 
     async def _tell_serving(self, service: Service) -> None:
-        """Says so when it serves, or returns when it has ended before."""
+        """Reports when the service serves; returns without a word when it ends first."""
         serving = asyncio.ensure_future(service.until_serving())
         try:
             await asyncio.wait({serving, self._running[service.name].ended}, return_when=asyncio.FIRST_COMPLETED)

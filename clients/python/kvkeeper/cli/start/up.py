@@ -1,7 +1,7 @@
-"""`kvkeeper up`: both services as processes of their own, kept running until somebody asks for their end.
+"""`kvkeeper up`: both services as processes of their own, kept running until a signal ends them.
 
-The cache service comes first and goes last, so that an engine never looks for what is not there. One that dies is started
-again while the other stays: that is what they are two processes for. However `up` itself ends, nothing is left behind.
+The cache service starts first and ends last, so that an engine always finds it. A service that dies is started again while the
+other stays: this is why there are two processes. However `up` itself ends, no process is left behind.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeeper.cli.addresses import add_json_flag, cache_address, engine_address
-from kvkeeper.cli.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure, complain
-from kvkeeper.cli.processes import ServiceProcess
-from kvkeeper.cli.readiness import until_serving
-from kvkeeper.cli.status import model_line, pool_line
-from kvkeeper.cli.supervisor import GivenUp, Service, Supervisor
-from kvkeeper.cli.tables import facts
+from kvkeeper.cli.console.addresses import add_json_flag, cache_address, engine_address
+from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure, complain
+from kvkeeper.cli.console.tables import facts
+from kvkeeper.cli.show.readiness import until_serving
+from kvkeeper.cli.show.status import model_line, pool_line
+from kvkeeper.cli.start.processes import ServiceProcess
+from kvkeeper.cli.start.supervisor import GivenUp, Service, Supervisor
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, KvkeeperError, targets
 
-_GRACE_S = 20.0  # a service has its own, shorter limit for draining; who is in a hurry asks twice
+_GRACE_S = 20.0  # a service has its own, shorter limit for draining; a second signal ends at once
 # More than a block long, so that typing it again shows a prefix hit.
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,7 +50,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvkeeper.cli.checks import StartError, check_start
+    from kvkeeper.cli.start.checks import StartError, check_start
 
     try:
         flags = _flags_of_services(args)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Pair:
-    """The two services under a supervisor, and the signal that ends them."""
+    """The two services under a supervisor, until a signal ends them."""
 
     def __init__(self, args: argparse.Namespace, flags: dict[str, list[str]]) -> None:
         self._args = args
@@ -89,7 +89,7 @@ class _Pair:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
         for signum in _STOP_SIGNALS:
-            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # with nohup it stays ignored
                 loop.add_signal_handler(signum, self._on_signal, signum)
         serving = asyncio.create_task(self._serve())
         try:
@@ -105,10 +105,10 @@ class _Pair:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await self._supervisor.end(_GRACE_S)
-        raise AssertionError("services are kept until the end is asked for")
+        raise AssertionError("services are kept running until a signal")
 
     async def _serve(self) -> None:
-        """Start both, say so once they serve, and keep them. Raises GivenUp."""
+        """Start both services, report when they serve, and keep them running. Raises GivenUp."""
         await self._supervisor.start()
         telling = asyncio.create_task(self._tell_ready())
         try:
@@ -120,7 +120,7 @@ class _Pair:
         while True:
             try:
                 return print(await _ready_text(self._args), flush=True)
-            except KvkeeperError:  # one of them died already, and is being started again
+            except KvkeeperError:  # a service has died already and is being started again
                 await until_serving(self._args.cache_listen)
                 await until_serving(self._args.engine_listen)
 
