@@ -21,12 +21,12 @@ class Printer:
         self._shown = 0  # the continuation that is being printed
         self._num_printed: int | None = None  # characters of it; None before its heading
 
-    def take(self, piece: OutputChunk) -> None:
-        self.texts[piece.index] += piece.text
-        self.token_ids[piece.index] += piece.token_ids
-        self.logprobs[piece.index] += piece.logprobs
-        self.reasons[piece.index] = piece.finish_reason or self.reasons[piece.index]
-        self.cumulative_logprobs[piece.index] = piece.cumulative_logprob
+    def add(self, chunk: OutputChunk) -> None:
+        self.texts[chunk.index] += chunk.text
+        self.token_ids[chunk.index] += chunk.token_ids
+        self.logprobs[chunk.index] += chunk.logprobs
+        self.reasons[chunk.index] = chunk.finish_reason or self.reasons[chunk.index]
+        self.cumulative_logprobs[chunk.index] = chunk.cumulative_logprob
         self._print_on()
         while self.reasons[self._shown] is not None and self._shown + 1 < len(self.texts):
             self._shown += 1

@@ -49,10 +49,10 @@ def _generate(text: str, args: argparse.Namespace) -> int:
     first_token = None
     with EngineClient(args.engine, OPTIONS) as client:
         with client.generate(_prompt(text, args), options_of(args)) as generation:
-            for piece in generation:
-                if first_token is None and piece.token_ids:
+            for chunk in generation:
+                if first_token is None and chunk.token_ids:
                     first_token = time.monotonic()
-                printer.take(piece)
+                printer.add(chunk)
         total_ms = (time.monotonic() - started) * 1000
         first_ms = None if first_token is None else (first_token - started) * 1000
         usage = generation.usage or Usage(0, 0, 0, 0, 0)

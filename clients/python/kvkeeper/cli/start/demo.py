@@ -112,12 +112,12 @@ async def _ask(client: AsyncEngineClient, name: str, n: int = 1) -> Answer:
     texts = [""] * n
     first: float | None = None
     begin = time.perf_counter()
-    async with client.generate(prompt, GenerateOptions(n=n, sampling=sampling)) as pieces:
-        async for piece in pieces:
+    async with client.generate(prompt, GenerateOptions(n=n, sampling=sampling)) as chunks:
+        async for chunk in chunks:
             first = first or time.perf_counter()
-            texts[piece.index] += piece.text
+            texts[chunk.index] += chunk.text
     end = time.perf_counter()
-    usage = pieces.usage
+    usage = chunks.usage
     assert usage is not None and first is not None, "a request that ended well has usage and a first token"
     return Answer(
         name,

@@ -1,10 +1,10 @@
-"""The span of one Generate as its client sees it: from the call to the last piece; nothing where nobody traces."""
+"""The span of one Generate as its client sees it: from the call to the last chunk. Does nothing without tracing."""
 
 import time
 from typing import TYPE_CHECKING, Any
 
 from kvkeeper import tracing
-from kvkeeper.client.engine_calls import GenerateOptions
+from kvkeeper.client.engine.calls import GenerateOptions
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class GenerateSpan:
-    """See the module. Names are OpenTelemetry's conventions for generative models, where they have one."""
+    """The client's span of one request; without a span all methods do nothing.
+
+    Names follow OpenTelemetry's conventions for generative models, where those have one.
+    """
 
     def __init__(self, span: "Span | None") -> None:
         self._span = span
@@ -23,11 +26,11 @@ class GenerateSpan:
 
     @property
     def metadata(self) -> tracing.Metadata | None:
-        """Of the call, each time that it is made."""
+        """gRPC metadata of the call, each time that it is made."""
         return None if self._span is None else tracing.outgoing(self._span)
 
-    def take(self, message: pb.GenerateResponse) -> None:
-        """An answer came; the last one ends the span."""
+    def record_answer(self, message: pb.GenerateResponse) -> None:
+        """Records an answer; the last one ends the span."""
         span = self._span
         if span is None:
             return
@@ -45,7 +48,7 @@ class GenerateSpan:
             span.end()
 
     def repeat(self) -> None:
-        """The call is made again, for what has not come yet."""
+        """Records that the call is made again."""
         if self._span is not None:
             self._span.add_event("kvkeeper.resubmitted")
 
@@ -54,7 +57,7 @@ class GenerateSpan:
         self.end()
 
     def end(self) -> None:
-        """Its client wants no more. Nothing happens to a span that has ended."""
+        """Ends the span, if it has not ended yet."""
         if self._span is not None and self._span.is_recording():
             self._span.end()
 

@@ -1,11 +1,11 @@
-"""What the engine service is asked and what comes back: pure, shared by the synchronous and the asyncio client."""
+"""Requests to the engine service and their answers: pure, shared by the synchronous and the asyncio client."""
 
 import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from kvkeeper.client.prompts import Prompt, set_prompt
+from kvkeeper.client.engine.prompts import Prompt, set_prompt
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -26,10 +26,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A piece of one continuation. finish_reason is set on its last piece.
+    """A part of one continuation. finish_reason is set on its last chunk.
 
-    logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first piece.
-    cumulative_logprob: sum of its tokens' log probabilities, in the last piece of a continuation of best_of or beam search.
+    logprobs: one per token id, where asked for; prompt_logprobs: of the prompt from its second token on, in the first chunk.
+    cumulative_logprob: sum of its tokens' log probabilities, in the last chunk of a continuation of best_of or beam search.
     """
 
     index: int
@@ -139,7 +139,7 @@ class GenerateOptions:
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Raises TypeError and ValueError for what no request can hold; what one may ask for is the service's to judge."""
+    """Raises TypeError and ValueError for what no request can hold; the service checks the rest."""
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
     if len(constraints := sorted(sampling.keys() & _CONSTRAINTS)) > 1:
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
@@ -164,14 +164,14 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def submit_request(prompt: Prompt, options: GenerateOptions) -> pb.SubmitRequestRequest:
-    """The id is drawn here where none is given, so that a repeat after a lost answer is the same request."""
+    """Draws an id where none is given, so that a repeat after a lost answer is the same request."""
     request = generate_request(prompt, options)
     request.request_id = request.request_id or str(uuid.uuid4())
     return pb.SubmitRequestRequest(request=request)
 
 
 def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetRequestRequest:
-    """Waits at most so long, and well within the deadline of one call."""
+    """Waits at most wait_s, and well within the deadline of one call."""
     longest = min(_LONGEST_WAIT_S, options.timeout_s / 2)
     return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
 
@@ -181,11 +181,11 @@ def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
 
 
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
-    """The deadline of a Generate: the request's and a little more; none where it has none, as the service ends what stalls."""
+    """The deadline of a Generate: the request's and a little more, or none: the service ends stalled requests."""
     return replace(base, timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000 + _SLACK_S)
 
 
-def piece_of(message: pb.GenerateResponse | pb.RequestOutput) -> OutputChunk:
+def chunk_of(message: pb.GenerateResponse | pb.RequestOutput) -> OutputChunk:
     reason = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
     return OutputChunk(
         message.index,
@@ -207,7 +207,7 @@ def result_of(message: pb.GetRequestResponse) -> Result:
     return Result(
         request_id=message.request.request_id,
         state=pb.RequestState.Name(message.request.state).removeprefix("REQUEST_STATE_").lower(),
-        outputs=tuple(map(piece_of, message.outputs)),
+        outputs=tuple(map(chunk_of, message.outputs)),
         usage=usage_of(message),
         error=(message.error.reason, message.error.message) if message.HasField("error") else None,
         session_id=message.request.session_id,

@@ -1,7 +1,7 @@
 """The engine service for asyncio and for threads: text in, text out.
 
-generate() gives a stream of pieces; when it has ended, its usage is set. Leave it through `with` or close(): a stream
-left early is then cancelled, which frees the request's blocks. Every call raises KvkeeperError.
+generate() gives a stream of chunks; its usage is set when it has ended. Leave it through `with` or close(): that cancels a
+stream left early, which frees the request's blocks. Every call raises KvkeeperError.
 """
 
 import asyncio
@@ -11,25 +11,25 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvkeeper.client.engine_calls import (
+from kvkeeper.client.engine.calls import (
     GenerateOptions,
     OutputChunk,
     Prompt,
     Result,
     Usage,
+    chunk_of,
     generate_request,
     get_request,
     list_page,
-    piece_of,
     result_of,
     stream_options,
     submit_request,
     usage_of,
 )
+from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.spans import GenerateSpan, begin_generate
 from kvkeeper.client.targets import ENGINE as DEFAULT_TARGET
 from kvkeeper.client.transport import AsyncStream, AsyncTransport, Stream, Transport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -58,12 +58,12 @@ class EngineClient:
         return Generation(call, options.resubmit_s, span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
-        """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
+        """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return self._call("SubmitRequest", request).request_id
 
     def result(self, request_id: str, wait_s: float = 0.0) -> Result:
-        """What a submitted request has given: now, or when it has ended, or after wait_s."""
+        """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
@@ -74,20 +74,20 @@ class EngineClient:
     def call_back(
         self,
         prompt: Prompt,
-        on_piece: Callable[[OutputChunk], None],
+        on_chunk: Callable[[OutputChunk], None],
         on_end: Callable[[Usage | KvkeeperError], None],
         options: GenerateOptions | None = None,
     ) -> "Generation":
-        """Continue a prompt in the background: on_piece hears each piece, on_end how it ended, exactly once.
+        """Continue a prompt in the background: on_chunk gets each chunk, on_end the usage or the error, exactly once.
 
-        Both are called from one place, one at a time, and hold nothing up but this request. Ended early by close().
+        The two are called one at a time, and a slow one delays this request alone. close() ends the request early.
         """
         generation = self.generate(prompt, options)
-        threading.Thread(target=_call_back, args=(generation, on_piece, on_end), daemon=True).start()
+        threading.Thread(target=_call_back, args=(generation, on_chunk, on_end), daemon=True).start()
         return generation
 
     def iteration_plan(self) -> pb.GetIterationPlanResponse:
-        """What the engine's last iteration computed; its `plan` is readable."""
+        """What the engine's last iteration computed; `plan` is a text for people."""
         return self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     def cancel(self, request_id: str) -> None:
@@ -98,7 +98,7 @@ class EngineClient:
         return tuple(self._call("Tokenize", pb.TokenizeRequest(text=text)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """The text of these tokens. keep_special_tokens tells also what `tokenize` puts around a text."""
+        """The text of these tokens. keep_special_tokens includes the tokens that `tokenize` puts around a text."""
         request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
         return self._call("Detokenize", request).text
 
@@ -127,7 +127,7 @@ class EngineClient:
 
 
 class Generation:
-    """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
+    """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
     def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
@@ -160,10 +160,10 @@ class Generation:
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
-            self._span.take(message)
-            piece = self._received.new_part(piece_of(message))
-            if piece is not None:
-                return piece
+            self._span.record_answer(message)
+            chunk = self._received.new_part(chunk_of(message))
+            if chunk is not None:
+                return chunk
 
     def close(self) -> None:
         """End the request if it still runs."""
@@ -194,12 +194,12 @@ class AsyncEngineClient:
         return AsyncGeneration(call, options.resubmit_s, span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
-        """Have a prompt continued without staying connected; the id to ask for its results by. Safe to repeat with one id."""
+        """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return (await self._call("SubmitRequest", request)).request_id
 
     async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
-        """What a submitted request has given: now, or when it has ended, or after wait_s."""
+        """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
@@ -210,22 +210,22 @@ class AsyncEngineClient:
     def call_back(
         self,
         prompt: Prompt,
-        on_piece: Callable[[OutputChunk], None],
+        on_chunk: Callable[[OutputChunk], None],
         on_end: Callable[[Usage | KvkeeperError], None],
         options: GenerateOptions | None = None,
     ) -> "AsyncGeneration":
-        """Continue a prompt in the background: on_piece hears each piece, on_end how it ended, exactly once.
+        """Continue a prompt in the background: on_chunk gets each chunk, on_end the usage or the error, exactly once.
 
-        Both are called from one place, one at a time, and hold nothing up but this request. Ended early by close().
+        The two are called one at a time, and a slow one delays this request alone. close() ends the request early.
         """
         generation = self.generate(prompt, options)
-        task = asyncio.get_running_loop().create_task(_call_back_async(generation, on_piece, on_end))
-        self._tasks.add(task)  # the loop itself keeps no hold on it
+        task = asyncio.get_running_loop().create_task(_call_back_async(generation, on_chunk, on_end))
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
         task.add_done_callback(self._tasks.discard)
         return generation
 
     async def iteration_plan(self) -> pb.GetIterationPlanResponse:
-        """What the engine's last iteration computed; its `plan` is readable."""
+        """What the engine's last iteration computed; `plan` is a text for people."""
         return await self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     async def cancel(self, request_id: str) -> None:
@@ -236,7 +236,7 @@ class AsyncEngineClient:
         return tuple((await self._call("Tokenize", pb.TokenizeRequest(text=text))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """The text of these tokens. keep_special_tokens tells also what `tokenize` puts around a text."""
+        """The text of these tokens. keep_special_tokens includes the tokens that `tokenize` puts around a text."""
         request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
         return (await self._call("Detokenize", request)).text
 
@@ -265,7 +265,7 @@ class AsyncEngineClient:
 
 
 class AsyncGeneration:
-    """Pieces of one request as they come. request_id is known with the first piece, usage after the last."""
+    """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
     def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
         self._start = start
@@ -298,10 +298,10 @@ class AsyncGeneration:
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
-            self._span.take(message)
-            piece = self._received.new_part(piece_of(message))
-            if piece is not None:
-                return piece
+            self._span.record_answer(message)
+            chunk = self._received.new_part(chunk_of(message))
+            if chunk is not None:
+                return chunk
 
     def close(self) -> None:
         """End the request if it still runs."""
@@ -310,11 +310,11 @@ class AsyncGeneration:
 
 
 def _call_back(
-    generation: Generation, on_piece: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
+    generation: Generation, on_chunk: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
 ) -> None:
     try:
-        for piece in generation:
-            on_piece(piece)
+        for chunk in generation:
+            on_chunk(chunk)
     except KvkeeperError as error:
         on_end(error)
         return
@@ -324,11 +324,11 @@ def _call_back(
 
 
 async def _call_back_async(
-    generation: AsyncGeneration, on_piece: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
+    generation: AsyncGeneration, on_chunk: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
 ) -> None:
     try:
-        async for piece in generation:
-            on_piece(piece)
+        async for chunk in generation:
+            on_chunk(chunk)
     except KvkeeperError as error:
         on_end(error)
         return
@@ -338,5 +338,5 @@ async def _call_back_async(
 
 
 def _usage_after(usage: Usage | None) -> Usage:
-    assert usage is not None, "a stream that ended well has told its usage"
+    assert usage is not None, "a stream that ended without an error tells its usage"
     return usage

@@ -1,7 +1,7 @@
 """What a prompt may be, and how it gets into a request: text, token ids, or a conversation.
 
-A conversation may be as OpenAI's clients write it, as far as the protocol can carry it: text, whole or in parts. What a prompt
-may not be is a TypeError or a ValueError that names the place; nothing is dropped in silence. Pure.
+A conversation may be written as OpenAI's clients write it, as far as the protocol can carry it: text, whole or in parts.
+Anything else is a TypeError or a ValueError that names the place; nothing is dropped silently. Pure.
 """
 
 import operator
