@@ -66,8 +66,8 @@ type Told<T> = Omit<T, 'finishReason' | 'cumulativeLogprob'> & {
   cumulativeLogprob: number | null;
 };
 
-/** A piece of one continuation. The last one of the request has its usage. */
-export type Piece = Told<engine.GenerateResponse>;
+/** A chunk of one continuation. The last one of the request has its usage. */
+export type OutputChunk = Told<engine.GenerateResponse>;
 export type RequestInfo = Omit<engine.RequestInfo, 'state'> & { state: RequestState };
 
 export interface Result {
@@ -82,9 +82,9 @@ export interface Result {
 export class EngineClient {
   constructor(address?: string, options?: ClientOptions);
   /** Continues a prompt; leaving the loop cancels it. Throws TypeError for what no request can hold. */
-  generate(prompt: Prompt, options?: GenerateOptions): AsyncGenerator<Piece, void, undefined>;
+  generate(prompt: Prompt, options?: GenerateOptions): AsyncGenerator<OutputChunk, void, undefined>;
   /** Continues a conversation, by the model's chat template. */
-  chat(messages: readonly Message[], options?: GenerateOptions): AsyncGenerator<Piece, void, undefined>;
+  chat(messages: readonly Message[], options?: GenerateOptions): AsyncGenerator<OutputChunk, void, undefined>;
   /** Has a prompt continued without staying connected; the id to ask for its results by. */
   submit(prompt: Prompt, options?: GenerateOptions): Promise<string>;
   /** What a submitted request has given: now, or when it has ended, or after waitMs. */

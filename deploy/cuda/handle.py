@@ -10,14 +10,14 @@ KIND = "cuda_ipc"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ArenaHandle:
-    """A secret: whoever holds it can read and write the arena. So it has no repr, and goes nowhere but that socket.
+    """A secret: its holder can read and write the arena. So it has no repr, and is sent over that socket alone.
 
     Attributes:
         device_uuid: 32 hexadecimal digits; devices have other indices in other processes.
         ipc_handle: [HANDLE_BYTES]
         offset: of the arena in the allocation that the handle opens.
         num_bytes: of the arena.
-        generation: of the arena in its service: an allocation at the same address as one that was freed is another one.
+        generation: of the arena in its service: tells apart two allocations at the same address, one after the other.
     """
 
     device_uuid: str

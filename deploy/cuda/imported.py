@@ -1,8 +1,8 @@
-"""imported: the arenas of other processes that this one has opened, each once.
+"""The arenas of other processes that this process has opened, each once.
 
-The driver maps an allocation once per process, however often its handle is opened, and one close may end it for all who
-opened it (seen and recorded by LMCache). So opens are counted here, and the last one to close unmaps. What is mapped keeps the
-device memory alive, also when the process that allocated it has died.
+The driver maps an allocation once per process, however often its handle is opened, and one close may end the mapping for all
+users (seen and recorded by LMCache). So opens are counted here, and the last close unmaps. A mapping keeps the device memory
+alive, even after the process that allocated it has died.
 """
 
 import threading
@@ -24,10 +24,10 @@ _lock = threading.Lock()
 
 
 class ImportedArena:
-    """An arena of another process. pointer is where it begins here, device the index of the device that it is on."""
+    """An arena of another process. pointer: its beginning, as mapped here; device: the index of its device."""
 
     def __init__(self, runtime: CudaRuntime, handle: ArenaHandle) -> None:
-        """Raises CudaError, for a device that this process does not see too."""
+        """Raises CudaError, also for a device that this process does not see."""
         uuids = runtime.device_uuids()
         if handle.device_uuid not in uuids:
             raise CudaError("device_uuids", "the pool's device is not visible to this process")
@@ -43,7 +43,7 @@ class ImportedArena:
         self.pointer = mapping.base + handle.offset
 
     def close(self) -> None:
-        """Wait for this process's work on the device, then unmap if nobody else here uses it. Idempotent. Raises CudaError."""
+        """Wait for this process's work on the device, then unmap after the last user here. Idempotent. Raises CudaError."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,9 +1,9 @@
 """CudaRuntime: the few calls of the CUDA runtime that kvkeeper makes, each raising CudaError.
 
-One door to cuda-bindings, NVIDIA's own package, which is imported with the first call: nothing here is needed on a machine
-without a GPU. Pointers are plain integers. The runtime keeps a current device per thread, so that every call names its device
-and makes it current first; the first one creates the process's context on it, which itself takes some hundred megabytes of
-device memory. Tests put another implementation in its place.
+Only this module uses cuda-bindings, NVIDIA's own package, and imports it with the first call: a machine without a GPU does not
+need it. Pointers are plain integers. The runtime keeps a current device per thread, so every call names its device and makes it
+current first. The first call creates the process's context on the device, which takes some hundred megabytes of device memory.
+Tests put another implementation in its place.
 """
 
 import threading
@@ -16,7 +16,7 @@ HANDLE_BYTES = 64
 
 
 class CudaError(Exception):
-    """A call of the CUDA runtime failed. call is its name, name the error's; neither text tells addresses or handles."""
+    """A call of the CUDA runtime failed. call: name of the call; name: of the error. Neither tells addresses or handles."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -28,13 +28,13 @@ class CudaError(Exception):
 
 
 class CudaRuntime(Protocol):
-    """All raise CudaError. Sizes are bytes, a device is an index of this process's visible ones."""
+    """The calls; all raise CudaError. Sizes are in bytes; a device is an index among this process's visible devices."""
 
     def device_uuids(self) -> list[str]:
         """The visible devices, 32 hexadecimal digits each."""
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """An allocation of its own, so that what a handle of it shows is nothing else."""
+        """A separate allocation, so that its handle shows nothing else."""
 
     def free(self, device: int, pointer: int) -> None: ...
 
@@ -42,16 +42,16 @@ class CudaRuntime(Protocol):
         """Zeros; done when it returns."""
 
     def export(self, device: int, pointer: int) -> tuple[bytes, int]:
-        """An allocation's handle [HANDLE_BYTES] for other processes, and where in what they open the pointer lies."""
+        """The allocation's handle [HANDLE_BYTES] for other processes, and the pointer's offset in what the handle opens."""
 
     def open(self, device: int, handle: bytes) -> int:
-        """Where another process's allocation begins in this one. Once per process and handle; see imported."""
+        """The pointer to another process's allocation, mapped here. Once per process and handle, see imported.py."""
 
     def close(self, device: int, base: int) -> None:
         """Undo open."""
 
     def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
-        """Between any two of device, imported and host memory, within them too where they do not overlap; done on return."""
+        """Copies between device, imported and host memory, or within one where the ranges do not overlap; done on return."""
 
     def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
         """Pin host memory that is mapped here, for every device: copies to and from it then run at the bus's speed."""
@@ -59,10 +59,10 @@ class CudaRuntime(Protocol):
     def unregister_host(self, device: int, pointer: int) -> None: ...
 
     def free_bytes(self, device: int) -> int:
-        """Device memory that can be had now."""
+        """Device memory that can be allocated now."""
 
     def synchronize(self, device: int) -> None:
-        """Until all work of this process on the device is done."""
+        """Waits until all work of this process on the device is done."""
 
 
 class BoundRuntime:
@@ -107,7 +107,7 @@ class BoundRuntime:
         self._on(device, "cudaIpcCloseMemHandle", base)
 
     def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
-        kind = self._load().cudaMemcpyKind.cudaMemcpyDefault  # pointers say themselves what they point to
+        kind = self._load().cudaMemcpyKind.cudaMemcpyDefault  # the kind of memory follows from the pointers
         self._on(device, "cudaMemcpy", destination, source, num_bytes, kind)
         self.synchronize(device)  # a copy within the device returns before it is done
 
@@ -130,7 +130,7 @@ class BoundRuntime:
         return self._call(call, *arguments)
 
     def _call(self, call: str, *arguments: Any) -> Any:
-        """What the call answers behind its error code: nothing, one value, or a tuple."""
+        """The call's answer without its error code: nothing, one value, or a tuple."""
         error, *values = getattr(self._runtime, call)(*arguments)
         if int(error):
             raise CudaError(call, error.name)
@@ -156,6 +156,6 @@ def cuda_runtime() -> CudaRuntime:
 
 
 def use_runtime(runtime: CudaRuntime) -> None:
-    """Put another one in its place, before the first use; for tests."""
+    """Put another runtime in its place, before the first use; for tests."""
     global _bound
     _bound = runtime

@@ -1,8 +1,9 @@
-"""What every kvkeeper service is made of.
+"""What both services stand on, and the few parts of it that the command line uses.
 
-Flags over environment over defaults into one frozen config; listen addresses with lock files and port checks; JSON logs; the
-door that turns exceptions into google.rpc.Status; start and drain of a grpc.aio server with health and reflection. Knows no
-service: each brings its own config fields, methods, error classes and codes.
+Owns the reading of flags and environment into one frozen config; listen addresses with lock files and port checks; JSON logs;
+metrics; the calls' one way in, which turns exceptions into google.rpc.Status; start and drain of a grpc.aio server with health
+and reflection. May import kvkeeper.tracing, grpc and structlog; no service: each hands in its own config fields, methods, error
+classes and codes.
 """
 
 VERSION = "0.1.0"  # of the package; pyproject.toml says the same

@@ -1,8 +1,8 @@
-"""The one way in: every call of a service passes here, as bytes, and every refusal becomes its Status here.
+"""The one way in: every call of a service passes through here, as bytes, and every refusal becomes a Status here.
 
-Owns message size limits, parsing, and what an exception turns into. Calls arrive as bytes because size and form are to be
-refused with our reasons, before anything is built from them. Handlers take a message and give a message, or messages, and
-raise the service's refusals; anything else they raise is a bug, logged here and answered without details.
+Owns message size limits, parsing, and the Status of each exception. Calls arrive as bytes, so that a wrong size or form is
+refused with a documented reason before anything is built from the message. Handlers take a message, return one or a stream, and
+raise the service's refusals; any other exception is a bug, which is logged here and answered without details.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ MAX_PROMPT_MESSAGE_BYTES = 4 << 20
 
 Context = grpc.aio.ServicerContext
 
-# Whose call this is, as far as gRPC knows: one connection over TCP, all of them together over a Unix socket.
+# The caller, as far as gRPC knows it: one connection over TCP; over a Unix socket all callers are one.
 peer: ContextVar[str] = ContextVar("peer", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a service takes, and how it refuses."""
+    """The methods of a service, the limits of their messages, and its refusals."""
 
     service: ServiceDescriptor
-    with_prompt: frozenset[str]  # methods whose messages may be as large as prompts are
+    with_prompt: frozenset[str]  # methods whose messages may be as large as prompts
     unimplemented: Mapping[str, str]  # method -> feature of the NOT_IMPLEMENTED answer
     refusals: Refusals
 
@@ -54,7 +54,7 @@ class Contract:
             raise self.refusals.invalid_field(text, field="request") from None
 
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
-        """The call's result; what it raises ends the RPC with its Status."""
+        """The call's result. An exception ends the RPC with its Status."""
         peer.set(context.peer())
         with tracing.serving(f"{self.service.full_name}/{method}", context.invocation_metadata()) as span:
             try:
@@ -65,7 +65,7 @@ class Contract:
             except (grpc.RpcError, grpc.aio.UsageError):
                 raise
             except grpc.aio.InternalError:
-                # The client went away while a message was on its way to it: the end of a call that is cancelled.
+                # The client went away while a message was on its way to it, which cancels the call.
                 raise asyncio.CancelledError from None
             except Exception:
                 log.exception("broken_invariant", method=method)
@@ -75,7 +75,7 @@ class Contract:
 
 
 class Door(grpc.GenericRpcHandler):
-    """Handlers by method name: those given, else `service` has a method for each in snake case."""
+    """The service's handlers by method name: those given, else the service's method of that name in snake case."""
 
     def __init__(self, contract: Contract, service: Any, given: Mapping[str, grpc.RpcMethodHandler] | None = None) -> None:
         self.service_name = contract.service.full_name

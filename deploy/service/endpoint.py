@@ -3,8 +3,8 @@
 Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, whatever it waits for. The service's
 own name is readiness: SERVING while it takes requests.
 
-The service decides the order: open, start, say that it serves; and backwards: drain, stop, and give the address back last,
-when nothing else of the service is left that a successor would meet.
+The service calls in this order: open, start, set_serving; and at its end: drain, stop, release. The address is given back last,
+when nothing else of the service is left for a successor to collide with.
 """
 
 import os
@@ -22,10 +22,10 @@ HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
-    # Nothing compressed is taken: what a few kilobytes unpack to costs time and memory here and nothing where it comes from.
+    # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # past the door's own limit, which tells its reason
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ask every 20 s whether anybody is there
+    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # above the limit in door.py, which gives a reason
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
 ]
 
 
@@ -41,7 +41,7 @@ class Endpoint:
 
     @classmethod
     async def open(cls, listen: str) -> "Endpoint":
-        """Takes the address; nobody is answered yet. Raises StartError, AddressInUse."""
+        """Takes the address; no call is answered yet. Raises StartError, AddressInUse."""
         path = socket_path(listen)
         lock: SocketLock | None = None
         server = grpc.aio.server(options=_OPTIONS)
@@ -56,7 +56,7 @@ class Endpoint:
             raise
 
     async def start(self, door: Door, *, has_reflection: bool) -> None:
-        """Answers calls from now on. Health says that it lives, and does not serve yet."""
+        """Answers calls from now on. Health says that the process lives, and that the service does not serve yet."""
         self._service_name = door.service_name
         self._server.add_generic_rpc_handlers((door,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -68,12 +68,12 @@ class Endpoint:
         await self._server.start()
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Whether the service takes requests, for health to say."""
+        """Sets the health of the service's name: whether it takes requests."""
         statuses = health_pb2.HealthCheckResponse
         await self._health.set(self._service_name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
 
     async def drain(self) -> None:
-        """Health says NOT_SERVING for both names from now on, whatever set_serving is told."""
+        """Sets both names to NOT_SERVING for good; set_serving has no effect any more."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float | None = 0.2) -> None:

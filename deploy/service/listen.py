@@ -1,7 +1,7 @@
-"""Where a service may listen: one live service per address, nothing left behind by dead ones.
+"""Where a service may listen: one live service per address, and no leftovers of dead ones.
 
-gRPC binds over an existing socket file without a word, so a lock file beside each Unix socket says whether its owner lives:
-the kernel drops the lock with the process. Stale sockets are removed, files that are no sockets are left alone.
+gRPC binds over an existing socket file without an error, so a lock file beside each Unix socket tells whether its owner lives:
+the kernel drops the lock with the process. Stale sockets are removed; files that are no sockets are left alone.
 """
 
 import errno
@@ -13,11 +13,11 @@ from pathlib import Path
 
 
 class AddressInUse(Exception):
-    """Somebody else serves there, or something there is not ours to remove. One line."""
+    """Another service has the address, or a file is there that must not be removed. The text is one line."""
 
 
 def socket_path(listen: str) -> Path | None:
-    """Where a service listens when that is a Unix socket."""
+    """The path of a Unix socket's address, else None."""
     return Path(listen.removeprefix("unix:")) if listen.startswith("unix:") else None
 
 
@@ -54,7 +54,7 @@ class SocketLock:
                 raise AddressInUse(f"another service listens on {self.path}") from None
             except FileNotFoundError:
                 pass
-            os.close(descriptor)  # its owner removed it between our open and our lock: take the new file
+            os.close(descriptor)  # its owner removed it between this open and this lock: take the new file
 
     def _unlock(self) -> None:
         self._lock_path.unlink(missing_ok=True)
@@ -78,10 +78,10 @@ class SocketLock:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises AddressInUse where somebody has the port: gRPC would tell it too, in a log line of its own and by failing."""
+    """Raises AddressInUse where the port is taken; gRPC would fail with a log line of its own."""
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: connections that linger do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC sets it: lingering connections do not count
             try:
                 probe.bind(address)
             except OSError as error:

@@ -1,6 +1,6 @@
 """A service's log: structlog on stderr, a readable line for people on a terminal, one JSON object a line for programs.
 
-Every line says which service speaks, which process of it and which version, because `kvkeeper up` shows two in one stream.
+Every line names the service, its process and its version, because `kvkeeper up` shows two services in one stream.
 Events are short names with fields. Never in a log: attach tokens, descriptors, prompts, outputs, tenants.
 """
 
@@ -16,7 +16,7 @@ from kvkeeper.service import VERSION
 
 
 def configure(level: str, service: str, stream: TextIO | None = None) -> None:
-    """For the process as a whole, so only the service's main calls it. service: "cache" or "engine"."""
+    """Configures the log of the whole process, so only a service's main calls it. service: "cache" or "engine"."""
     stream = stream or sys.stderr
     on_terminal = stream.isatty()
     structlog.configure(
@@ -32,7 +32,7 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
 
 
 def _speaker(service: str) -> Callable[[Any, str, structlog.typing.EventDict], structlog.typing.EventDict]:
-    """Puts who speaks in front of an event's own fields."""
+    """Puts the service, its process and its version in front of an event's own fields."""
     pid = os.getpid()
 
     def add(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
@@ -42,11 +42,11 @@ def _speaker(service: str) -> Callable[[Any, str, structlog.typing.EventDict], s
 
 
 def _readable() -> structlog.dev.ConsoleRenderer:
-    """Plain tracebacks: the pretty ones show variables, and with them what is never to be in a log."""
+    """Lines for people with plain tracebacks: the pretty ones show variables, and with them secrets and prompts."""
     colors = not os.environ.get("NO_COLOR")
     return structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False, exception_formatter=structlog.dev.plain_traceback)
 
 
 def warn_of_tracing(message: str) -> None:
-    """What an exporter has to say."""
+    """Logs a message of the exporter of traces."""
     structlog.get_logger().warning("tracing", message=message)

@@ -1,7 +1,7 @@
 """How much memory this process may still take, asked before any is taken.
 
-A memfd has no size limit of its own: filling one past what the machine or the control group has does not fail, it gets a
-process killed. So the limits are read first; the answer is an estimate, good for refusing what can never work.
+A memfd has no size limit of its own: filling one beyond the memory of the machine or of the control group does not fail, but a
+process is killed. So the limits are read first. The answer is an estimate, good enough to refuse what can never work.
 """
 
 import resource
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from kvkeeper.service.sizes import size
 
-_HEADROOM = 64 << 20  # left to everybody else
+_HEADROOM = 64 << 20  # left to other processes
 
 
 class OutOfMemory(Exception):
-    """There is no room for this: on the machine, in its control group, by the process's limits, on the device. One sentence."""
+    """The machine, its control group, the process's limits or the device have too little memory. The text is one sentence."""
 
 
 def require(num_bytes: int) -> None:
-    """Raises OutOfMemory where so many bytes cannot be had now."""
+    """Raises OutOfMemory where so many bytes are not available now."""
     available = available_bytes()
     if num_bytes > available:
         raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available")
@@ -44,7 +44,7 @@ def _process_bytes() -> list[int]:
 
 
 def _cgroup_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each control group on the way up leaves, in version 2 and 1. Page cache that can be had back is not counted."""
+    """What each control group on the way up leaves, in version 2 and 1. Page cache that can be reclaimed counts as free."""
     limits = []
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -68,4 +68,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return ""  # not this version, not this level, or not ours to read: no limit known from here
+        return ""  # not this version, not this level, or not readable here: no limit is known

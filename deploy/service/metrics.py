@@ -1,7 +1,7 @@
-"""Metrics for Prometheus, on an HTTP port of a service: its own, and those of its process.
+"""Metrics for Prometheus, on an HTTP port of a service: the service's own, and those of its process.
 
-Nothing is counted twice: a scrape asks the service for its metrics then and there, on the event loop that owns the state, while
-the HTTP server of prometheus_client waits in a thread of its own. A scrape that gets no answer in time fails alone.
+Nothing is counted twice: each scrape asks the service for its metrics on the event loop that owns the state, while the HTTP
+server of prometheus_client waits in a thread of its own. A scrape that gets no answer in time fails, and nothing else does.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class MetricsServer:
     """Serves /metrics at host:port; address tells the port where 0 was asked for. Raises StartError."""
 
     def __init__(self, listen: str, collect: Collect) -> None:
-        """Must be made on the running loop, which collect is called on."""
+        """Must be made on the running loop: collect is called on it."""
         host, _, port = listen.rpartition(":")
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_OnLoop(asyncio.get_running_loop(), collect))
@@ -46,21 +46,21 @@ class MetricsServer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """No more scrapes. One that is under way still gets its answer, so the loop goes on meanwhile."""
+        """Ends the serving of scrapes. A scrape under way still gets its answer, for which the loop must run."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         await asyncio.to_thread(self._thread.join)
 
 
 def build_info(prefix: str) -> Metric:
-    """Which build this is."""
+    """The metric that names the build."""
     return InfoMetricFamily(
         prefix + "build", "Version of the service.", {"version": VERSION, "python": platform.python_version()}
     )
 
 
 def _only_metrics(registry: CollectorRegistry) -> Callable[..., Any]:
-    """The library's app answers at any path, so that a probe with a wrong path would take metrics for what it looks for."""
+    """Metrics at one path. The library's app answers at any path, so a probe with a wrong path would be misled."""
     tell = make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:

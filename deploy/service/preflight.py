@@ -1,6 +1,6 @@
 """What can be known to be wrong before a service loads anything: its addresses.
 
-A look, not a claim: between it and the real start another process may take an address, which is then told as well, only later.
+It only looks: another process may take an address between this check and the start, which then reports it.
 """
 
 from kvkeeper.service.listen import AddressInUse, SocketLock, check_port, socket_path
@@ -8,7 +8,7 @@ from kvkeeper.service.process import StartError
 
 
 def check_addresses(listen: str, metrics_listen: str) -> None:
-    """That no process serves there. Raises StartError."""
+    """Checks that no process serves at either address. Raises StartError."""
     for name, address in (("listen", listen), ("metrics-listen", metrics_listen)):
         try:
             if address:
@@ -20,7 +20,7 @@ def check_addresses(listen: str, metrics_listen: str) -> None:
 
 
 def _check_free(address: str) -> None:
-    """Raises AddressInUse."""
+    """Raises AddressInUse where it is not."""
     path = socket_path(address)
     if path is not None:
         SocketLock(path).release()

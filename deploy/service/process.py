@@ -21,7 +21,7 @@ class StartError(Exception):
 
 
 class Config(Protocol):
-    """What a process needs to know of its config."""
+    """The part of a service's config that its process needs."""
 
     @property
     def log_level(self) -> str: ...
@@ -41,7 +41,7 @@ def run(
 ) -> int:
     """The exit code. argv is without the program's name; None: that of this process.
 
-    check raises StartError for what can be known to be wrong before serve imports and loads what takes its time.
+    check raises StartError for errors that can be found before serve imports and loads, which takes seconds.
     """
     try:
         config = load(sys.argv[1:] if argv is None else argv, os.environ)
@@ -79,7 +79,7 @@ def stop_signals() -> asyncio.Event:
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
-    """Until one of them ends; raises what it raised."""
+    """Waits until one of them ends; raises its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:

@@ -1,6 +1,6 @@
-"""Rows of numbers, one per sequence, as long as the longest sequence may get and with memory only where they are written.
+"""Rows of numbers, one per sequence, as long as the longest sequence may get, that take memory only where they are written.
 
-So the longest length costs address space: a model with 131,072 positions takes no more of the machine for short sequences than
+So the longest length costs address space alone: with short sequences, a model with 131,072 positions takes no more memory than
 one with 4,096. Knows neither of the services.
 """
 
@@ -16,9 +16,9 @@ _DENSE_ROW = 32 << 10  # bytes; of longer rows most is never written
 def untouched(num_rows: int, num_columns: int) -> npt.NDArray[np.int32]:
     """[num_rows, num_columns] zeros that take memory only where they are written, and give it all back.
 
-    np.zeros does so only while the allocator maps such sizes; once an array of a pool that is gone was freed, it writes the
-    zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row. But none for long
-    rows: a short sequence would take a large page of each, 2 MiB in place of 4 KiB.
+    np.zeros does so only while the allocator maps such sizes: once the array of a closed pool was freed, the allocator reuses
+    its memory and writes the zeros. Large arrays get large pages, as from numpy, because a step touches every row. Long rows
+    get none: a short sequence would take a large page of each, 2 MiB in place of 4 KiB.
     """
     row_bytes = num_columns * np.dtype(np.int32).itemsize
     size = num_rows * row_bytes

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them: 256MiB, 13.6 GiB."""
+"""Amounts of memory as texts for people: 256MiB, 13.6 GiB."""
 
 import re
 
@@ -14,7 +14,7 @@ def parse_size(text: str) -> int:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as a short text."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""Refusals as what a client gets: google.rpc.Status with one ErrorInfo, and RetryInfo where waiting helps."""
+"""Refusals as a client gets them: google.rpc.Status with one ErrorInfo, and RetryInfo where waiting helps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ DOMAIN = "kvkeeper"
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """The errors of a service: their base class, those that its door raises by itself, and the code of each reason.
+    """The errors of a service: their base class, those that door.py raises itself, and the code of each reason.
 
-    An error has `reason`, a name of the protocol's ErrorReason without its prefix, and `metadata`, strings to go on with. Each
-    class is made from a message and metadata.
+    An error has `reason`, a name of the protocol's ErrorReason without its prefix, and `metadata`, strings that the client
+    needs to recover. Each class is made from a message and metadata.
     """
 
     base: type[Any]

@@ -1,9 +1,12 @@
-"""Tracing by OpenTelemetry: who calls whom, in which process, and how long each part took.
+"""Tracing by OpenTelemetry: the calls between processes, and how long each part of them took.
 
-Only OpenTelemetry's API is used, and only in a process that has loaded it and given it a provider; else there is no tracer,
-and whoever could trace looks at that once. Spans pass between processes as W3C trace context: in gRPC metadata, and as
-`traceparent` in the long stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text,
-tokens, metadata, tenants, paths or handles. exporting.py sends spans to a collector.
+Only OpenTelemetry's API is used, and only in a process that has loaded it and set a provider; otherwise tracer() gives None,
+and callers skip tracing. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in the long
+stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens, metadata,
+tenants, paths or handles. exporting.py sends spans to a collector.
+
+Owns all use of OpenTelemetry. May import kvkeeper.service.extras and OpenTelemetry, inside a function; no service and no
+client.
 """
 
 import sys
@@ -23,20 +26,20 @@ MAX_TRACEPARENT_CHARS = 64  # version 00 has 55
 
 
 class Clock:
-    """The wall's time as it was when this was made, going on as time.monotonic does: no span ends before it began."""
+    """Wall-clock time read once, then advanced by time.monotonic, so that no span ends before it began."""
 
     def __init__(self) -> None:
         self.began_ns = time.time_ns()
         self._began_at = time.monotonic()
 
     def ns(self, at: float | None = None) -> int:
-        """Of a time of time.monotonic; None: of now."""
+        """Nanoseconds since the epoch at a time of time.monotonic; None: now."""
         return self.began_ns + max(0, int(((time.monotonic() if at is None else at) - self._began_at) * 1e9))
 
 
 def tracer() -> "Tracer | None":
-    """Of the process's provider; None where there is none."""
-    if "opentelemetry.trace" not in sys.modules:  # whoever sets a provider has loaded it; nobody else waits for that
+    """The tracer of the process's provider; None without a provider."""
+    if "opentelemetry.trace" not in sys.modules:  # a process with a provider has loaded it; others do not wait for the import
         return None
     from opentelemetry import trace
 
@@ -46,7 +49,7 @@ def tracer() -> "Tracer | None":
 
 
 def outgoing(span: "Span | None" = None) -> Metadata | None:
-    """gRPC metadata that makes a call part of the span's trace, or of the current one's; None where there is none."""
+    """gRPC metadata that makes a call part of the trace of this span or of the current one; None without a tracer."""
     if tracer() is None:
         return None
     from opentelemetry import propagate, trace
@@ -66,7 +69,7 @@ def traceparent_of(span: "Span") -> str:
 
 
 def serving(name: str, metadata: Any) -> "AbstractContextManager[Span | None]":
-    """A call that comes in, as the current span; none where its caller is not traced. metadata: the call's, as gRPC has it."""
+    """The current span of an incoming call; none where its caller is not traced. metadata: the call's, as from gRPC."""
     ours = tracer()
     if ours is None:
         return nullcontext()
@@ -75,7 +78,7 @@ def serving(name: str, metadata: Any) -> "AbstractContextManager[Span | None]":
 
 
 def serving_step(ours: "Tracer", name: str, traceparent: str, attributes: Mapping[str, int]) -> Any:
-    """The same for a message that names its caller's span."""
+    """The same for a message that names the caller's span."""
     return _continued(ours, name, {"traceparent": traceparent}, attributes)
 
 
@@ -94,7 +97,7 @@ def _continued(
 
 @contextmanager
 def _current(span: "Span") -> "Iterator[Span]":
-    """What is raised is not told: its text is for whoever called."""
+    """Exceptions are not recorded: their text is for the caller alone."""
     from opentelemetry import trace
 
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
@@ -102,14 +105,14 @@ def _current(span: "Span") -> "Iterator[Span]":
 
 
 def within(span: "Span") -> "AbstractContextManager[Span]":
-    """Calls made meanwhile are part of the span, which goes on."""
+    """Makes the span current for a block, without ending it: calls made in the block are part of it."""
     from opentelemetry import trace
 
     return trace.use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def fail(span: "Span | None", reason: str) -> None:
-    """It ended with an error of this reason."""
+    """Marks the span as ended with an error of this reason."""
     if span is not None:
         from opentelemetry import trace
 
@@ -118,21 +121,21 @@ def fail(span: "Span | None", reason: str) -> None:
 
 
 def client() -> "SpanKind":
-    """Of a span that stands for a call to another process."""
+    """The kind of a span that stands for a call to another process."""
     from opentelemetry import trace
 
     return trace.SpanKind.CLIENT
 
 
 def link_to(span: "Span") -> "Link":
-    """To a span of another trace."""
+    """A link to a span of another trace."""
     from opentelemetry import trace
 
     return trace.Link(span.get_span_context())
 
 
 def context_with(span: "Span") -> "Context":
-    """For the children of a span that is not the current one."""
+    """The context of children of a span that is not the current one."""
     from opentelemetry import trace
 
     return trace.set_span_in_context(span)

@@ -1,6 +1,6 @@
 """Sending this process's spans to a collector, by OTLP over HTTP. For a program's main; needs the extra `tracing`.
 
-OpenTelemetry's own variables are heeded: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES and so on.
+OpenTelemetry's own variables take effect: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_RESOURCE_ATTRIBUTES and so on.
 """
 
 import logging
@@ -18,9 +18,9 @@ class TracingUnavailable(Exception):
 
 
 def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[[str], None]) -> Callable[[], None]:
-    """From now on spans go to endpoint, a URL such as http://127.0.0.1:4318/v1/traces; answers what flushes and stops.
+    """Sends spans to endpoint, a URL such as http://127.0.0.1:4318/v1/traces. Returns the function that flushes and stops.
 
-    warn hears what goes wrong with that, which stops nothing else. Raises TracingUnavailable.
+    warn gets the exporter's errors, which stop nothing else. Raises TracingUnavailable.
     """
     if missing(*_NEEDED):
         raise TracingUnavailable(f"the packages that send traces are not installed: {install_command('tracing')}")
@@ -41,7 +41,7 @@ def export_spans(endpoint: str, service_name: str, version: str, warn: Callable[
 
 
 class _Forwarding(logging.Handler):
-    """What the exporter has to say, to whoever tells it in this program."""
+    """Passes the exporter's messages to warn."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

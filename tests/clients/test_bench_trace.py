@@ -14,8 +14,9 @@ import pytest
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.server import RunningServer
-from kvkeeper.cli import bench_plot, main, traces
-from kvkeeper.cli.problems import UsageFailure
+from kvkeeper.cli import main
+from kvkeeper.cli.benchmark import plot, traces
+from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.service.extras import install_command
 from tests.support.processes.signals import hear_interrupts
@@ -173,7 +174,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(
     assert main(["bench", "trace", "--plot", "x.png"]) == 2
     assert capsys.readouterr().err == f"kvkeeper: --plot needs matplotlib: {install_command('plot')}\n"
     with pytest.raises(UsageFailure):
-        bench_plot.require()
+        plot.require()
 
 
 def test_a_generated_trace_is_its_seed_and_mostly_never_seen_again() -> None:

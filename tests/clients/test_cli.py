@@ -14,8 +14,8 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import main
-from kvkeeper.cli.as_json import as_json
-from kvkeeper.cli.tables import facts, size, table
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.tables import facts, size, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.service import VERSION
 
@@ -172,7 +172,7 @@ def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPa
         asked.append(options)
         raise KvkeeperError(grpc.StatusCode.INTERNAL)
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", note)
     assert main(["generate", "x", "--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d="]) == 1
     assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
 
@@ -184,7 +184,7 @@ def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch,
         asked.append(options.retention)
         raise KvkeeperError(grpc.StatusCode.INTERNAL)
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", note)
     for flags in ([], ["--window", "100"], ["--window", "100", "--sink", "0"]):
         assert main(["generate", "x", *flags]) == 1
     assert asked == [None, Retention(4, 100), Retention(0, 100)]
@@ -212,7 +212,7 @@ def test_an_engine_that_does_not_answer_in_time_is_named(
     def stuck(*_: Any) -> None:
         raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded")
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", stuck)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient", stuck)
     assert main(["generate", "hello", "--engine", NOBODY]) == 3
     assert capsys.readouterr().err == f"kvkeeper: the engine service at {NOBODY} takes too long to answer; is it stuck?\n"
 
@@ -277,7 +277,7 @@ def test_interruption_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvkeeper.cli.sequences.CacheClient", interrupted)
+    monkeypatch.setattr("kvkeeper.cli.show.sequences.CacheClient", interrupted)
     assert main(["sequences"]) == 130
 
 

@@ -43,7 +43,7 @@ class Engine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     places = (TokenLogprobs(5, -0.25, 1, ((5, -0.25), (6, -1.5))), TokenLogprobs(7, -2.0, 2, ((5, -0.5), (7, -2.0))))
     engine = Engine(OutputChunk(0, "hi", (5,), None, places[:1]), OutputChunk(0, "!", (7,), "length", places[1:]))
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", lambda *_: engine)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient", lambda *_: engine)
     return engine
 
 
@@ -130,7 +130,7 @@ def test_help_tells_what_applies_where_a_flag_is_not_given(capsys: pytest.Captur
     said = " ".join(capsys.readouterr().out.split())
     for text in (
         "0 takes the likeliest token each time (default: the model's, else 1)",
-        "on tokens that were there, at any temperature; 1 is off (default: the model's, else off)",
+        "on tokens that occurred before, at any temperature; 1 is off (default: the model's, else off)",
         "most time from arrival to the last token (default: none, as long as tokens come)",
     ):
         assert text in said
@@ -141,7 +141,7 @@ def test_a_time_out_names_the_flag(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def late(*_: Any) -> None:
         raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT", "the request took longer than 5 ms")
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", late)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient", late)
     assert main(["generate", "x", "--timeout-ms", "5"]) == 1
     assert "--timeout-ms gives it more" in capsys.readouterr().err
 

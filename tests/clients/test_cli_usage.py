@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.cli.commands import COMMANDS
-from kvkeeper.cli.services import NAMES
+from kvkeeper.cli.commands import COMMANDS, MODULES
+from kvkeeper.cli.start.services import NAMES
 from kvkeeper.client import KvkeeperError
 from kvkeeper.service import VERSION
 
@@ -55,7 +55,16 @@ def test_help_and_version_import_no_command_and_no_client() -> None:
     for argv in (["--help"], ["--version"], ["generat"]):
         modules = imported_by(*argv)
         assert "kvkeeper.cli.commands" in modules
-        assert not modules & {"grpc", "numpy", "torch", "rich", "tqdm", "asyncio", "google.protobuf", "kvkeeper.cli.status"}
+        assert not modules & {
+            "grpc",
+            "numpy",
+            "torch",
+            "rich",
+            "tqdm",
+            "asyncio",
+            "google.protobuf",
+            MODULES["status"],
+        }
 
 
 @pytest.mark.parametrize(
@@ -73,9 +82,9 @@ def test_help_and_version_import_no_command_and_no_client() -> None:
 )
 def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str]) -> None:
     modules = imported_by(*argv)
-    assert {f"kvkeeper.cli.{argv[0]}", "grpc"} <= modules
-    others = {f"kvkeeper.cli.{name}" for name in COMMANDS.keys() - {argv[0]}}
-    others -= {"kvkeeper.cli.status"} if argv[0] == "stats" else set()  # whose line about a pool it shows
+    assert {MODULES[argv[0]], "grpc"} <= modules
+    others = {MODULES[name] for name in COMMANDS.keys() - {argv[0]}}
+    others -= {MODULES["status"]} if argv[0] == "stats" else set()  # whose line about a pool it shows
     heavy = {"numpy", "torch", "rich", "tqdm", "triton", "transformers", "opentelemetry.sdk", "jinja2", "structlog", "shtab"}
     assert not modules & (heavy | others)
     assert not [name for name in modules if name.startswith(("kvkeeper.cache_service", "kvkeeper.engine_service"))]
@@ -133,7 +142,7 @@ def test_with_json_a_refusal_is_one_object_with_its_reason_and_facts(
         facts = {"requested": "9", "limit": "4"}
         raise KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "NEVER_FITS", "too many tokens", facts)
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient", refuse)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient", refuse)
     assert main(["generate", "hello", "--json"]) == 1
     assert json.loads(capsys.readouterr().err) == {
         "error": {"reason": "NEVER_FITS", "message": "too many tokens", "metadata": {"limit": "4", "requested": "9"}}
@@ -190,7 +199,7 @@ def test_a_piped_prompt_is_read_without_a_dash(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(stdin, "isatty", lambda: is_terminal, raising=False)
         monkeypatch.setattr("sys.stdin", stdin)
 
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", note)
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", note)
     for argv in (["generate"], ["generate", "-"], ["generate", "--n", "2"]):
         pipe("naïve".encode())
         assert main(argv) == 1

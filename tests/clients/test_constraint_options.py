@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.client.engine_calls import GenerateOptions, Sampling, generate_request
+from kvkeeper.client.engine.calls import GenerateOptions, Sampling, generate_request
 
 GIVEN = {"json_schema": "{}", "regex": "a+", "choices": ("yes", "no")}
 

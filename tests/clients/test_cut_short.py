@@ -28,7 +28,7 @@ class Cut:
 def test_what_came_is_printed_and_the_exit_code_tells_the_rest(
     reason: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvkeeper.cli.generate.EngineClient.generate", lambda *_: Cut(reason))
+    monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", lambda *_: Cut(reason))
     assert main(["generate", "x", "--timeout-ms", "50"]) == code
     printed = capsys.readouterr()
     assert printed.out == "so far\n"

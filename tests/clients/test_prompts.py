@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeeper.client.engine_calls import GenerateOptions, generate_request
+from kvkeeper.client.engine.calls import GenerateOptions, generate_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 

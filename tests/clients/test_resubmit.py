@@ -1,19 +1,19 @@
-"""What a client takes of an output that it asked for again, however the pieces are cut; and how long it asks."""
+"""What a client takes of an output that it asked for again, however the chunks are cut; and how long it asks."""
 
 import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling
-from kvkeeper.client.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
 
 TEXTS = ["", "a", "bc", "é"]  # text of token i, by i % 4
 GONE = KvkeeperError(grpc.StatusCode.UNAVAILABLE)
 TAKEN = KvkeeperError(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
 
 
-def pieces_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: bool = True) -> list[OutputChunk]:
-    """An output of num_tokens tokens in pieces that end at the cuts; the last says so if it is whole."""
+def chunks_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: bool = True) -> list[OutputChunk]:
+    """An output of num_tokens tokens in chunks that end at the cuts; the last says so if it is whole."""
     ends = sorted({min(cut, num_tokens) for cut in cuts} | {num_tokens})
     made, start = [], 0
     for end in ends:
@@ -31,26 +31,26 @@ cuts = st.lists(st.integers(1, 20), max_size=6)
 def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int]]], last: list[int]) -> None:
     received = Received(10.0)
     taken: list[OutputChunk] = []
-    for num_tokens, pieces in attempts:
+    for num_tokens, chunks in attempts:
         for index in (0, 1):
-            made = pieces_of(num_tokens, pieces, index=index, is_whole=False)
-            taken += [piece for piece in map(received.new_part, made) if piece is not None]
+            made = chunks_of(num_tokens, chunks, index=index, is_whole=False)
+            taken += [chunk for chunk in map(received.new_part, made) if chunk is not None]
         assert received.may_ask_again(GONE, 0.0)
     for index in (0, 1):
-        taken += [piece for piece in map(received.new_part, pieces_of(20, last, index=index)) if piece is not None]
+        taken += [chunk for chunk in map(received.new_part, chunks_of(20, last, index=index)) if chunk is not None]
     for index in (0, 1):
-        own = [piece for piece in taken if piece.index == index]
-        assert [token for piece in own for token in piece.token_ids] == list(range(20))
-        assert "".join(piece.text for piece in own) == "".join(TEXTS[token % 4] for token in range(20))
-        assert [piece.finish_reason for piece in own if piece.finish_reason] == ["length"]
+        own = [chunk for chunk in taken if chunk.index == index]
+        assert [token for chunk in own for token in chunk.token_ids] == list(range(20))
+        assert "".join(chunk.text for chunk in own) == "".join(TEXTS[token % 4] for token in range(20))
+        assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == ["length"]
 
 
 def test_an_ended_continuation_says_nothing_more() -> None:
     received = Received(10.0)
-    for piece in pieces_of(3, []):
-        assert received.new_part(piece) is not None
+    for chunk in chunks_of(3, []):
+        assert received.new_part(chunk) is not None
     assert received.may_ask_again(GONE, 0.0)
-    assert [received.new_part(piece) for piece in pieces_of(3, [1])] == [None, None]
+    assert [received.new_part(chunk) for chunk in chunks_of(3, [1])] == [None, None]
 
 
 def test_it_is_asked_again_for_so_long_and_only_where_that_helps() -> None:

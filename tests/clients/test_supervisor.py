@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvkeeper.cli import supervisor
-from kvkeeper.cli.supervisor import GivenUp, RestartRule, Service, Supervisor
+from kvkeeper.cli.start import supervisor
+from kvkeeper.cli.start.supervisor import GivenUp, RestartRule, Service, Supervisor
 
 
 class Process:

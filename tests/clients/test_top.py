@@ -14,7 +14,7 @@ from rich.console import Console
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer, start_server
-from kvkeeper.cli.top_view import Bar, History, Sample, frame, widths
+from kvkeeper.cli.show.top_view import Bar, History, Sample, frame, widths
 from kvkeeper.client import AsyncCacheClient
 from tests.support.processes.signals import hear_interrupts
 
@@ -80,7 +80,7 @@ def test_a_service_that_started_anew_has_no_rates_from_before() -> None:
 def test_trouble_is_told_above_what_was_seen_last() -> None:
     assert shown(History(), "nobody there").splitlines()[1].rstrip() == "nobody there"
     text = shown(history_of((0.0, answer(1))), "nobody there")
-    assert text.index("nobody there; what follows is the last that was seen") < text.index("for tiny")
+    assert text.index("nobody there; below are the last counts received") < text.index("for tiny")
 
 
 @pytest.mark.parametrize(

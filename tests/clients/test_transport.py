@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
-from kvkeeper.client.engine_calls import stream_options
+from kvkeeper.client.engine.calls import stream_options
 from kvkeeper.client.retry import Patience
 from kvkeeper.client.transport import AsyncTransport, Transport
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.cli.readiness import until_serving
+from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.client import AsyncEngineClient, CallOptions
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.service import VERSION

@@ -7,7 +7,7 @@ import grpc
 import structlog
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
-from kvkeeper.client.engine_calls import generate_request
+from kvkeeper.client.engine.calls import generate_request
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from tests.support.processes.service_pair import GREEDY, Services, toy_output, until

@@ -32,10 +32,8 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
 ) -> None:
     """More is generated than the connection buffers, while another client gets everything it asked for."""
     monkeypatch.setattr(stream_buffer, "MAX_UNREAD", 4000)
-    without_probe = (*transport._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))  # no large windows
-    monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", without_probe)
-        transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0))
-    )  # no large windows
+    no_large_windows = ("grpc.http2.bdp_probe", 0)
+    monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, no_large_windows))
     await world.start_cache(num_blocks=1024)
     client = await world.client(await world.start_engine())
     much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)

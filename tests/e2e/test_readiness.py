@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.cli import main
-from kvkeeper.cli.readiness import until_serving
+from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.client import KvkeeperError
 from tests.support.processes.service_pair import Services, generate, until
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
-from kvkeeper.client.engine_calls import generate_request
+from kvkeeper.client.engine.calls import generate_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig

@@ -27,7 +27,7 @@ OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that 
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
 UNTIL_SERVING = """
 import asyncio, sys
-from kvkeeper.cli.readiness import until_serving
+from kvkeeper.cli.show.readiness import until_serving
 asyncio.run(asyncio.wait_for(until_serving(sys.argv[1]), 60))
 """
 

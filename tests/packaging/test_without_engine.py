@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.cli.readiness import until_serving
+from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.engine_service.preflight import _PACKAGES
 from kvkeeper.service.extras import install_command, missing
 from tests.support.processes.services import environment, short_folder, sockets_in

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
-from kvkeeper.client.engine_calls import generate_request, submit_request
+from kvkeeper.client.engine.calls import generate_request, submit_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.rpc.methods import CONTRACT

@@ -1,13 +1,13 @@
 /**
- * Requests and options, held to what they may be: an unknown key and a value of a wrong type are a TypeError that names
- * the place. The library below would drop the one and bend the other, in silence.
+ * Checks requests and options: an unknown key or a value of a wrong type is a TypeError that names the place. The protobuf
+ * library would silently drop the one and convert the other.
  */
 
 const SIGNED = /^(int|sint|sfixed)(32|64)$/;
 const UNSIGNED = /^(uint|fixed)(32|64)$/;
 
 /**
- * The message as it may be sent; what is undefined or null is absent.
+ * The message as it may be sent; undefined and null values are absent.
  * @param {import('protobufjs').Type} type
  * @param {object} value
  * @param {string} [place] where it is in the whole request
@@ -80,7 +80,7 @@ function checkedEnum({ name, values }, value, place) {
   return value;
 }
 
-/** 64 bits may be a bigint, which goes on as the text that the library takes. */
+/** A 64-bit integer may be a bigint, which is passed on as text, as the library takes it. */
 function integer(type, value, place) {
   const bits = Number(type.match(/\d+$/)[0]);
   if (bits === 64 && typeof value === 'bigint') {

@@ -21,7 +21,7 @@ export class EngineClient {
   }
 
   /**
-   * Continues a prompt. Yields pieces {requestId, index, text, tokenIds, finishReason, usage, ...}; the last one has usage.
+   * Continues a prompt. Yields chunks {requestId, index, text, tokenIds, finishReason, usage, ...}; the last one has usage.
    * Leaving the loop cancels the request.
    * @param {string | ArrayLike<number> | object[]} prompt text, token ids, or a conversation
    * @param {object} [options] fields of GenerateRequest but the prompt: n, sampling, timeoutMs, ...
@@ -29,7 +29,7 @@ export class EngineClient {
   generate(prompt, options = {}) {
     const request = this.#transport.checked('Generate', requestOf(prompt, options));
     const timeoutMs = request.timeoutMs === undefined ? LONGEST_TIMEOUT_MS : request.timeoutMs + SLACK_MS;
-    return pieces(this.#transport.stream('Generate', request, timeoutMs));
+    return chunks(this.#transport.stream('Generate', request, timeoutMs));
   }
 
   /** Continues a conversation of {role, content}; content is text, or an array of {type: 'text', text}. */
@@ -63,7 +63,7 @@ export class EngineClient {
       const { request, outputs, usage, error } = await this.#transport.call('GetRequest', { requestId, waitMs: wait });
       const state = plainName(request.state, 'REQUEST_STATE_');
       if (['completed', 'failed', 'cancelled'].includes(state) || Date.now() >= deadline) {
-        return { request: { ...request, state }, state, outputs: outputs.map(pieceOf), usage, error };
+        return { request: { ...request, state }, state, outputs: outputs.map(chunkOf), usage, error };
       }
     }
   }
@@ -155,12 +155,12 @@ function contentOf(content, place) {
   }).join('');
 }
 
-async function* pieces(stream) {
-  for await (const answer of stream) yield pieceOf(answer);
+async function* chunks(stream) {
+  for await (const answer of stream) yield chunkOf(answer);
 }
 
 /** finishReason is null until it ends; usage and cumulativeLogprob are null where they are not told. */
-function pieceOf(message) {
+function chunkOf(message) {
   const finishReason = plainName(message.finishReason, 'FINISH_REASON_');
   return {
     ...message,

@@ -11,7 +11,7 @@ export class KvkeeperError extends Error {
    * @param {number} code a value of grpc.status
    * @param {string} reason a name of the protocol's ErrorReason without its prefix; empty when the transport failed
    * @param {string} message
-   * @param {Object<string, string>} metadata what is needed to go on, for example expected_step_id or limit
+   * @param {Object<string, string>} metadata what the client needs to recover, for example expected_step_id or limit
    * @param {number | null} retryAfterMs when a repeat may succeed, where the service says so
    */
   constructor(code, reason, message, metadata = {}, retryAfterMs = null) {

@@ -1,4 +1,4 @@
-/** What a session asks of the pool as a whole: prefixes, blocks, events, stored logits, steps. */
+/** A session's calls about its pool as a whole: prefixes, blocks, events, stored logits, steps. */
 import { checkedOptions, kindOf } from './checked.js';
 import { LONGEST_TIMEOUT_MS } from './transport.js';
 import { StepStream, decodeColumns, encodeColumns } from './steps.js';
@@ -88,7 +88,7 @@ export class SessionCalls {
     return this.call('CheckAdmission', options);
   }
 
-  /** The state of one block, and who holds it in numbers. */
+  /** The state of one block, and the numbers of its holders. */
   getBlock(blockId) {
     return this.call('GetBlock', { blockId });
   }
@@ -107,7 +107,7 @@ export class SessionCalls {
     return this.call('EvictBlocks', options);
   }
 
-  /** Frees what nobody can use any more; says what it freed. */
+  /** Frees blocks that nothing can use any more; the answer has their numbers. */
   collectGarbage() {
     return this.call('CollectGarbage');
   }

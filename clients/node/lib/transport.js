@@ -1,6 +1,6 @@
 /**
- * The one place that makes calls: one channel to one service, requests held to the protocol, a deadline on each call, repeats of
- * UNAVAILABLE.
+ * The one place that makes calls: one channel to one service, requests checked against the protocol, a deadline on each call,
+ * repeats of UNAVAILABLE.
  */
 import { setTimeout as pause } from 'node:timers/promises';
 import grpc from '@grpc/grpc-js';
@@ -8,14 +8,14 @@ import { checkedMessage, checkedOptions, kindOf } from './checked.js';
 import { errorOf } from './errors.js';
 import { requestTypeOf } from './protos.js';
 
-export const LONGEST_TIMEOUT_MS = 86_400_000; // of what may last: every call has a deadline
+export const LONGEST_TIMEOUT_MS = 86_400_000; // of long streams: every call has a deadline
 
 const CHANNEL_OPTIONS = {
   'grpc.max_receive_message_length': 64 << 20,
   'grpc.initial_reconnect_backoff_ms': 20,
   'grpc.max_reconnect_backoff_ms': 500,
   'grpc.enable_http_proxy': 0,
-  // A stream that lasts ends where the peer is gone or stopped: unanswered pings make it UNAVAILABLE.
+  // A long stream must end when its peer has gone or stopped: unanswered pings make it UNAVAILABLE.
   'grpc.keepalive_time_ms': 20_000,
   'grpc.keepalive_timeout_ms': 20_000,
 };
@@ -89,7 +89,7 @@ export class Transport {
     }
   }
 
-  /** The call of a method that streams both ways, which is its caller's to end. */
+  /** The call of a method that streams both ways. The caller ends it. */
   duplex(method, timeoutMs) {
     return this.client[method]({ deadline: Date.now() + timeoutMs });
   }

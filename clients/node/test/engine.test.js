@@ -13,14 +13,14 @@ after(() => client.close());
 
 test('Generate streams text and ends with usage', async () => {
   const sampling = { maxTokens: 8, temperature: 0, ignoreEos: true };
-  const pieces = [];
-  for await (const piece of client.generate('def fibonacci(n):', { sampling })) pieces.push(piece);
-  const ids = pieces.flatMap((piece) => piece.tokenIds);
+  const chunks = [];
+  for await (const chunk of client.generate('def fibonacci(n):', { sampling })) chunks.push(chunk);
+  const ids = chunks.flatMap((chunk) => chunk.tokenIds);
   assert.equal(ids.length, 8);
-  assert.equal(pieces.at(-1).usage.newTokens, 8);
-  assert.equal(pieces.at(-1).usage.promptTokens, (await client.tokenize('def fibonacci(n):')).length);
+  assert.equal(chunks.at(-1).usage.newTokens, 8);
+  assert.equal(chunks.at(-1).usage.promptTokens, (await client.tokenize('def fibonacci(n):')).length);
   assert.deepEqual(
-    pieces.map((piece) => piece.finishReason).filter((reason) => reason !== null),
+    chunks.map((chunk) => chunk.finishReason).filter((reason) => reason !== null),
     ['length'],
   );
 });
@@ -28,8 +28,8 @@ test('Generate streams text and ends with usage', async () => {
 test('leaving the loop ends the request', async () => {
   const earlier = (await client.stats()).numCancelledRequests;
   const sampling = { maxTokens: 200, ignoreEos: true };
-  for await (const piece of client.generate('x', { sampling })) {
-    assert.equal(piece.index, 0);
+  for await (const chunk of client.generate('x', { sampling })) {
+    assert.equal(chunk.index, 0);
     break;
   }
   let stats;
@@ -41,7 +41,7 @@ test('leaving the loop ends the request', async () => {
 
 test('a conversation and metadata are bounded by name', async () => {
   const take = async (options) => {
-    for await (const piece of client.generate('x', { sampling: { maxTokens: 1 }, ...options })) assert.ok(piece);
+    for await (const chunk of client.generate('x', { sampling: { maxTokens: 1 }, ...options })) assert.ok(chunk);
   };
   await take({ sessionId: 's'.repeat(64), metadata: { user: 'ada' } });
   await assert.rejects(take({ sessionId: 's'.repeat(65) }), (error) => error.metadata.field === 'session_id');
@@ -50,7 +50,7 @@ test('a conversation and metadata are bounded by name', async () => {
 
 test('a wrong sampling field is refused by name', async () => {
   const drain = async () => {
-    for await (const piece of client.generate('x', { sampling: { topP: 2 } })) assert.fail(piece);
+    for await (const chunk of client.generate('x', { sampling: { topP: 2 } })) assert.fail(chunk);
   };
   await assert.rejects(drain(), (error) => error instanceof KvkeeperError && error.reason === 'INVALID_FIELD');
 });
@@ -61,7 +61,7 @@ test('token ids are a prompt, too, and text comes back from them', async () => {
   const texts = [];
   for (const prompt of ['def fibonacci(n):', ids, Int32Array.from(ids)]) {
     let text = '';
-    for await (const piece of client.generate(prompt, { sampling })) text += piece.text;
+    for await (const chunk of client.generate(prompt, { sampling })) text += chunk.text;
     texts.push(text);
   }
   assert.equal(new Set(texts).size, 1);
@@ -88,14 +88,14 @@ test('a request is submitted, asked for, listed and cancelled', async () => {
 
 test('an output is one of the choices', async () => {
   let text = '';
-  for await (const piece of client.generate('x', { sampling: { choices: ['yes', 'no'] } })) text += piece.text;
+  for await (const chunk of client.generate('x', { sampling: { choices: ['yes', 'no'] } })) text += chunk.text;
   assert.match(text, /^(yes|no)$/);
 });
 
 test('a conversation gets as far as the chat template of the model, which has none here', async () => {
   const messages = [{ role: 'user', content: [{ type: 'text', text: 'hello' }] }];
   const take = async () => {
-    for await (const piece of client.chat(messages)) assert.ok(piece);
+    for await (const chunk of client.chat(messages)) assert.ok(chunk);
   };
   await assert.rejects(take(), (error) => error.reason === 'INVALID_FIELD' && error.metadata.field === 'chat');
 });

@@ -1,5 +1,5 @@
 /** Compiles against the installed package, and only with each error that is expected here. */
-import { CacheClient, EngineClient, KvkeeperError, type Message, type Piece } from 'kvkeeper';
+import { CacheClient, EngineClient, KvkeeperError, type Message, type OutputChunk } from 'kvkeeper';
 
 declare function show(...what: unknown[]): void;
 
@@ -11,9 +11,9 @@ const messages: Message[] = [
 
 export async function used(): Promise<void> {
   const options = { n: 2, sampling: { maxTokens: 8, temperature: 0, stop: ['\n'], seed: 7n } };
-  for await (const piece of client.generate('x', options)) take(piece);
-  for await (const piece of client.generate(Int32Array.of(1, 2), { timeoutMs: 100 })) take(piece);
-  for await (const piece of client.chat(messages, { sampling: { choices: ['yes', 'no'] } })) take(piece);
+  for await (const chunk of client.generate('x', options)) take(chunk);
+  for await (const chunk of client.generate(Int32Array.of(1, 2), { timeoutMs: 100 })) take(chunk);
+  for await (const chunk of client.chat(messages, { sampling: { choices: ['yes', 'no'] } })) take(chunk);
   const id: string = await client.submit([1, 2, 3]);
   const result = await client.result(id, { waitMs: 1000 });
   if (result.state === 'failed') show(result.error?.reason);
@@ -35,7 +35,7 @@ export async function used(): Promise<void> {
   await session.selectVictims({ policy: 'OLDEST' });
 }
 
-function take(piece: Piece): void {
-  const newTokens: number | undefined = piece.usage?.newTokens;
-  show(piece.text, piece.finishReason, newTokens);
+function take(chunk: OutputChunk): void {
+  const newTokens: number | undefined = chunk.usage?.newTokens;
+  show(chunk.text, chunk.finishReason, newTokens);
 }

@@ -2,7 +2,10 @@
 
 Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 a service is down; 130 interrupted (143 where SIGTERM ended
 `up`). Results go to stdout, everything else to stderr. Nothing is imported before `main` runs, so that Ctrl-C during the
-second that imports take ends in an exit code too.
+imports ends in an exit code too.
+
+Owns the commands, in a folder for each concept: start, show, generation, benchmark; console has what they share. May import
+kvkeeper.client, kvkeeper.service and kvkeeper.tracing; a service only when its command runs.
 """
 
 import os
@@ -14,7 +17,7 @@ _EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Usage errors and --help end in argparse's SystemExit (2 and 0)."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: what goes wrong is told in one line, by us
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: errors are reported in one line, by this program
     try:
         from kvkeeper.cli import commands
 

@@ -1,8 +1,8 @@
 """Takes the command line apart and runs the command that it names.
 
-Each command is a module of its name, with add_parser and with what its parser sets as `run`; only the one that is named is
-imported, because most of what others need (grpc, numpy, rich) takes longer to import than a command takes. `cache` and `engine`
-hand their arguments over to the services, which know their own flags; nothing else here imports a service, or torch.
+Each command is a module of its name, with add_parser and a function that its parser sets as `run`. Only the module of the named
+command is imported, because the imports of the others (grpc, numpy, rich) take longer than a command takes. `cache` and
+`engine` hand their arguments over to the services, which know their own flags; no other command imports torch.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
-from kvkeeper.cli import services
-from kvkeeper.cli.problems import EXIT_FAILED, complain
-from kvkeeper.cli.usage import Parser, did_you_mean
+from kvkeeper.cli.console.problems import EXIT_FAILED, complain
+from kvkeeper.cli.console.usage import Parser, did_you_mean
+from kvkeeper.cli.start import services
 from kvkeeper.service import VERSION
 
 COMMANDS = {
@@ -30,6 +30,15 @@ COMMANDS = {
     "bench": "measure the cache on a trace of requests",
     "completion": "print a script that completes commands and flags in a shell",
 }
+_FOLDERS = {
+    "start": ("up", "demo"),
+    "generation": ("generate",),
+    "show": ("explain", "status", "stats", "top", "requests", "sequences"),
+    "benchmark": ("bench",),
+}
+MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {
+    "completion": "kvkeeper.cli.completion"
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -43,14 +52,14 @@ def run(argv: Sequence[str]) -> int:
         exit_code = cast(Callable[[argparse.Namespace], int], args.run)(args)
         sys.stdout.flush()
     except KvkeeperError as error:
-        from kvkeeper.cli.outcome import failure
+        from kvkeeper.cli.console.outcome import failure
 
         return failure(error, args)
     except OSError as error:
-        # Commands say themselves what they cannot read: here it is the output that cannot be written. The
-        # interpreter's last flush must not fail on it again.
+        # Commands report unreadable input themselves, so this is an output that cannot be written. The interpreter's last
+        # flush must not fail on it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # whoever read our output has left, which needs no words
+        if not isinstance(error, BrokenPipeError):  # a reader that has left needs no message
             text = f"the output cannot be written: {error.strerror}"
             complain(text, reason="OUTPUT", is_json=getattr(args, "json", False))
         return EXIT_FAILED
@@ -58,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def whole_parser() -> tuple[Parser, dict[str, Parser]]:
-    """With the flags of all commands but the services', which know their own; and each command's parser by its name."""
+    """The parser with the flags of all commands except the services', which know their own; each command's parser by name."""
     return _parser(COMMANDS)
 
 
@@ -79,7 +88,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
-    """With the flags of the wanted commands, and each command's parser by its name."""
+    """The parser with the flags of the wanted commands; each command's parser by name."""
     parser = Parser(
         prog="kvkeeper",
         description="An LLM serving system whose KV cache lives in a process of its own.",
@@ -90,7 +99,7 @@ def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in (services.NAMES | COMMANDS).items():
         if name in wanted:
-            importlib.import_module(f"kvkeeper.cli.{name}").add_parser(commands, text)
+            importlib.import_module(MODULES[name]).add_parser(commands, text)
         else:
             commands.add_parser(name, help=text, add_help=False)
     return parser, commands.choices

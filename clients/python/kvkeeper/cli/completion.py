@@ -1,14 +1,14 @@
-"""`kvkeeper completion`: a script for bash, zsh or fish that completes commands and flags, made from the parsers themselves."""
+"""`kvkeeper completion`: a script for bash, zsh or fish that completes commands and flags, made from the parsers."""
 
 import argparse
 import contextlib
 import importlib
 from typing import Any
 
-from kvkeeper.cli.problems import EXIT_OK
+from kvkeeper.cli.console.problems import EXIT_OK
 
 _SHELLS = ("bash", "zsh", "fish")
-_FILES = ("PATH", "FILE", "FILE_OR_JSON")  # metavars of what is completed as names of files
+_FILES = ("PATH", "FILE", "FILE_OR_JSON")  # metavars of arguments that are completed as file names
 
 
 def add_parser(commands: Any, text: str) -> None:
@@ -20,7 +20,7 @@ def add_parser(commands: Any, text: str) -> None:
         " folder of $fpath; in fish > ~/.config/fish/completions/kvkeeper.fish.",
         allow_abbrev=False,
     )
-    parser.add_argument("shell", choices=_SHELLS, help="whose script is wanted")
+    parser.add_argument("shell", choices=_SHELLS, help="shell that the script is for")
     parser.set_defaults(run=run)
 
 

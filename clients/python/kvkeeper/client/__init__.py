@@ -1,7 +1,9 @@
 """Python client of kvkeeper: the cache service and the engine service, for asyncio and for threads.
 
-Imports neither service, nor torch. The messages are those of kvkeeper.cache.v1 and kvkeeper.engine.v1. Each name is imported
-when it is asked for first, so that a program pays for what it uses: numpy comes with sessions of the cache service alone.
+Owns the public names, the transport with its deadlines and repeats, the errors, and the cache service's clients; the engine
+service's clients are in engine/. May import kvkeeper.tracing, kvkeeper.cuda and the messages of kvkeeper.cache.v1 and
+kvkeeper.engine.v1; no service, and no torch. Each public name is imported at its first use, so that a program pays for what it
+uses: numpy comes only with sessions of the cache service.
 """
 
 from importlib import import_module
@@ -11,8 +13,7 @@ if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena
     from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
     from kvkeeper.client.cache_sync import CacheClient
-    from kvkeeper.client.engine import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
-    from kvkeeper.client.engine_calls import (
+    from kvkeeper.client.engine.calls import (
         BeamSearch,
         GenerateOptions,
         OutputChunk,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         TokenLogprobs,
         Usage,
     )
+    from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
     from kvkeeper.client.errors import KvkeeperError
     from kvkeeper.client.kv_chunks import KvTokens
     from kvkeeper.client.retry import CallOptions
@@ -59,8 +61,8 @@ _HOMES = {
     "arena": ("Arena",),
     "cache": ("AsyncCacheClient", "AsyncCacheSession"),
     "cache_sync": ("CacheClient",),
-    "engine": ("AsyncEngineClient", "AsyncGeneration", "EngineClient", "Generation"),
-    "engine_calls": (
+    "engine.client": ("AsyncEngineClient", "AsyncGeneration", "EngineClient", "Generation"),
+    "engine.calls": (
         "BeamSearch",
         "GenerateOptions",
         "OutputChunk",

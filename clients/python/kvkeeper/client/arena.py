@@ -1,7 +1,7 @@
 """Attaching to a pool's memory: the attach socket hands over a memfd or a CUDA IPC handle, and a memfd of the host tier.
 
-The connection stays open for as long as the memory is mapped, because the service takes its end as the end of the
-mapping and may then hand the blocks to somebody else. A token is good for one attach. No error names a path or a handle.
+The connection stays open for as long as the memory is mapped: the service takes its end as the end of the mapping, and may then
+give the blocks to another session. A token is good for one attach. No error names a path or a handle.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _MAX_REPLY_BYTES = 4096
 
 
 class DeviceBytes:
-    """An arena in CUDA memory for whoever takes __cuda_array_interface__, such as torch.as_tensor, which keeps this alive."""
+    """An arena in CUDA memory, with __cuda_array_interface__ for torch.as_tensor; the tensor keeps this object alive."""
 
     def __init__(self, imported: ImportedArena) -> None:
         self.pointer, self.num_bytes, self.device = imported.pointer, imported.num_bytes, imported.device
@@ -47,7 +47,7 @@ class Arena:
         host_memory: mmap.mmap | None,
         imported: ImportedArena | None = None,
     ) -> None:
-        """Of memory and imported there is one."""
+        """Exactly one of memory and imported is given."""
         self._connection = connection
         self._memories = {name: part for name, part in (("array", memory), ("host_array", host_memory)) if part is not None}
         self._arrays = _views(self._memories)
@@ -57,19 +57,19 @@ class Arena:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether device_bytes() is what there is, and not array."""
+        """Whether the arena has device_bytes() instead of array."""
         return self._imported is not None
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes [arena_bytes], writable; of a pool in the host's memory."""
+        """All bytes [arena_bytes] of a pool in the host's memory, writable."""
         self._require_open()
         if self._imported is not None:
             raise ValueError("the arena is in CUDA memory, see device_bytes")
         return self._arrays["array"]
 
     def device_bytes(self) -> DeviceBytes:
-        """All bytes [arena_bytes], writable; of a pool in CUDA memory. The arena cannot be closed while what it gave lives."""
+        """All bytes [arena_bytes] of a pool in CUDA memory, writable. The arena cannot be closed while the result is in use."""
         self._require_open()
         if self._imported is None:
             raise ValueError("the arena is in the host's memory, see array")
@@ -79,14 +79,14 @@ class Arena:
 
     @property
     def host_array(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the host tier [host_arena_bytes], writable; none where there is no host tier."""
+        """All bytes of the host tier [host_arena_bytes], writable; empty without a host tier."""
         self._require_open()
         return self._arrays.get("host_array", np.empty(0, np.uint8))
 
     def pin_hosts(self) -> None:
-        """Pin the host tier in this process, so that copies to and from the device take its pages as they are.
+        """Pin the host tier in this process, so that copies between it and the device need no staging.
 
-        Where the system refuses, copies are slower and nothing else. Does nothing for a pool in the host's memory.
+        Where the system refuses, copies are only slower. Does nothing for a pool in the host's memory.
         """
         if self._imported is not None and self._pinned is None and (hosts := self.host_array).size:
             with contextlib.suppress(CudaError):
@@ -100,12 +100,12 @@ class Arena:
     def close(self) -> None:
         """Unmap, then let the service know. Idempotent.
 
-        Raises BufferError, and stays attached, while a view of the memory lives: it could be written still.
+        Raises BufferError, and stays attached, while a view of the memory lives: it could still be written.
         """
         if self._connection.fileno() == -1:
             return
         if self._lent:
-            gc.collect()  # a cycle may keep it alive
+            gc.collect()  # a reference cycle may keep one alive
         if self._lent:
             raise BufferError("what device_bytes gave is still in use")
         if self._pinned is not None and self._imported is not None:
@@ -131,7 +131,7 @@ def _views(memories: dict[str, mmap.mmap]) -> dict[str, npt.NDArray[np.uint8]]:
 
 
 def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0) -> Arena:
-    """Attach within the time given. The sizes are what the pool said its arenas have. Raises KvkeeperError."""
+    """Attach within the time given. The sizes are those of the pool's arenas, as it told them. Raises KvkeeperError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
@@ -164,7 +164,7 @@ def _receive_arena(connection: socket.socket, num_bytes: int, num_host_bytes: in
         if not (is_on_device or reply.get("kind") == "memfd") or len(descriptors) != len(sizes):
             raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA IPC arenas only")
         told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
-        # The size of a file counts, not what the line says: a map past its end is a SIGBUS later.
+        # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
         pairs = list(zip(descriptors, sizes, strict=True))
         if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
             raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")

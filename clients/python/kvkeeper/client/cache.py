@@ -70,7 +70,7 @@ class AsyncCacheClient:
 
 
 class AsyncCacheSession:
-    """A lease on a pool. Whoever drives it renews it: every step does, renew() does in between."""
+    """A lease on a pool. Every step renews it; in between, the client calls renew()."""
 
     def __init__(self, transport: AsyncTransport, opened: pb.OpenSessionResponse) -> None:
         self.session_id: str = opened.session_id
@@ -103,14 +103,14 @@ class AsyncCacheSession:
         try:
             return await asyncio.shield(attaching)
         except asyncio.CancelledError:
-            attaching.add_done_callback(_close_unwanted)  # the thread goes on; nobody else would unmap
+            attaching.add_done_callback(_close_unwanted)  # the thread goes on, and nothing else would unmap
             raise
 
     async def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
-        """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
+        """Apply one iteration. completed_step_id None says that the device work of all earlier steps is done.
 
-        Repeats the same bytes over a broken stream, which the service answers exactly once. After a failure the step id
-        is not used up; after a cancellation or a deadline it is not known whether the step was applied.
+        After a broken stream the same bytes are sent again, which the service applies exactly once. After a failure the step
+        id is not used up; after a cancellation or a deadline it is not known whether the step was applied.
         """
         step_id = self.step_id + 1
         completed = self.step_id if completed_step_id is None else completed_step_id
@@ -145,7 +145,7 @@ class AsyncCacheSession:
         retention: pb.Retention | None = None,
         start_number: int = 0,
     ) -> pb.CreateSequenceResponse:
-        """Store a prompt. No retention keeps everything; start_number keeps an age that was answered, 0 draws the next."""
+        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next."""
         call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
         return await self._do(call)
 
@@ -170,7 +170,7 @@ class AsyncCacheSession:
     async def update(
         self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None
     ) -> pb.SequenceInfo:
-        """Change its priority, or keep less of it; None leaves as it is."""
+        """Change its priority or its retention; None leaves it as it is."""
         return await self._do(self._calls.update(sequence_id, priority, retention))
 
     async def release(self, sequence_id: int) -> int:
@@ -178,11 +178,11 @@ class AsyncCacheSession:
         return await self._do(self._calls.release(sequence_id))
 
     async def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence to the host tier, bytes and all; one that is there stays there."""
+        """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
         return await self._do(self._calls.swap_out(sequence_id))
 
     async def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence back to the device; one that is there stays there."""
+        """Move the sequence back to the device; does nothing to one that is there."""
         return await self._do(self._calls.swap_in(sequence_id))
 
     async def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
@@ -190,7 +190,7 @@ class AsyncCacheSession:
         return await self._do(self._calls.get(sequence_id, include_tokens))
 
     async def get_block(self, block_id: int) -> pb.GetBlockResponse:
-        """The state of one block of the pool, and who holds it in numbers."""
+        """The state of one block of the pool, and the numbers of its holders."""
         return await self._do(self._calls.get_block(block_id))
 
     async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
@@ -221,7 +221,7 @@ class AsyncCacheSession:
         return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
     async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
-        """Keep what is cached of a prefix from eviction, for a time."""
+        """Keep the cached blocks of a prefix from eviction for a time."""
         return await self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
 
     async def unpin_prefix(self, pin_id: str) -> None:
@@ -252,11 +252,11 @@ class AsyncCacheSession:
         num_blocks: int = 0,
         max_utilization: float | None = None,
     ) -> pb.SelectVictimsResponse:
-        """Which of the session's sequences to preempt so that so many blocks come free; neither number means one victim."""
+        """The session's sequences to preempt so that so many blocks come free; without a number, one victim."""
         return await self._do(self._calls.select_victims(policy, num_blocks, max_utilization))
 
     async def collect_garbage(self) -> pb.CollectGarbageResponse:
-        """Free what nobody can use any more."""
+        """Free blocks that nothing can use any more."""
         return await self._do(self._calls.collect_garbage())
 
     async def write_kv(

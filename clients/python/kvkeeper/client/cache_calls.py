@@ -1,4 +1,4 @@
-"""What each call to the cache service as a whole sends and gives back: pure, shared by the synchronous and the asyncio client.
+"""Calls to the cache service as a whole, with request and answer: pure, shared by the synchronous and the asyncio client.
 
 A Call names a method, holds its request, and turns the answer into what the caller wants; the transport makes it. The calls of
 one session are in session_calls.py. Nothing here needs numpy, which takes longer to import than most of these calls take.

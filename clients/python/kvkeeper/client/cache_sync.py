@@ -1,4 +1,4 @@
-"""The cache service for threads: CacheClient asks the service as a whole and opens sessions, which are in session_sync.py."""
+"""The cache service for threads: CacheClient makes calls to the service as a whole and opens sessions (session_sync.py)."""
 
 from typing import TYPE_CHECKING, TypeVar
 

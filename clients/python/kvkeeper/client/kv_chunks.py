@@ -1,6 +1,6 @@
 """K and V as arrays on this side, as bounded chunks on the wire (ReadKv and WriteKv, for tests and tools).
 
-numpy has no bfloat16: its bits come and go as uint16.
+numpy has no bfloat16: its bits are passed as uint16.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -12,9 +12,9 @@ from kvkeeper.client.errors import KvkeeperError
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """timeout_s bounds a whole call, repeats included; math.inf: nothing does.
+    """How long a call may take. timeout_s bounds the whole call, repeats included; math.inf: no bound.
 
-    retry_s is how long after its start it is still repeated.
+    retry_s: how long after its start a call is still repeated.
     """
 
     timeout_s: float = 10.0
@@ -33,7 +33,7 @@ class Patience:
         self._longest_pause = options.longest_pause_s
 
     def left(self, now: float) -> float | None:
-        """Seconds until the deadline; a call is never made with less than a millisecond. None: there is none."""
+        """Seconds until the deadline, at least a millisecond; None without a deadline."""
         return None if math.isinf(self._deadline) else max(self._deadline - now, 0.001)
 
     def pause_after(self, error: KvkeeperError, now: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What each call of one session sends and gives back: pure, shared by the synchronous and the asyncio client."""
+"""Calls of one session, with request and answer: pure, shared by the synchronous and the asyncio client."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ _STEP_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
 
 
 class CacheSession:
-    """A lease on a pool. Whoever drives it renews it: every step does, renew() does in between."""
+    """A lease on a pool. Every step renews it; in between, the client calls renew()."""
 
     def __init__(self, transport: Transport, opened: pb.OpenSessionResponse) -> None:
         self.session_id: str = opened.session_id
@@ -47,9 +47,9 @@ class CacheSession:
         return attach_arena(opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes)
 
     def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
-        """Apply one iteration. completed_step_id None says that all earlier steps' device work is done.
+        """Apply one iteration. completed_step_id None says that the device work of all earlier steps is done.
 
-        Repeats the same bytes, which the service answers exactly once. After a failure the step id is not used up;
+        A repeat sends the same bytes, which the service applies exactly once. After a failure the step id is not used up;
         after a deadline it is not known whether the step was applied.
         """
         step_id = self.step_id + 1
@@ -79,7 +79,7 @@ class CacheSession:
         retention: pb.Retention | None = None,
         start_number: int = 0,
     ) -> pb.CreateSequenceResponse:
-        """Store a prompt. No retention keeps everything; start_number keeps an age that was answered, 0 draws the next."""
+        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next."""
         call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
         return self._do(call)
 
@@ -100,7 +100,7 @@ class CacheSession:
         return self._do(self._calls.truncate(sequence_id, num_tokens))
 
     def update(self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None) -> pb.SequenceInfo:
-        """Change its priority, or keep less of it; None leaves as it is."""
+        """Change its priority or its retention; None leaves it as it is."""
         return self._do(self._calls.update(sequence_id, priority, retention))
 
     def release(self, sequence_id: int) -> int:
@@ -108,11 +108,11 @@ class CacheSession:
         return self._do(self._calls.release(sequence_id))
 
     def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence to the host tier, bytes and all; one that is there stays there."""
+        """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
         return self._do(self._calls.swap_out(sequence_id))
 
     def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence back to the device; one that is there stays there."""
+        """Move the sequence back to the device; does nothing to one that is there."""
         return self._do(self._calls.swap_in(sequence_id))
 
     def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
@@ -120,7 +120,7 @@ class CacheSession:
         return self._do(self._calls.get(sequence_id, include_tokens))
 
     def get_block(self, block_id: int) -> pb.GetBlockResponse:
-        """The state of one block of the pool, and who holds it in numbers."""
+        """The state of one block of the pool, and the numbers of its holders."""
         return self._do(self._calls.get_block(block_id))
 
     def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
@@ -151,7 +151,7 @@ class CacheSession:
         return self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
 
     def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
-        """Keep what is cached of a prefix from eviction, for a time."""
+        """Keep the cached blocks of a prefix from eviction for a time."""
         return self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
 
     def unpin_prefix(self, pin_id: str) -> None:
@@ -182,11 +182,11 @@ class CacheSession:
         num_blocks: int = 0,
         max_utilization: float | None = None,
     ) -> pb.SelectVictimsResponse:
-        """Which of the session's sequences to preempt so that so many blocks come free; neither number means one victim."""
+        """The session's sequences to preempt so that so many blocks come free; without a number, one victim."""
         return self._do(self._calls.select_victims(policy, num_blocks, max_utilization))
 
     def collect_garbage(self) -> pb.CollectGarbageResponse:
-        """Free what nobody can use any more."""
+        """Free blocks that nothing can use any more."""
         return self._do(self._calls.collect_garbage())
 
     def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()) -> pb.WriteKvResponse:

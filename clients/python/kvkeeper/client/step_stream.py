@@ -1,7 +1,7 @@
 """One session's stream of steps: serialised request out, serialised answer in, at most one unanswered.
 
 Messages pass as raw bytes, so that a repeat is the same bytes and nothing is parsed twice. A broken stream is opened
-again and the unanswered step repeated, which the service answers exactly once. No task is made per step.
+again and the unanswered step repeated, which the service applies exactly once. No task is made per step.
 """
 
 import asyncio
@@ -63,10 +63,10 @@ class StepStream:
                 error = again
 
     def _watch(self) -> None:
-        """Sees to it that the exchange ends by its deadline.
+        """Makes the exchange end by its deadline.
 
-        One timer runs at a time and looks at where the deadline has moved meanwhile: a timer for each step, of which none
-        ever fires, costs more than the rest of this class.
+        One timer runs at a time, and checks when it fires whether the deadline has moved: a timer for each step, almost none
+        of which would fire, costs more than the rest of this class.
         """
         loop = asyncio.get_running_loop()
         self._is_late = False
@@ -90,7 +90,7 @@ class StepStream:
         if call is None:
             call = self._call = self._open()  # its deadline is that of each step
         try:
-            with contextlib.suppress(asyncio.InvalidStateError):  # ended since the last step: read() tells its status
+            with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() tells its status
                 await call.write(request)
             answer = await call.read()
         except BaseException as failure:
@@ -124,6 +124,6 @@ def _late() -> KvkeeperError:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels the task that runs; a call that is cancelled here ends in the same exception."""
+    """Whether the running task is being cancelled; a call that is cancelled here ends in the same exception."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

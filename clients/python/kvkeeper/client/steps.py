@@ -33,7 +33,7 @@ def _none64() -> Int64Array:
 
 @dataclass(frozen=True, slots=True)
 class StepItems:
-    """What one step asks for, applied in this order. Columns of one group are equally long; lengths are absolute."""
+    """The items of one step, applied in this order. Columns of one group are equally long; lengths are absolute."""
 
     commit_ids: Int64Array = field(default_factory=_none64)
     commit_lens: Int32Array = field(default_factory=_none32)
@@ -48,7 +48,7 @@ class StepItems:
     start_ids: Int64Array = field(default_factory=_none64)
     start_max_new: Int32Array = field(default_factory=_none32)
     start_max_hit: Int32Array = field(default_factory=_none32)  # 0: no look-up
-    start_may_wait: Int32Array = field(default_factory=_none32)  # 1 where the answer COMPUTING is welcome; empty: nowhere
+    start_may_wait: Int32Array = field(default_factory=_none32)  # 1 where the answer COMPUTING is allowed; empty: nowhere
     reserve_ids: Int64Array = field(default_factory=_none64)
     reserve_min: Int32Array = field(default_factory=_none32)
     reserve_max: Int32Array = field(default_factory=_none32)
@@ -59,7 +59,7 @@ class StepItems:
 
 
 class StepResult(NamedTuple):
-    """What a step answered, items in the order of the request. The protocol's StepResponse explains each field.
+    """The answer to a step, items in the order of the request. The protocol's StepResponse explains each field.
 
     A named tuple: a frozen dataclass of so many fields takes four times as long to make.
     """
@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
     num_free: int
     num_evictable: int
     num_fenced: int
-    num_give_back: int  # blocks that an elder sequence is owed, where this session runs younger ones
+    num_give_back: int  # blocks still missing for the oldest claim, where this session runs younger sequences
     pressure: int  # of PressureLevel
     revision: int
     swap_out_results: Int32Array = _EMPTY32  # of ItemResult
@@ -143,7 +143,7 @@ def encode(items: StepItems, session_id: str, epoch: int, step_id: int, complete
 
 
 def decode(raw: bytes) -> StepResult:
-    """The columns of a serialised StepResponse. Raises ValueError for a column that is no whole number of items."""
+    """The columns of a serialised StepResponse. Raises ValueError for a column whose size is not that of whole items."""
     response = pb.StepResponse.FromString(raw)
     result = _decode_common(response)
     if response.transfer_ids or response.ready_sequence_ids or response.swap_out_results or response.swap_in_results:
@@ -152,7 +152,7 @@ def decode(raw: bytes) -> StepResult:
 
 
 def _with_moves(result: StepResult, response: pb.StepResponse) -> StepResult:
-    """What few steps have: swaps, transfer orders, sequences that were loading."""
+    """Adds the columns that few steps have: swaps, transfer orders, sequences that were loading."""
     return result._replace(
         swap_out_results=_column32(response.swap_out_results),
         swap_in_results=_column32(response.swap_in_results),

@@ -1,4 +1,4 @@
-"""Where the services listen unless they are told otherwise. Imports nothing, so that flags can name it at no cost."""
+"""The services' default addresses. Imports nothing, so that flags can name them at no cost."""
 
 CACHE = "127.0.0.1:7410"
 ENGINE = "127.0.0.1:7411"

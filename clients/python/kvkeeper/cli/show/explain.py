@@ -1,0 +1,42 @@
+"""`kvkeeper explain`: how much of a prompt is cached right now, and why not more."""
+
+import argparse
+import json
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.arguments import utf8
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_OK
+from kvkeeper.client import CacheClient, EngineClient
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("explain", help=text, allow_abbrev=False)
+    parser.add_argument("prompt", type=utf8, help="text, as for generate")
+    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache is asked")
+    add_cache_flag(parser)
+    add_engine_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks the engine for the tokens and the model, then the cache service for the match."""
+    args.asks = "engine"
+    with EngineClient(args.engine, OPTIONS) as engine:
+        model, token_ids = engine.model(), engine.tokenize(args.prompt)
+    args.asks = "cache"
+    answers: list[pb.ExplainMatchResponse] = []
+    with CacheClient(args.cache, OPTIONS) as cache:
+        for pool in cache.capabilities().pools:
+            if (pool.spec.model_id, pool.spec.revision) == (model.model_id, model.revision):
+                with cache.open_session(pool.spec, client_name="explain") as session:
+                    answers.append(session.explain_match(token_ids, args.tenant))
+    if args.json:
+        print(json.dumps({"pools": [as_json(answer) for answer in answers]}))
+    else:
+        print("\n".join(answer.explanation for answer in answers) or f"no pool holds K and V of {model.model_id}")
+    return EXIT_OK

@@ -1,0 +1,101 @@
+"""Counts of a pool for people: every field of PoolStats, in groups. A test checks that no field is missing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli.console.tables import facts, size
+from kvkeeper.cli.show.status import pool_line
+
+Rows = list[tuple[str, object]]
+
+
+def show_pool(pool: Any) -> str:
+    """The counts of one PoolStats, a heading above each group."""
+    lines = [f"  pool: {pool_line(pool.pool)}"]
+    for heading, rows in _groups(pool):
+        lines += [f"    {heading}", facts(rows, "      ")]
+    return "\n".join(lines)
+
+
+def pressure_word(level: int) -> str:
+    return pb.PressureLevel.Name(level).removeprefix("PRESSURE_LEVEL_").lower()
+
+
+def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
+    yield "blocks", _blocks(pool)
+    yield (
+        "sequences and sessions",
+        [
+            (
+                "waiting, running, loading, swapped",
+                _counts(
+                    pool.num_waiting_sequences,
+                    pool.num_running_sequences,
+                    pool.num_loading_sequences,
+                    pool.num_swapped_sequences,
+                ),
+            ),
+            ("slots in use of slots held", f"{pool.slot_utilization:.1%}"),
+            ("sessions, tenants", _counts(pool.num_sessions, pool.num_tenants)),
+            ("steps, changes", _counts(pool.num_steps, pool.revision)),
+            ("forks, copies on write", _counts(pool.num_forks, pool.num_copies_on_write)),
+            ("dropped by retention", pool.num_retention_dropped_blocks),
+        ],
+    )
+    yield "prefix cache", _prefix_cache(pool)
+    if pool.pool.num_host_blocks:
+        yield "host tier", _host_tier(pool)
+    yield (
+        "room",
+        [
+            ("starts granted, refused", _counts(pool.num_starts, pool.num_refused_starts)),
+            ("told to wait while the prefix is computed", pool.num_computing_answers),
+            ("starts or reservations without blocks", pool.num_refusals),
+            ("blocks reserved for the oldest claim", pool.num_owed_blocks),
+            ("pressure, changes of it", f"{pressure_word(pool.pressure)}, {pool.num_pressure_changes:,}"),
+        ],
+    )
+    yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
+
+
+def _blocks(pool: Any) -> Rows:
+    return [
+        ("free", pool.num_free_blocks),
+        ("cached", pool.num_cached_blocks),
+        ("referenced", f"{pool.num_referenced_blocks:,} ({pool.num_shared_blocks:,} shared)"),
+        ("fenced, in transfer", _counts(pool.num_fenced_blocks, pool.num_transfer_blocks)),
+        ("quarantined", pool.num_quarantined_blocks),
+        ("in use", f"{pool.block_utilization:.1%}, {size(pool.used_bytes)}"),
+        ("most ever in use", f"{pool.peak_used_blocks:,}, {size(pool.peak_used_bytes)}"),
+        ("cleared for another tenant", pool.num_cleared_blocks),
+        ("freed by CollectGarbage", pool.num_collected_blocks),
+    ]
+
+
+def _prefix_cache(pool: Any) -> Rows:
+    return [
+        ("blocks indexed", pool.num_indexed_blocks),
+        ("look-ups, hits, misses", _counts(pool.num_look_ups, pool.num_hits, pool.num_misses)),
+        ("full hits with logits", f"{pool.num_full_hits:,} ({pool.num_stored_logits:,} logits stored)"),
+        ("tokens looked up, found", f"{_counts(pool.num_look_up_tokens, pool.num_hit_tokens)} ({pool.hit_rate:.1%})"),
+        ("blocks adopted", pool.num_adopted_blocks),
+        ("blocks evicted", f"{pool.num_evicted_blocks:,} ({pool.num_quota_evictions:,} of them over a quota)"),
+        ("blocks expired", pool.num_expired_blocks),
+        ("pins", f"{pool.num_pins:,} on {pool.num_pinned_blocks:,} blocks"),
+    ]
+
+
+def _host_tier(pool: Any) -> Rows:
+    return [
+        ("blocks free, cached", _counts(pool.num_free_host_blocks, pool.num_cached_host_blocks)),
+        ("blocks held, busy", _counts(pool.num_held_host_blocks, pool.num_busy_host_blocks)),
+        ("sequences swapped out, in", _counts(pool.num_swap_outs, pool.num_swap_ins)),
+        ("blocks demoted, promoted", _counts(pool.num_demoted_blocks, pool.num_promoted_blocks)),
+        ("host blocks evicted", pool.num_evicted_host_blocks),
+        ("transfers, failed", _counts(pool.num_transfers, pool.num_failed_transfers)),
+    ]
+
+
+def _counts(*values: int) -> str:
+    return ", ".join(f"{value:,}" for value in values)

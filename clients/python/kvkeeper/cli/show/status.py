@@ -1,0 +1,82 @@
+"""`kvkeeper status`: whether both services take requests, where they are, and what they serve."""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.outcome import OPTIONS, tell_down
+from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.show.readiness import is_serving
+from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The state of one service; detail is a text for people."""
+
+    service: str
+    state: str  # "up", "not ready", "down", or the reason why it refuses to tell
+    address: str
+    version: str = ""
+    detail: str = ""
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("status", help=text, allow_abbrev=False)
+    add_cache_flag(parser)
+    add_engine_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = [_state("cache", args.cache, _cache), _state("engine", args.engine, _engine)]
+    if args.json:
+        print(json.dumps({row.service: asdict(row) for row in rows}))
+    else:
+        headers = ("service", "state", "address", "version", "serves")
+        print(table(headers, [(row.service, row.state, row.address, row.version or "-", row.detail or "-") for row in rows]))
+    for row in rows:
+        if row.state == "down":
+            tell_down(row.service, row.address, args.json)
+    return EXIT_OK if all(row.state == "up" for row in rows) else EXIT_DOWN
+
+
+def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]]) -> ServiceStatus:
+    try:
+        version, detail, why_not = ask(address)
+        if not why_not and not is_serving(service, address, OPTIONS):
+            why_not = "it is starting or stopping"
+    except KvkeeperError as error:
+        state = "down" if error.service_down else (error.reason or error.code.name).lower().replace("_", " ")
+        return ServiceStatus(service, state, address)
+    return ServiceStatus(service, "not ready" if why_not else "up", address, version, why_not or detail)
+
+
+def _cache(address: str) -> tuple[str, str, str]:
+    """The version, what the service serves, and why it does not serve, where it tells."""
+    with CacheClient(address, OPTIONS) as client:
+        capabilities = client.capabilities()
+    return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet", ""
+
+
+def _engine(address: str) -> tuple[str, str, str]:
+    """The same of an engine, which refuses requests while it has no session on its cache service."""
+    with EngineClient(address, OPTIONS) as client:
+        model, has_session = client.model(), bool(client.stats().cache_session_id)
+    return model.version, model_line(model), "" if has_session else "its cache service does not answer"
+
+
+def pool_line(pool: cache_pb.PoolInfo) -> str:
+    """One pool in a few words."""
+    return f"{pool.num_blocks:,} blocks of {pool.block_size} tokens, {size(pool.arena_bytes)}, for {pool.spec.model_id}"
+
+
+def model_line(model: Any) -> str:
+    """The model of a GetModelResponse in a few words."""
+    return f"{model.model_id} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters)"

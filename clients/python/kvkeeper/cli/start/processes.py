@@ -1,0 +1,55 @@
+"""A service as a child process that never outlives its parent.
+
+It has a session of its own, so that Ctrl-C reaches the parent alone. The child asks the kernel for SIGTERM when its parent has
+ended (services.py); the parent ends it with SIGTERM, and after a grace with SIGKILL.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvkeeper.cli.start.services import PARENT_VARIABLE
+
+
+class ServiceProcess:
+    """One running service. name is "cache" or "engine"."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._process = process
+        self.ended = asyncio.create_task(process.wait())
+
+    @classmethod
+    async def start(cls, name: str, argv: Sequence[str]) -> "ServiceProcess":
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "kvkeeper.cli", name, *argv),
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.__stderr__,  # our stdout holds what `up` prints and nothing else
+            start_new_session=True,
+        )
+        return cls(name, process)
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    def how_it_ended(self) -> str:
+        code = self._process.returncode or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to stop, and kill it after the grace. Returns when it has ended."""
+        self._send(signal.SIGTERM)
+        await asyncio.wait({self.ended}, timeout=grace_s)
+        self.kill()
+        await self.ended
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.exit_code is None:
+            self._process.send_signal(signum)

@@ -1,0 +1,36 @@
+"""`kvkeeper cache` and `kvkeeper engine`: hand over to the services, which are imported when they are to run.
+
+A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that parent
+has ended, for whatever reason.
+"""
+
+import importlib
+import os
+import signal
+from collections.abc import Sequence
+
+PARENT_VARIABLE = "KVKEEPER_PARENT_PID"
+NAMES = {
+    "cache": "run the cache service (its flags: kvkeeper cache --help)",
+    "engine": "run the engine service (its flags: kvkeeper engine --help)",
+}
+_PR_SET_PDEATHSIG = 1
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Serve until stopped; the service's exit code."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None and not _end_with(int(parent)):
+        return 1
+    service = importlib.import_module(f"kvkeeper.{name}_service.__main__")
+    return int(service.main(list(argv)) or 0)
+
+
+def _end_with(parent: int) -> bool:
+    """Asks the kernel for SIGTERM when the parent ends. False where the parent has ended already."""
+    import ctypes  # not above, because every command imports this module
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    return os.getppid() == parent  # the parent may have ended before prctl

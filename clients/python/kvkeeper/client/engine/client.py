@@ -1,0 +1,342 @@
+"""The engine service for asyncio and for threads: text in, text out.
+
+generate() gives a stream of chunks; its usage is set when it has ended. Leave it through `with` or close(): that cancels a
+stream left early, which frees the request's blocks. Every call raises KvkeeperError.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvkeeper.client.engine.calls import (
+    GenerateOptions,
+    OutputChunk,
+    Prompt,
+    Result,
+    Usage,
+    chunk_of,
+    generate_request,
+    get_request,
+    list_page,
+    result_of,
+    stream_options,
+    submit_request,
+    usage_of,
+)
+from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
+from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.targets import ENGINE as DEFAULT_TARGET
+from kvkeeper.client.transport import AsyncStream, AsyncTransport, Stream, Transport
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+
+
+class EngineClient:
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
+        self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+
+    def __enter__(self) -> "EngineClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "Generation":
+        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        options = repeatable(options or GenerateOptions())
+        request = generate_request(prompt, options)
+        patience = stream_options(self._transport.options, options.timeout_ms)
+        span = begin_generate(options)
+        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
+        return Generation(call, options.resubmit_s, span)
+
+    def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
+        """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
+        request = submit_request(prompt, options or GenerateOptions())
+        return self._call("SubmitRequest", request).request_id
+
+    def result(self, request_id: str, wait_s: float = 0.0) -> Result:
+        """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            found = result_of(self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            if found.has_ended or time.monotonic() >= deadline:
+                return found
+
+    def call_back(
+        self,
+        prompt: Prompt,
+        on_chunk: Callable[[OutputChunk], None],
+        on_end: Callable[[Usage | KvkeeperError], None],
+        options: GenerateOptions | None = None,
+    ) -> "Generation":
+        """Continue a prompt in the background: on_chunk gets each chunk, on_end the usage or the error, exactly once.
+
+        The two are called one at a time, and a slow one delays this request alone. close() ends the request early.
+        """
+        generation = self.generate(prompt, options)
+        threading.Thread(target=_call_back, args=(generation, on_chunk, on_end), daemon=True).start()
+        return generation
+
+    def iteration_plan(self) -> pb.GetIterationPlanResponse:
+        """What the engine's last iteration computed; `plan` is a text for people."""
+        return self._call("GetIterationPlan", pb.GetIterationPlanRequest())
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        self._call("CancelRequest", pb.CancelRequestRequest(request_id=request_id))
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self._call("Tokenize", pb.TokenizeRequest(text=text)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """The text of these tokens. keep_special_tokens includes the tokens that `tokenize` puts around a text."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+        return self._call("Detokenize", request).text
+
+    def model(self) -> pb.GetModelResponse:
+        return self._call("GetModel", pb.GetModelRequest())
+
+    def stats(self) -> pb.GetStatsResponse:
+        return self._call("GetStats", pb.GetStatsRequest())
+
+    def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
+        rows: list[pb.RequestInfo] = []
+        page_token = ""
+        while True:
+            page = self._call("ListRequests", list_page(session_id, page_token))
+            rows += page.requests
+            page_token = page.next_page_token
+            if not page_token:
+                return tuple(rows)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        return self._transport.call(getattr(self._transport.stub, method), request)
+
+
+class Generation:
+    """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
+
+    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
+        self._start = start
+        self._span = span
+        self._stream = start()
+        self._received = Received(resubmit_s)
+        self.request_id = ""
+        self.usage: Usage | None = None
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[OutputChunk]:
+        return self
+
+    def __next__(self) -> OutputChunk:
+        while True:
+            try:
+                message = next(self._stream)
+            except KvkeeperError as error:
+                if not self._received.may_ask_again(error, time.monotonic()):
+                    self._span.fail(error)
+                    raise
+                self._span.repeat()
+                time.sleep(PAUSE_S)
+                self._stream = self._start()
+                continue
+            self.request_id = message.request_id
+            self.usage = usage_of(message) or self.usage
+            self._span.record_answer(message)
+            chunk = self._received.new_part(chunk_of(message))
+            if chunk is not None:
+                return chunk
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        self._stream.cancel()
+        self._span.end()
+
+
+class AsyncEngineClient:
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+
+    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
+        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._tasks: set[asyncio.Task[None]] = set()  # of call_back
+
+    async def __aenter__(self) -> "AsyncEngineClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "AsyncGeneration":
+        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        options = repeatable(options or GenerateOptions())
+        request = generate_request(prompt, options)
+        patience = stream_options(self._transport.options, options.timeout_ms)
+        span = begin_generate(options)
+        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
+        return AsyncGeneration(call, options.resubmit_s, span)
+
+    async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
+        """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
+        request = submit_request(prompt, options or GenerateOptions())
+        return (await self._call("SubmitRequest", request)).request_id
+
+    async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
+        """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left = deadline - time.monotonic()
+            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            if found.has_ended or time.monotonic() >= deadline:
+                return found
+
+    def call_back(
+        self,
+        prompt: Prompt,
+        on_chunk: Callable[[OutputChunk], None],
+        on_end: Callable[[Usage | KvkeeperError], None],
+        options: GenerateOptions | None = None,
+    ) -> "AsyncGeneration":
+        """Continue a prompt in the background: on_chunk gets each chunk, on_end the usage or the error, exactly once.
+
+        The two are called one at a time, and a slow one delays this request alone. close() ends the request early.
+        """
+        generation = self.generate(prompt, options)
+        task = asyncio.get_running_loop().create_task(_call_back_async(generation, on_chunk, on_end))
+        self._tasks.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._tasks.discard)
+        return generation
+
+    async def iteration_plan(self) -> pb.GetIterationPlanResponse:
+        """What the engine's last iteration computed; `plan` is a text for people."""
+        return await self._call("GetIterationPlan", pb.GetIterationPlanRequest())
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        await self._call("CancelRequest", pb.CancelRequestRequest(request_id=request_id))
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple((await self._call("Tokenize", pb.TokenizeRequest(text=text))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """The text of these tokens. keep_special_tokens includes the tokens that `tokenize` puts around a text."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
+        return (await self._call("Detokenize", request)).text
+
+    async def model(self) -> pb.GetModelResponse:
+        return await self._call("GetModel", pb.GetModelRequest())
+
+    async def stats(self) -> pb.GetStatsResponse:
+        return await self._call("GetStats", pb.GetStatsRequest())
+
+    async def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
+        """Requests that wait or run, of one conversation or of all, in order of arrival."""
+        rows: list[pb.RequestInfo] = []
+        page_token = ""
+        while True:
+            page = await self._call("ListRequests", list_page(session_id, page_token))
+            rows += page.requests
+            page_token = page.next_page_token
+            if not page_token:
+                return tuple(rows)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await self._transport.call(getattr(self._transport.stub, method), request)
+
+
+class AsyncGeneration:
+    """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
+
+    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
+        self._start = start
+        self._span = span
+        self._stream = start()
+        self._received = Received(resubmit_s)
+        self.request_id = ""
+        self.usage: Usage | None = None
+
+    async def __aenter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        return self
+
+    async def __anext__(self) -> OutputChunk:
+        while True:
+            try:
+                message = await self._stream.__anext__()
+            except KvkeeperError as error:
+                if not self._received.may_ask_again(error, time.monotonic()):
+                    self._span.fail(error)
+                    raise
+                self._span.repeat()
+                await asyncio.sleep(PAUSE_S)
+                self._stream = self._start()
+                continue
+            self.request_id = message.request_id
+            self.usage = usage_of(message) or self.usage
+            self._span.record_answer(message)
+            chunk = self._received.new_part(chunk_of(message))
+            if chunk is not None:
+                return chunk
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        self._stream.cancel()
+        self._span.end()
+
+
+def _call_back(
+    generation: Generation, on_chunk: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
+) -> None:
+    try:
+        for chunk in generation:
+            on_chunk(chunk)
+    except KvkeeperError as error:
+        on_end(error)
+        return
+    finally:
+        generation.close()
+    on_end(_usage_after(generation.usage))
+
+
+async def _call_back_async(
+    generation: AsyncGeneration, on_chunk: Callable[[OutputChunk], None], on_end: Callable[[Usage | KvkeeperError], None]
+) -> None:
+    try:
+        async for chunk in generation:
+            on_chunk(chunk)
+    except KvkeeperError as error:
+        on_end(error)
+        return
+    finally:
+        generation.close()
+    on_end(_usage_after(generation.usage))
+
+
+def _usage_after(usage: Usage | None) -> Usage:
+    assert usage is not None, "a stream that ended without an error tells its usage"
+    return usage

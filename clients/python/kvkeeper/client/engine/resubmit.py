@@ -1,0 +1,78 @@
+"""Asking for the same output again after the engine has gone, and taking only the new part of it: pure.
+
+A request's tokens are a function of its prompt, parameters and seed, so the same request with the same seed repeats what was
+received before and then goes on. The new part is found by counting each continuation's tokens and characters.
+"""
+
+import secrets
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk
+from kvkeeper.client.errors import KvkeeperError
+
+PAUSE_S = 0.1
+
+
+def repeatable(options: GenerateOptions) -> GenerateOptions:
+    """The same options with an id and a seed, which otherwise the service would draw."""
+    if not options.resubmit_s:
+        return options
+    seed = secrets.randbits(63) if options.sampling.seed is None else options.sampling.seed
+    request_id = options.request_id or str(uuid.uuid4())
+    return replace(options, request_id=request_id, sampling=replace(options.sampling, seed=seed))
+
+
+@dataclass
+class Received:
+    """What one request has received over all its attempts."""
+
+    resubmit_s: float
+    _tokens: Counter[int] = field(default_factory=Counter)  # by continuation
+    _chars: Counter[int] = field(default_factory=Counter)
+    _ended: set[int] = field(default_factory=set)
+    _has_prompt_logprobs: bool = False
+    _tokens_now: Counter[int] = field(default_factory=Counter)  # of the attempt under way
+    _chars_now: Counter[int] = field(default_factory=Counter)
+    _give_up_at: float = 0.0
+    _num_attempts: int = 1
+
+    def new_part(self, chunk: OutputChunk) -> OutputChunk | None:
+        """The part of a chunk that was not received before; None where all of it was."""
+        index = chunk.index
+        old_tokens = max(0, self._tokens[index] - self._tokens_now[index])
+        old_chars = max(0, self._chars[index] - self._chars_now[index])
+        self._tokens_now[index] += len(chunk.token_ids)
+        self._chars_now[index] += len(chunk.text)
+        if index in self._ended:
+            return None
+        self._tokens[index] = max(self._tokens[index], self._tokens_now[index])
+        self._chars[index] = max(self._chars[index], self._chars_now[index])
+        if chunk.finish_reason is not None:
+            self._ended.add(index)
+        prompt_logprobs = () if self._has_prompt_logprobs else chunk.prompt_logprobs
+        self._has_prompt_logprobs |= bool(chunk.prompt_logprobs)
+        self._give_up_at = 0.0
+        new = replace(
+            chunk,
+            text=chunk.text[old_chars:],
+            token_ids=chunk.token_ids[old_tokens:],
+            logprobs=chunk.logprobs[old_tokens:],
+            prompt_logprobs=prompt_logprobs,
+        )
+        return new if new.text or new.token_ids or new.prompt_logprobs or new.finish_reason is not None else None
+
+    def may_ask_again(self, error: KvkeeperError, now: float) -> bool:
+        """Whether to send the request once more after PAUSE_S; now is the time of any monotone clock."""
+        # Where only the connection was lost, the first attempt's cancellation may not have reached the engine yet.
+        is_transient = error.unavailable or (error.reason == "DUPLICATE_REQUEST" and self._num_attempts > 1)
+        if not self.resubmit_s or not is_transient:
+            return False
+        self._give_up_at = self._give_up_at or now + self.resubmit_s
+        if now + PAUSE_S > self._give_up_at:
+            return False
+        self._num_attempts += 1
+        self._tokens_now.clear()
+        self._chars_now.clear()
+        return True
