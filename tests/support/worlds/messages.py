@@ -57,7 +57,7 @@ def show(message: Message) -> dict[str, Any]:
             shown[field.name] = [show(item) for item in value]
         elif field.type == field.TYPE_MESSAGE:
             shown[field.name] = show(value)
-        elif field.type == field.TYPE_ENUM:
+        elif field.enum_type is not None:
             shown[field.name] = field.enum_type.values_by_number[value].name
         else:
             shown[field.name] = value if isinstance(value, str | int | float | bool) else list(value)
