@@ -1,12 +1,13 @@
 """docs/operations.md has a row for every reason that a service gives: errors, finish reasons, ends of a match."""
 
+import re
 from typing import Any
 
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
-from tests.support.documents.markdown import page
+from tests.support.documents.markdown import ROOT, page
 
 ENUMS = {
     "Reasons of the cache service": cache_pb.ErrorReason,
@@ -29,7 +30,7 @@ def test_every_reason_has_one_row_with_what_to_do(heading: str) -> None:
 
 
 def test_every_row_of_the_soak_is_a_promise_that_is_told() -> None:
-    from tests.soak.rows import ROWS
-
     told = {int(row[0]) for row in page("docs/reliability.md").table("What is promised, and the test that proves it")}
-    assert {row.number for row in ROWS} <= told
+    rows = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
+    assert len(rows) > 20
+    assert rows <= told
