@@ -16,10 +16,15 @@ AWAITED_PATHS = {
     "deploy/tracing/",
     "cache_service/core/tables/reserve.py",
     "tests/contracts/",
+    "kernels/attention/",
+    "kernels/activations/",
+    "kernels/activations/silu_and_mul.py",
 }
 AWAITED_NAMES = {
     "cache_service/core/tables/reserve.py:Reservations.reserve",
     "cache_service/core/tables/reserve.py:Reservations.copies_due",
+    "kernels/attention/paged_attention_decode.py:paged_attention_decode",
+    "kernels/attention/paged_attention_prefill.py:paged_attention_prefill",
     "engine_service/scheduler/planner.py:Planner.plan",
     "engine_service/scheduler/apply_answer.py:AnswerApplier.apply",
 }  # They are still to be told where a rule or a section stands; delete it once they cite these pages.
