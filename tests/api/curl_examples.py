@@ -1,6 +1,6 @@
-"""Calls by hand, as the README shows them: one table, rendered for grpcurl and for `buf curl`.
+"""Calls by hand, as docs/api-by-hand.md shows them: one table, rendered for grpcurl and for `buf curl`.
 
-`python tests/api/curl_examples.py` prints the README's block. A session's id and epoch go from the answer of OpenSession
+`python tests/api/curl_examples.py` prints the block of the page. A session's id and epoch go from the answer of OpenSession
 into the shell variable S, which the later lines put into their bodies.
 """
 
@@ -135,7 +135,7 @@ EXAMPLES = [
 
 
 def block(render: Callable[[Example], str]) -> str:
-    """The examples as one shell block of the README."""
+    """The examples as one shell block of the page."""
     lines = [line for example in EXAMPLES for line in (f"# {example.title}", render(example))]
     return "\n".join(["```sh", *lines, "```"])
 

@@ -1,17 +1,19 @@
-"""The README's lines for grpcurl and `buf curl` are those of the table, and the table's lines work."""
+"""Calls that the documents show: those of docs/api-by-hand.md are the table's, and they and the README's example work."""
 
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.api.curl_examples import CACHE, ENGINE, EXAMPLES, Example, block
-from tests.support.processes.services import Services, free_ports, services_up, short_folder
+from tests.support.documents.markdown import page
+from tests.support.processes.services import Services, environment, free_ports, services_up, short_folder
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api-by-hand.md"
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,25 @@ def test_every_buf_curl_line_works_as_it_is_written(services: Services, tmp_path
     assert '"usage"' in answers["Generate"]
 
 
-def test_the_readme_shows_exactly_these_lines() -> None:
-    text = README.read_text()
+def test_the_five_lines_of_the_readme_run(services: Services) -> None:
+    (fence,) = [fence for fence in page("README.md").fences() if fence.language == "python"]
+    assert len([line for line in fence.body.splitlines() if line]) <= 5
+    own = f"EngineClient({services.engine!r})"
+    program = fence.body.replace("EngineClient()", own)
+    assert own in program
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(services.log_path.parent),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_page_shows_exactly_these_lines() -> None:
+    text = PAGE.read_text()
     for render in (Example.grpcurl, Example.buf_curl):
         assert block(render) in text, "paste what `python tests/api/curl_examples.py` prints"
     shown = [line for line in text.splitlines() if line.lstrip("S=$(").startswith(("grpcurl -", "buf curl "))]

@@ -1,4 +1,4 @@
-"""The machine that drives the core, on a live service: a real channel, both ways to step, real memory (RELIABILITY 1)."""
+"""The machine that drives the core, on a live service (docs/reliability.md, promise 1): both ways to step, real memory."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""Retention over the wire: what is read by sequence, layer and token range is exactly sink and window (FEATURES C10, C13)."""
+"""Retention over the wire: what is read by sequence, layer and token range is exactly sink and window."""
 
 import numpy as np
 import pytest

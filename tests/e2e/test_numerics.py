@@ -2,7 +2,8 @@
 
 Scheduler, client, cache service, arena and model are the real ones; only the sampler is replaced by a teacher that says
 each next token. Chunks, prefix hits, forks and preemptions happen on the way, and every logits row that was computed is
-compared. The bound is RELIABILITY's: 1e-5, and 5 times transformers' own eager-against-SDPA difference in the same run.
+compared. The bound is that of docs/reliability.md: 1e-5, and 5 times transformers' own difference between eager and SDPA
+attention in the same run.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from kvkeeper.client import (
     KvkeeperError,
     OutputChunk,
     Sampling,
-    door,
+    transport,
 )
 from kvkeeper.engine_service.loop.time_limits import NUM_LOOKS, StallWatch
 from kvkeeper.engine_service.outputs.generation import Generation
@@ -119,11 +119,11 @@ async def test_a_stream_without_a_deadline_ends_where_nobody_answers(
 ) -> None:
     """As with an engine that was stopped, or whose machine has failed."""
     quick = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 200)]
-    options = [option for option in door._CHANNEL_OPTIONS if option[0] not in dict(quick)]
-    assert len(options) == len(door._CHANNEL_OPTIONS) - len(quick)
+    options = [option for option in transport._CHANNEL_OPTIONS if option[0] not in dict(quick)]
+    assert len(options) == len(transport._CHANNEL_OPTIONS) - len(quick)
     await world.start_cache()
     engine, _ = await world.start_gated_engine(listen=f"127.0.0.1:{unused_tcp_port}")
-    monkeypatch.setattr(door, "_CHANNEL_OPTIONS", (*options, *quick))
+    monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", (*options, *quick))
     async with cutting(engine.address) as proxy, AsyncEngineClient(proxy.address, CallOptions(retry_s=0)) as client:
         generation = client.generate([GATE_TOKEN], GenerateOptions(sampling=LONG))
         taking = asyncio.create_task(anext(generation))

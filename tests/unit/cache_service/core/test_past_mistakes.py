@@ -1,4 +1,4 @@
-"""Mistakes of earlier systems (FEATURES, at its end), as far as they could be made here. One test each, by its name there."""
+"""Mistakes of earlier systems, as far as they could be made here. One test each, by its name there."""
 
 import pytest
 

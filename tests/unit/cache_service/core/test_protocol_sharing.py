@@ -1,4 +1,7 @@
-"""PROTOCOL 4 and 5: sharing, copy-on-write, fences, eviction, progress; and the hit that a hash collision cannot make."""
+"""Sharing, copy-on-write, fences, eviction (docs/protocol.md, section 4), and progress (docs/protocol.md, section 5).
+
+Also the hit that a hash collision cannot make.
+"""
 
 from collections.abc import Iterator
 

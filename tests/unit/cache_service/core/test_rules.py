@@ -1,4 +1,7 @@
-"""DESIGN's rules R1 to R9, each told once by hand. The machine and the simulation hold the core to all of them at once."""
+"""The rules R1 to R9 of docs/rules.md, each told once by hand.
+
+The machine and the simulation hold the core to all of them at once.
+"""
 
 import sys
 import tracemalloc

@@ -1,4 +1,7 @@
-"""PROTOCOL 3 (exactly once) and 6 (sessions): gates, leases, epochs, death and quarantine, in the core."""
+"""Exactly once (docs/protocol.md, section 3) and sessions (docs/protocol.md, section 6), in the core.
+
+Gates, leases, epochs, death and quarantine.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Engines that share one small pool: everybody gets on, and nobody takes turns (RELIABILITY 11)."""
+"""Engines that share one small pool: everybody gets on, and nobody takes turns (docs/reliability.md, promise 11)."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Who waits for blocks and for whom they are kept (PROTOCOL section 5), by hand; the machine holds the core to all of it."""
+"""Claims (docs/protocol.md, section 5), by hand: which sequence waits for blocks, and which gets those that come free.
+
+The machine holds the core to all of it.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Retention sink + window: exactly the first and the last tokens stay, at their positions (FEATURES C10)."""
+"""Retention sink + window: exactly the first and the last tokens stay, at their positions."""
 
 import pytest
 

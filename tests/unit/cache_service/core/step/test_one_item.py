@@ -1,4 +1,4 @@
-"""PROTOCOL 3: the one-item calls of the core. Retry-safe by form, all or nothing, each complete at once."""
+"""The one-item calls of the core (docs/protocol.md, section 3). Retry-safe by form, all or nothing, each complete at once."""
 
 import pytest
 

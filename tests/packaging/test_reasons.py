@@ -1,0 +1,36 @@
+"""docs/operations.md has a row for every reason that a service gives: errors, finish reasons, ends of a match."""
+
+import re
+from typing import Any
+
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
+from tests.support.documents.markdown import ROOT, page
+
+ENUMS = {
+    "Reasons of the cache service": cache_pb.ErrorReason,
+    "Reasons of the engine service": engine_pb.ErrorReason,
+    "How a continuation ended": engine_pb.FinishReason,
+    "Why a prompt is not cached": cache_pb.MatchEnd,
+}
+
+
+def _names(enum: Any) -> list[str]:
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return [name.removeprefix(prefix) for name in enum.DESCRIPTOR.values_by_name if not name.endswith("_UNSPECIFIED")]
+
+
+@pytest.mark.parametrize("heading", ENUMS)
+def test_every_reason_has_one_row_with_what_to_do(heading: str) -> None:
+    rows = page("docs/operations.md").table(heading)
+    assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in _names(ENUMS[heading]))
+    assert all(len(row) == len(rows[0]) and all(row) for row in rows)
+
+
+def test_every_row_of_the_soak_is_a_promise_that_is_told() -> None:
+    told = {int(row[0]) for row in page("docs/reliability.md").table("What is promised, and the test that proves it")}
+    rows = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
+    assert len(rows) > 20
+    assert rows <= told
