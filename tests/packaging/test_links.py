@@ -7,29 +7,6 @@ import pytest
 
 from tests.support.documents.markdown import ROOT, Page, definitions, page, pages
 
-# Written by `make docs`; delete this list once they are in the repository.
-AWAITED_PAGES = {"docs/api.md", "docs/configuration.md", "docs/imports.md", "docs/states.md"}
-# Of the tree that these pages describe, and not there yet; delete both lists once they are.
-AWAITED_PATHS = {
-    "deploy/service/",
-    "deploy/cuda/",
-    "deploy/tracing/",
-    "cache_service/core/tables/reserve.py",
-    "tests/contracts/",
-    "kernels/attention/",
-    "kernels/activations/",
-    "kernels/activations/silu_and_mul.py",
-}
-AWAITED_NAMES = {
-    "cache_service/core/tables/reserve.py:Reservations.reserve",
-    "cache_service/core/tables/reserve.py:Reservations.copies_due",
-    "kernels/attention/paged_attention_decode.py:paged_attention_decode",
-    "kernels/attention/paged_attention_prefill.py:paged_attention_prefill",
-    "engine_service/scheduler/planner.py:Planner.plan",
-    "engine_service/scheduler/apply_answer.py:AnswerApplier.apply",
-}  # They are still to be told where a rule or a section stands; delete it once they cite these pages.
-AWAITED_CITATIONS = {"cache_service/core/inspection/invariants.py", "cache_service/core/sequences/claims.py"}
-
 PAGES = pages()
 IDS = [found.name for found in PAGES]
 _TOP = "cache_service|engine_service|kernels|clients|tests|protos|docs|deploy"
@@ -44,8 +21,6 @@ def test_links_lead_somewhere(found: Page) -> None:
         target, _, anchor = link.partition("#")
         file = (found.folder / target).resolve() if target else ROOT / found.name
         name = str(file.relative_to(ROOT))
-        if name in AWAITED_PAGES and not file.exists():
-            continue
         if not file.exists():
             wrong.append(link)
         elif anchor and anchor not in page(name).anchors():
@@ -56,15 +31,14 @@ def test_links_lead_somewhere(found: Page) -> None:
 @pytest.mark.parametrize("found", PAGES, ids=IDS)
 def test_paths_exist(found: Page) -> None:
     named = {span.rstrip("/") for span in found.spans() if _PATH.fullmatch(span)}
-    awaited = {path.rstrip("/") for path in AWAITED_PATHS}
-    assert {path for path in named - awaited if not (ROOT / path).exists()} - {"tests/gpu/results"} == set()
+    assert {path for path in named if not (ROOT / path).exists()} - {"tests/gpu/results"} == set()
 
 
 def test_functions_exist() -> None:
     places = [place for found in PAGES for place in re.findall(r"`([\w/]+\.py:[\w.]+)`", found.prose)]
     assert len(places) >= 20, "the life of a request has more stations than that"
     wrong = []
-    for place in set(places) - AWAITED_NAMES:
+    for place in set(places):
         file, _, name = place.partition(":")
         if not (ROOT / file).exists() or name not in definitions(ROOT / file):
             wrong.append(place)
@@ -106,12 +80,12 @@ def test_sections_that_the_code_cites_exist() -> None:
 
 
 def test_no_document_is_cited_that_is_not_there() -> None:
-    names = {path.name for path in (ROOT / "docs").glob("*.md")} | {Path(name).name for name in AWAITED_PAGES}
+    names = {path.name for path in (ROOT / "docs").glob("*.md")}
     gone = re.compile(r"\b(?:PROTOCOL|DESIGN|RELIABILITY|FEATURES)\b(?!\.)[' s]*(?:\d|section|[CE]\d|rule|R\d)")
     for path in _sources():
         text = path.read_text()
         assert set(re.findall(r"docs/([\w-]+\.md)", text)) <= names, path
-        if path != Path(__file__) and str(path.relative_to(ROOT)) not in AWAITED_CITATIONS:
+        if path != Path(__file__):
             assert gone.search(text) is None, path
 
 
