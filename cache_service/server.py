@@ -8,6 +8,7 @@ that fails raises a StartError of one line, with everything undone.
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from kvkeeper.cuda.runtime import CudaError
+from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
@@ -105,18 +107,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         attach = AttachServer(_attach_path(config, endpoint.address), session_manager, timing)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
-        one_item = OneItemSessions(session_manager)
-        methods = register(
-            [
-                SessionCalls(config, session_manager, str(attach.path)),
-                StepHandler(session_manager),
-                SequenceCalls(session_manager, one_item),
-                PrefixCalls(session_manager),
-                EvictionCalls(session_manager, one_item),
-                KvCalls(session_manager, one_item),
-                InspectionCalls(session_manager, watch_streams, (clock or loop).time),
-            ]
-        )
+        real_time = (clock or loop).time  # also passes while the service is held up
+        methods = _methods(config, session_manager, str(attach.path), watch_streams, real_time)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -140,6 +132,28 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock)
+
+
+def _methods(
+    config: CacheConfig,
+    session_manager: SessionManager,
+    attach_path: str,
+    watch_streams: WatchStreams,
+    time: Callable[[], float],
+) -> Door:
+    """The groups of calls, side by side."""
+    one_item = OneItemSessions(session_manager)
+    return register(
+        [
+            SessionCalls(config, session_manager, attach_path),
+            StepHandler(session_manager),
+            SequenceCalls(session_manager, one_item),
+            PrefixCalls(session_manager),
+            EvictionCalls(session_manager, one_item),
+            KvCalls(session_manager, one_item),
+            InspectionCalls(session_manager, watch_streams, time),
+        ]
+    )
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:
