@@ -133,7 +133,7 @@ class OpenRequests:
                 continue
             self._undelivered[generation] = None
             self._stats.time_token(generation, sequence.index)
-            if generation.take(sequence.index, token_id, computed.logprobs.get(row)):
+            if generation.take_token(sequence.index, token_id, computed.logprobs.get(row)):
                 self._scheduler.end(sequence)
                 break
 

@@ -101,7 +101,7 @@ class BeamSearch:
         num_beams = self.options.num_beams
         return num_beams + self.num_ending_ids + (num_beams if self.text is not None else 0)
 
-    def take(self, slot: int, candidates: Candidates) -> list[Branch] | None:
+    def take_candidates(self, slot: int, candidates: Candidates) -> list[Branch] | None:
         """What the model says of a list. The lists that go on, once that is known; none of them: the search is over."""
         self._candidates[slot] = candidates
         return self._move_on() if len(self._candidates) == len(self._live) else None

@@ -26,21 +26,21 @@ class BestOf:
     """Keeps what continuations give until all have ended."""
 
     num_told: int
-    _pieces: dict[int, list[OutputChunk]] = field(default_factory=lambda: defaultdict(list))
+    _chunks: dict[int, list[OutputChunk]] = field(default_factory=lambda: defaultdict(list))
     _logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def count(self, index: int, logprob: float) -> None:
         """A continuation's next token has this log probability."""
         self._logprobs[index].append(logprob)
 
-    def hold(self, piece: OutputChunk) -> None:
-        """A piece that waits for the end."""
-        self._pieces[piece.index].append(piece)
+    def hold(self, chunk: OutputChunk) -> None:
+        """A chunk that waits for the end."""
+        self._chunks[chunk.index].append(chunk)
 
     def told(self) -> list[OutputChunk]:
-        """One piece for each of the best, numbered by rank."""
-        best = rank({index: self._logprobs[index] for index in sorted(self._pieces)}, self.num_told)
+        """One chunk for each of the best, numbered by rank."""
+        best = rank({index: self._logprobs[index] for index in sorted(self._chunks)}, self.num_told)
         return [
-            replace(joined(self._pieces[index]), index=place, cumulative_logprob=sum(self._logprobs[index]))
+            replace(joined(self._chunks[index]), index=place, cumulative_logprob=sum(self._logprobs[index]))
             for place, index in enumerate(best)
         ]

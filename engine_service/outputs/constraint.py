@@ -71,7 +71,7 @@ class Account:
 
 
 class Constraint:
-    """Where one continuation stands in its grammar. Moved by take; may be asked for its mask at any time between."""
+    """Where one continuation stands in its grammar. Moved by take_token; may be asked for its mask at any time between."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, account: Account, field: str) -> None:
         """field: of the request, that it comes from."""
@@ -92,7 +92,7 @@ class Constraint:
             return np.zeros(self._vocab_size, np.bool_)
         return np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
 
-    def take(self, token_id: int) -> None:
+    def take_token(self, token_id: int) -> None:
         """The next token, which was allowed."""
         started_at = time.thread_time()
         self._matcher.consume_token(token_id)
@@ -165,7 +165,7 @@ def try_out(vocabulary: Vocabulary, grammar: str) -> None:
                 raise BadGrammar(_NO_TEXT)
             return  # this way has come to its end; others may go on
         is_only_way = is_only_way and len(allowed) == 1
-        constraint.take(int(allowed[-1]))
+        constraint.take_token(int(allowed[-1]))
 
 
 def _json_schema(schema: str) -> str:

@@ -1,7 +1,7 @@
-"""Generation: one request under way, from the loop's tokens to the pieces that its client gets.
+"""Generation: one request under way, from the loop's tokens to the chunks that its client gets.
 
 Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), what it counts, and that the stream is
-told of its end exactly once. Knows no wire: pieces and a refusal are handed to `send`.
+told of its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
 """
 
 import time
@@ -39,7 +39,7 @@ class Constraint(Protocol):
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[vocab_size] the tokens that may come next."""
 
-    def take(self, token_id: int) -> None:
+    def take_token(self, token_id: int) -> None:
         """The next token."""
 
     @property
@@ -64,7 +64,7 @@ class Generation:
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
     search: BeamSearch | None = None  # finds the continuations instead of drawing them; one list of `outputs` for each told
-    best_of: BestOf | None = None  # chooses who of the continuations is told; None: all are, as they come
+    best_of: BestOf | None = None  # chooses the continuations that are told; None: all are, as they come
     session_id: str = ""  # conversation that it belongs to, as its client calls it
     metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
     started_at: float = field(default_factory=time.monotonic)
@@ -77,7 +77,7 @@ class Generation:
     _num_sent: int = 0
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
-    _outbox: list[OutputChunk | EngineError] = field(default_factory=list)
+    _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
@@ -140,7 +140,7 @@ class Generation:
         """What may follow one of the search's lists; see BeamSearch. When the search is over, all is told at once."""
         assert self.search is not None
         try:
-            branches = self.search.take(slot, candidates)
+            branches = self.search.take_candidates(slot, candidates)
             self._num_sent = self.search.num_tokens
             if branches is not None and not branches:
                 found = self.search.told()
@@ -169,16 +169,16 @@ class Generation:
         """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
         self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
 
-    def take(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
+    def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
         try:
-            return self._take(index, token_id, () if logprobs is None else (logprobs,))
+            return self._take_token(index, token_id, () if logprobs is None else (logprobs,))
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)
             self.fail(RequestFailed("the tokens could not be turned into text"))
             return False  # its sequences end with the request
 
-    def _take(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
+    def _take_token(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         output = self.outputs[index]
         self._num_taken[index] += 1
         if self.best_of is not None:
@@ -191,32 +191,32 @@ class Generation:
         if is_stopped:
             return self._finish(OutputChunk(index, text, (token_id,), FinishReason.STOP, logprobs=logprobs))
         if self.constraints:
-            self.constraints[index].take(token_id)
+            self.constraints[index].take_token(token_id)
             if self.constraints[index].is_complete:
                 return self._finish(
                     OutputChunk(index, text + output.flush(), (token_id,), FinishReason.STOP, logprobs=logprobs)
                 )
         if self._num_taken[index] == self.request.max_new_tokens:
             return self._finish(OutputChunk(index, text + output.flush(), (token_id,), FinishReason.LENGTH, logprobs=logprobs))
-        piece = OutputChunk(index, text, (token_id,), logprobs=logprobs)
+        chunk = OutputChunk(index, text, (token_id,), logprobs=logprobs)
         if self.best_of is not None:
-            self.best_of.hold(piece)
+            self.best_of.hold(chunk)
         else:
-            self._put(piece)
+            self._put(chunk)
         return False
 
-    def _put(self, piece: OutputChunk) -> None:
-        """The first piece of continuation 0 brings the prompt's log probabilities along."""
-        if piece.index == 0 and self._prompt_logprobs and not self._told_prompt:
+    def _put(self, chunk: OutputChunk) -> None:
+        """The first chunk of continuation 0 brings the prompt's log probabilities along."""
+        if chunk.index == 0 and self._prompt_logprobs and not self._told_prompt:
             self._told_prompt = True
-            piece = replace(piece, prompt_logprobs=tuple(self._prompt_logprobs))
-        self._outbox.append(piece)
+            chunk = replace(chunk, prompt_logprobs=tuple(self._prompt_logprobs))
+        self._undelivered.append(chunk)
 
     def deliver(self) -> None:
         """Hand over what has come since the last time."""
-        for piece in self._outbox:
-            self.send(piece)
-        self._outbox.clear()
+        for chunk in self._undelivered:
+            self.send(chunk)
+        self._undelivered.clear()
 
     def cancel(self) -> None:
         """End what is still under way. Nothing happens to a request that has ended."""
@@ -232,8 +232,8 @@ class Generation:
             except Exception:
                 log.exception("text_failed", request_id=self.request.request_id)
                 return self.fail(RequestFailed("the tokens could not be turned into text"))
-            for piece in found:
-                self._finish(piece)
+            for chunk in found:
+                self._finish(chunk)
         self._end_rest(reason)
         return None
 
@@ -255,16 +255,16 @@ class Generation:
         """End it with an error. Nothing happens to a request that has ended."""
         if self.is_open:
             self.refusal = refusal
-            self._outbox.append(refusal)
+            self._undelivered.append(refusal)
             self.deliver()
             self.on_close(self)
 
-    def _finish(self, piece: OutputChunk) -> bool:
-        assert piece.finish_reason is not None
-        self._ended[piece.index] = piece.finish_reason
-        last = [piece]
+    def _finish(self, chunk: OutputChunk) -> bool:
+        assert chunk.finish_reason is not None
+        self._ended[chunk.index] = chunk.finish_reason
+        last = [chunk]
         if self.best_of is not None:
-            self.best_of.hold(piece)
+            self.best_of.hold(chunk)
             last = [] if self.is_open else self.best_of.told()
         if not self.is_open:
             last[-1] = replace(last[-1], usage=self.usage)
@@ -275,7 +275,7 @@ class Generation:
         return True
 
     def summary(self) -> dict[str, object]:
-        """What its end is told with in the log."""
+        """Fields of the log line about its end."""
         told: dict[str, object] = {"request_id": self.request.request_id, "state": self.state.name.lower()}
         if self.session_id:
             told["session_id"] = self.session_id

@@ -22,7 +22,7 @@ _NUM_CONTEXT_TOKENS = 16  # only the end of a prompt matters to its detokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """See the module. Raises InvalidField, which names the field of the request."""
+    """Turns one model's text into tokens, and tokens into text. Raises InvalidField, which names the field of the request."""
 
     tokenizer: Tokenizer | None
 

@@ -172,7 +172,7 @@ class AnswerApplier:
                 state.loading[sequence.sequence_id] = sequence
             elif result == _NO_ROOM:
                 refused.append(sequence)
-                waiting.refused(sequence)
+                waiting.start_refused(sequence)
         if plan.started or plan.swapped_in:
             state.headroom.note_starts(refused)
         return np.array(rows, np.intp)

@@ -128,7 +128,7 @@ class Scheduler:
         for sequence in state.loading.values():
             waiting.put(sequence)
         state.loading.clear()
-        waiting.forget_all()
+        waiting.forget_session()
         state.start_session(limits)
         requests = {sequence.request: None for sequence in waiting.sequences}
         for request in requests:

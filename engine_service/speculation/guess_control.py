@@ -75,7 +75,7 @@ class _Pace:
     def seconds_per_token(self) -> float:
         return self.seconds / self.num_tokens
 
-    def take(self, seconds: float, num_tokens: int) -> None:
+    def note_step(self, seconds: float, num_tokens: int) -> None:
         if self.num_steps >= _TRIAL_STEPS:
             seconds = min(seconds, _MOST_OF_USUAL * self.seconds)
         self.num_steps += 1
@@ -123,6 +123,6 @@ class Switch:
         self.num_guessed += num_guessed
         self.num_kept += num_kept
         if num_tokens:
-            (self._with if was_guessing else self._without).take(seconds, num_tokens)
+            (self._with if was_guessing else self._without).note_step(seconds, num_tokens)
         if self._num_steps % _CHECK_EVERY == 0 and min(self._with.num_steps, self._without.num_steps) >= _TRIAL_STEPS:
             (self._without if self._pays else self._with).num_steps = 0  # another trial, of which alone it is judged

@@ -1,4 +1,4 @@
-"""Speculator: who guesses, for whom, and what came of it.
+"""Speculator: which sequences are guessed for, and what came of it.
 
 Asked before each step for guesses for the sequences that decode, told after it what was kept. Guessing is left to a Proposer;
 whether it pays is guess_control.py's to know. Sequences under a constraint are left alone: their masks are made token by token.
@@ -42,7 +42,7 @@ class PromptLookUp:
 
 
 class Speculator:
-    """See the module. may_guess says of a sequence whether its next tokens may be guessed."""
+    """Asks for guesses and learns from them. may_guess says of a sequence whether its next tokens may be guessed."""
 
     def __init__(self, proposer: Proposer, may_guess: Callable[[Sequence], bool]) -> None:
         self.switch = Switch()

@@ -1,4 +1,4 @@
-"""Pieces: what a request's client is told, value by value. Pure."""
+"""Output chunks: what a request's client is told, value by value. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A piece of one continuation. finish_reason is set on its last, usage on the request's last."""
+    """A part of one continuation's output. finish_reason is set on its last, usage on the request's last."""
 
     index: int
     text: str
@@ -29,27 +29,27 @@ class OutputChunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with its first piece
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with its first chunk
     cumulative_logprob: float | None = None  # with the last, of continuations that were ranked
 
 
-def joined(pieces: Sequence[OutputChunk]) -> OutputChunk:
-    """All pieces of one continuation as one, with the last one's end."""
+def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:
+    """All chunks of one continuation as one, with the last one's end."""
     return replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
-        logprobs=tuple(chain.from_iterable(piece.logprobs for piece in pieces)),
-        prompt_logprobs=tuple(chain.from_iterable(piece.prompt_logprobs for piece in pieces)),
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        prompt_logprobs=tuple(chain.from_iterable(chunk.prompt_logprobs for chunk in chunks)),
     )
 
 
-def coalesce(pieces: Sequence[OutputChunk]) -> list[OutputChunk]:
-    """The same pieces in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
+def coalesce(chunks: Sequence[OutputChunk]) -> list[OutputChunk]:
+    """The same chunks in fewer: neighbours of one continuation become one. For a reader that is behind the loop."""
     runs: list[list[OutputChunk]] = []
-    for piece in pieces:
-        if runs and runs[-1][-1].index == piece.index:
-            runs[-1].append(piece)
+    for chunk in chunks:
+        if runs and runs[-1][-1].index == chunk.index:
+            runs[-1].append(chunk)
         else:
-            runs.append([piece])
+            runs.append([chunk])
     return [joined(run) if len(run) > 1 else run[0] for run in runs]

@@ -46,7 +46,7 @@ class RequestState(IntEnum):
 class SequenceState(Enum):
     """Where a sequence is in its life."""
 
-    UNFORKED = "unforked"  # shares its parent's tokens, once there is one of its own; known to nobody else
+    UNFORKED = "unforked"  # shares its parent's tokens, until it has one of its own; known here alone
     NEW = "new"  # in the waiting queue, the cache service does not know it
     CREATING = "creating"  # in the waiting queue, CreateSequence is under way
     WAITING = "waiting"  # in the waiting queue, may start
@@ -72,7 +72,7 @@ class Sequence:
     num_computed: int = 0  # when it was preempted, until it computes again
     num_known: int = 0  # while it is swapped: tokens of which the cache service knows the ids
     parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
-    had_turn: bool = False  # it ran before, or was refused a start: nobody who comes later overtakes it
+    had_turn: bool = False  # it ran before, or was refused a start: no later one overtakes it
     place: tuple[float, int, int] = (0.0, 0, 0)  # while it waits: rank, then arrival, then index; the smallest is first
 
 

@@ -1,4 +1,6 @@
-"""What the scheduler knows: running and waiting sequences, policies, fair shares and costs, one owner for each.
+"""What the scheduler knows, one owner for each piece of state.
 
-No grpc, asyncio, torch or clock.
+Owns running and waiting sequences, the table of their states, policies and fair shares, the limits of the pool, headroom, and
+what preemption costs.
+May import values and numpy; knows none of the parts that change it. Pure: no grpc, asyncio, torch or clock.
 """

@@ -1,8 +1,8 @@
-"""FairShare: how many tokens each tenant was served, so that whoever was served least starts next.
+"""FairShare: how many tokens each tenant was served, so that the one served least starts next.
 
 The counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): prompt tokens that are computed count
 once, new ones twice, for they cost about so much more; what is cached costs nothing. A tenant that has had nothing waiting
-comes back at the least of those who have, so that it cannot save its share up. Then of two tenants who both always have
+comes back at the least of those that have, so that it cannot save its share up. Then of two tenants that both always have
 something waiting none gets more ahead of the other than what one of them can have running. Pure.
 """
 
@@ -11,7 +11,7 @@ _FEW = 64
 
 
 class FairShare:
-    """Served tokens, weighted, by tenant. Forgets those whose count says nothing any more."""
+    """Served tokens, weighted, by tenant. Counts that say nothing any more are forgotten."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
@@ -54,7 +54,7 @@ class FairShare:
         self._served[tenant] = self._served.get(tenant, self._floor) + NEW_TOKEN_WEIGHT * num_new
 
     def _forget(self, floor: float) -> None:
-        """Who has nothing waiting and would come back at the floor anyway."""
+        """Tenants with nothing waiting that would come back at the floor anyway."""
         if len(self._served) > 2 * len(self._num_waiting) + _FEW:
             kept = {name: count for name, count in self._served.items() if name in self._num_waiting or count > floor}
             self._served = kept

@@ -1,12 +1,15 @@
-"""Room: what the cache service's answers said of room in the pool, and who starts and who gives way because of it.
+"""Headroom: what the cache service's answers said of blocks left in the pool, and which sequences start or give way for it.
 
-Rules. Who is refused a start or a swap-in keeps its place, and nobody overtakes it twice, but where a policy heeds priorities
-who has a higher one. When running sequences run out of blocks, the youngest of the lowest priority gives its blocks back, and
-nothing starts until another sequence has ended, so that equals do not take turns. A critical one gives way only where none that
-runs could go on otherwise. While the blocks of one that is swapped out are being moved, nobody else gives way for want of them.
-The only one that runs keeps its blocks, however long it waits: the cache service knows which sequence of all engines is the
-eldest, and tells the others to give back, which they do, one sequence a step, until it has what it is owed. So two engines
-never wait for each other. Pure.
+Rules:
+- A sequence that is refused a start or a swap-in keeps its place. No other overtakes it twice, except one of higher priority
+  where the policy heeds priorities.
+- When running sequences run out of blocks, the latest arrival of the lowest priority gives its blocks back, and nothing starts
+  until another sequence has ended, so that equals do not take turns.
+- A critical sequence gives way only where none that runs could go on otherwise.
+- While the blocks of a swapped-out sequence are being moved, no other gives way for want of them.
+- The only one that runs keeps its blocks, however long it waits. The cache service knows the oldest claim of all engines, and
+  asks the other engines to give blocks back. They do, one sequence a step, until it has what is reserved for it. So two
+  engines never wait for each other. Pure.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -14,7 +17,7 @@ from typing import Protocol
 
 from ...values.request import Sequence
 
-CRITICAL = 1000  # priority of who is not preempted for the sake of others
+CRITICAL = 1000  # priority of a sequence that is not preempted for the sake of others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told
 
 
@@ -50,7 +53,7 @@ class Headroom:
         return not (self._starts_are_held or is_short)
 
     def was_refused(self, sequence: Sequence) -> bool:
-        """It found no room when its turn had come: nobody behind it may try."""
+        """It found no room when its turn had come: none behind it may try."""
         return sequence is self._refused
 
     @property
@@ -60,7 +63,7 @@ class Headroom:
 
     @property
     def refused_start(self) -> bool:
-        """Some of the last step's starts found no room."""
+        """A start of the last step found no room."""
         return self._refused is not None
 
     # -- told when a step is answered
@@ -72,9 +75,9 @@ class Headroom:
             self._coming = [item for item in self._coming if item[0] > self._num_answers]
 
     def note_starts(self, refused: SequenceOf[Sequence]) -> None:
-        """Who of the starts of a step that had some was refused.
+        """The starts that were refused, of a step that had some.
 
-        The cache service grants nobody else's start before that of the eldest, by its own order: so that one is waited for.
+        The cache service grants no start before that of the oldest claim, by its own order: so that one is waited for.
         """
         self._refused = min(refused, key=_claim, default=None)
 
@@ -95,7 +98,9 @@ class Headroom:
         self._waited_for_fences = False
 
     def choose_victim(self, running: SequenceOf[Sequence], answer: BlockCounts, *, is_stuck: bool) -> Sequence | None:
-        """Who of the running ones, in order of importance, gives its blocks back: one was refused some, or others are owed.
+        """The sequence that gives its blocks back: one was refused some, or blocks are reserved for the oldest claim elsewhere.
+
+        running: in order of importance.
 
         is_stuck: none of them computes anything with this step.
         """

@@ -1,8 +1,8 @@
 """Policies: in which order waiting sequences start.
 
-A policy gives each a rank: the moment, in seconds of the engine's clock, at which it counts as having come; who came earlier
+A policy gives each a rank: the moment, in seconds of the engine's clock, at which it counts as having come; the earlier
 starts earlier. All waiting age alike, so ranks stay as they are while time passes: the queue is sorted when something joins it,
-never because a step looks at it. And nobody starves: whatever comes later than a sequence's rank stands behind it.
+never because a step looks at it. And none starves: whatever comes later than a sequence's rank stands behind it.
 
 Ordering is what a queue asks: one policy for good, or Adaptive's choice, which follows the load that is measured. Pure.
 """
@@ -56,8 +56,8 @@ class FirstComeFirstServed:
 class ShortestJobFirst:
     """By what there is to compute, as if nothing were cached: a job comes later by so much for each of its tokens.
 
-    But by MOST_JOB_SECONDS at most: it is never overtaken by what comes later than that. Who had its turn, and was refused a
-    start or gave its blocks back, counts from its arrival, so that nobody who comes later overtakes it.
+    But by MOST_JOB_SECONDS at most: it is never overtaken by what comes later than that. A sequence that had its turn, and was
+    refused a start or gave its blocks back, counts from its arrival, so that no later one overtakes it.
     """
 
     name, has_levels = "sjf", False
@@ -99,13 +99,13 @@ class Ordering:
     def measure(self, now: float, queue_age: float, backlog: float) -> bool:
         """What the load is now; whether that changes the policy.
 
-        queue_age: seconds for which the eldest has been waiting; backlog: steps that the waiting's tokens fill.
+        queue_age: seconds for which the earliest arrival has been waiting; backlog: steps that the waiting's tokens fill.
         """
         return False
 
 
 class Adaptive(Ordering):
-    """Calm, in order of arrival; with a backlog, the shortest first; once somebody has waited long, by priority and age.
+    """Calm, in order of arrival; with a backlog, the shortest first; once a sequence has waited long, by priority and age.
 
     A threshold down lies well below the one up, and a choice stands for SHORTEST_STAY, so that a load at an edge does not sort
     the queue with every step.

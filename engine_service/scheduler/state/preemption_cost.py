@@ -25,7 +25,7 @@ class Preemption(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Who gives way, of num_running.
+    """A sequence that gives way, one of num_running.
 
     num_shareable: of its computed tokens, those in full blocks that it may hit when it starts again.
     """

@@ -56,7 +56,7 @@ class RunningSequences:
 
     @property
     def order(self) -> IndexArray:
-        """Rows in use, the most important and eldest first."""
+        """Rows in use, the most important first, and of equals the earliest arrival."""
         if self._order is None:
             rows = np.fromiter(self.by_id.values(), np.intp, len(self.by_id))
             self._order = rows[np.lexsort(self._rank[:, rows])]

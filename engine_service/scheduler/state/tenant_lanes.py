@@ -1,8 +1,8 @@
 """Waiting sequences in the order in which they are served.
 
-Without fair shares there is one lane, sorted by the policy's rank. With them each tenant has its own, and whoever had its turn
-(it ran, or was refused a start) stands in one before them all, so that it keeps its place. Which lane is next is decided when
-somebody asks; within a lane the order changes only with what joins and leaves it. Pure.
+Without fair shares there is one lane, sorted by the policy's rank. With them each tenant has its own. A sequence that had its
+turn (it ran, or was refused a start) stands in a lane before them all, so that it keeps its place. Which lane is next is
+decided when the order is read; within a lane the order changes only with what joins and leaves it. Pure.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _Head = tuple[int, float, tuple[float, int, int], int, str | None]
 
 
 class TenantLanes:
-    """See the module. shares: None where tenants do not matter."""
+    """Waiting sequences in lanes, one for each tenant where shares are fair. shares: None where tenants do not matter."""
 
     def __init__(self, ordering: Ordering, shares: FairShare | None) -> None:
         self._ordering = ordering

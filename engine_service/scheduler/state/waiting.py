@@ -1,7 +1,7 @@
 """The waiting sequences, in the order of the policy in force, and how far the cache service knows of them.
 
 A sequence is stored there (CreateSequence) while it waits, so that its start is one item of a step. The slots for that
-are bounded; whoever runs or is to be forked from what runs has them first. Pure.
+are bounded; sequences that run, or are to be forked from one that runs, have them first. Pure.
 """
 
 from collections.abc import Container, Iterator
@@ -14,14 +14,14 @@ from .transitions import move_to
 
 
 class WaitingSequences:
-    """Owns the ids of sequences, and the count of those that the cache service knows."""
+    """The queue, the ids of sequences, and the count of those that the cache service knows."""
 
     def __init__(self, ordering: Ordering | None = None, shares: FairShare | None = None) -> None:
         """ordering: by arrival by default. shares: None where all tenants are as one."""
         self.ordering = ordering or Ordering()
         self.shares = shares
-        self.now = 0.0  # seconds of the clock of those who call; as of the last arrival or step
-        self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when; the eldest first
+        self.now = 0.0  # seconds of the callers' clock; as of the last arrival or step
+        self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when, in that order
         self.num_tokens = 0  # theirs, that are to be computed
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told
@@ -66,7 +66,7 @@ class WaitingSequences:
         """Those that may start, each as if those before it had."""
         return self._waiting.in_order(self.now)
 
-    def refused(self, sequence: Sequence) -> None:
+    def start_refused(self, sequence: Sequence) -> None:
         """There was no room for its start: it keeps its place."""
         if not sequence.had_turn:
             self._waiting.remove(sequence)
@@ -75,8 +75,8 @@ class WaitingSequences:
 
     def measure(self, step_budget: int) -> None:
         """Let the ordering look at the load; a step computes so many of their tokens."""
-        eldest = next(iter(self.sequences.values()), self.now)
-        if self.ordering.measure(self.now, self.now - eldest, self.num_tokens / step_budget):
+        earliest = next(iter(self.sequences.values()), self.now)
+        if self.ordering.measure(self.now, self.now - earliest, self.num_tokens / step_budget):
             self._new.sort()
             self._waiting.sort()
 
@@ -123,7 +123,7 @@ class WaitingSequences:
             move_to(sequence, SequenceState.NEW)
             self._new.add(sequence)
 
-    def forget_all(self) -> None:
+    def forget_session(self) -> None:
         """The cache service knows nothing any more."""
         self._new.clear()
         self._waiting.clear()

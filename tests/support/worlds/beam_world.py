@@ -104,7 +104,7 @@ class BeamWorld(World):
                 continue  # it was cancelled while this was computed
             search, tokens = self.searches[sequence.request], self._tokens(sequence)
             self.num_candidates_taken += 1
-            branches = search.take(sequence.index, candidates_of(tokens, search.num_candidates))
+            branches = search.take_candidates(sequence.index, candidates_of(tokens, search.num_candidates))
             if branches:
                 self.scheduler.branch(sequence.request, branches)
             elif branches is not None:

@@ -1,6 +1,6 @@
 """Several engines' schedulers on one pool of the real core, under a virtual clock, with requests as awkward as can be.
 
-Owns the mix and the watchdog. A seed replays everything: which engine steps next, what arrives, who is cancelled, who steps
+Owns the mix and the watchdog. A seed replays everything: which engine steps next, what arrives, what is cancelled, which steps
 slowly. Rule: what runs finishes with the right tokens, and while anything is left to do no STALL_SECONDS of virtual time pass
 without a new token for some request.
 """

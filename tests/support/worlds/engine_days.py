@@ -49,7 +49,7 @@ class DaysCounts:
 
 
 class EngineDays:
-    """See the module."""
+    """Several engines on one pool, and the days that they live through."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -126,7 +126,7 @@ class EngineDays:
         request = world.submit(make_request(prompt, num_new, n, rng.choice([0, 0, 0, 1, -1]), look_up=rng.random() < 0.7))
         if rng.random() < 0.1:
             self._cancel(world, request, after=rng.randint(1, 30))
-        elif rng.random() < 0.2:  # it ends by itself, which nobody could foresee
+        elif rng.random() < 0.2:  # it ends by itself, which cannot be foreseen
             world.stop_after[request.sequences[0]] = rng.randint(1, num_new)
 
     def _cancel(self, world: World, request: Request, after: int) -> None:

@@ -86,7 +86,7 @@ class World:
         self._overlap = overlap
         self._in_flight: tuple[Work, Any] | None = None
         self.fails: Callable[[int, int], bool] = lambda order_id, kind: False  # whether a transfer order does
-        self.clears: Callable[[], bool] = lambda: False  # whether somebody clears the prefix cache before a step
+        self.clears: Callable[[], bool] = lambda: False  # whether the prefix cache is cleared before a step
         self.host: dict[int, tuple[int, ...]] = {}
         self.num_moved = self.num_failed = self.num_cleared = 0
         host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}

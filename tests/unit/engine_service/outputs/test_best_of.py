@@ -1,4 +1,4 @@
-"""Best of several continuations: who is told, in what order, and that nothing is told before the end."""
+"""Best of several continuations: which are told, in what order, and that nothing is told before the end."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def of(token_id: int, logprob: float) -> TokenLogprobs:
 
 def take(generation: Generation, index: int, *tokens: tuple[int, float]) -> None:
     for token_id, logprob in tokens:
-        generation.take(index, token_id, of(token_id, logprob))
+        generation.take_token(index, token_id, of(token_id, logprob))
     generation.deliver()
 
 

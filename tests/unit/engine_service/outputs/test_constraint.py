@@ -49,13 +49,13 @@ def test_a_way_that_comes_to_a_dead_end_is_no_fault_of_the_service() -> None:
     constraint = at_start("(a|bx)")
     assert allowed(constraint) == [0, 1]
     other = constraint.copy()
-    constraint.take(1)
+    constraint.take_token(1)
     assert not allowed(constraint)
     assert not constraint.is_complete
     refusal = constraint.refusal()
     assert isinstance(refusal, InvalidField)
     assert refusal.metadata == {"field": "sampling.regex"}
-    other.take(0)
+    other.take_token(0)
     assert other.is_complete
 
 
@@ -64,8 +64,8 @@ def test_all_continuations_draw_on_one_account() -> None:
     account = Account(at_once_s=0.5, per_token_s=0.1)
     constraint._account = account
     first, second = constraint.copy(), constraint.copy()
-    first.take(0)
-    second.take(1)
+    first.take_token(0)
+    second.take_token(1)
     assert account.num_tokens == 2
     account.spent_s = 0.65
     assert allowed(first)

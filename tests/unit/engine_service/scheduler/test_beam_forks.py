@@ -1,4 +1,4 @@
-"""Beam search as values: who goes on, who has finished, when it is over, and which candidates a list has."""
+"""Beam search as values: which lists go on, which have finished, when it is over, and which candidates a list has."""
 
 import dataclasses
 import math
@@ -34,38 +34,40 @@ def told(search: BeamSearch) -> list[tuple[list[int], float]]:
 def test_the_first_step_has_one_list_and_its_likeliest_go_on() -> None:
     search = make(2)
     assert search.num_candidates == 3
-    assert search.take(0, of((1, -0.1), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
+    assert search.take_candidates(0, of((1, -0.1), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
 
 
 def test_it_moves_on_when_all_lists_have_theirs_in_any_order() -> None:
     search = make(2)
-    search.take(0, of((1, -0.1), (2, -0.5), (3, -1.0), (4, -2.0)))
-    assert search.take(1, of((1, -0.1), (2, -0.2), (3, -3.0), (4, -4.0))) is None
-    assert search.take(1, of((1, -0.1), (2, -0.2), (3, -3.0), (4, -4.0))) is None, "the same again is no other list's"
-    branches = search.take(0, of((1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)))
+    search.take_candidates(0, of((1, -0.1), (2, -0.5), (3, -1.0), (4, -2.0)))
+    assert search.take_candidates(1, of((1, -0.1), (2, -0.2), (3, -3.0), (4, -4.0))) is None
+    assert search.take_candidates(1, of((1, -0.1), (2, -0.2), (3, -3.0), (4, -4.0))) is None, (
+        "the same again is no other list's"
+    )
+    branches = search.take_candidates(0, of((1, -5.0), (2, -6.0), (3, -7.0), (4, -8.0)))
     assert branches == [Branch(1, 1, 1), Branch(1, 0, 2)], "the likeliest stays in its slot, the other takes a free one"
 
 
 def test_equals_go_by_the_rank_of_their_lists_and_then_by_token() -> None:
     search = make(2)
-    search.take(0, of((1, -0.5), (2, -0.5), (3, -0.5), (4, -0.5)))
-    search.take(1, of((5, -1.0), (6, -1.0), (7, -1.0), (1, -1.0)))
-    assert search.take(0, of((4, -1.0), (3, -1.0), (2, -1.0), (1, -1.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
+    search.take_candidates(0, of((1, -0.5), (2, -0.5), (3, -0.5), (4, -0.5)))
+    search.take_candidates(1, of((5, -1.0), (6, -1.0), (7, -1.0), (1, -1.0)))
+    assert search.take_candidates(0, of((4, -1.0), (3, -1.0), (2, -1.0), (1, -1.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
 
 
 def test_one_that_ends_has_finished_only_among_the_first() -> None:
     search = make(2, max_new=2)
-    assert search.take(0, of((1, -0.1), (2, -0.5), (EOS, -1.0), (4, -2.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
-    search.take(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
-    assert search.take(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0))) == []
+    assert search.take_candidates(0, of((1, -0.1), (2, -0.5), (EOS, -1.0), (4, -2.0))) == [Branch(0, 0, 1), Branch(0, 1, 2)]
+    search.take_candidates(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
+    assert search.take_candidates(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0))) == []
     assert told(search) == [([1, 5], -1.1)], "the end was the third"
 
 
 def test_what_ends_among_the_first_is_kept_and_others_go_on_in_its_place() -> None:
     search = make(2, num_told=2, max_new=2)
-    assert search.take(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 2), Branch(0, 1, 3)]
-    search.take(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
-    assert search.take(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0))) == []
+    assert search.take_candidates(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 2), Branch(0, 1, 3)]
+    search.take_candidates(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
+    assert search.take_candidates(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0))) == []
     assert told(search) == [([EOS], -0.3), ([2, 5], -1.5)], "by mean: -0.3 and -0.75"
     assert [found.reason for found in search.told()] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
 
@@ -73,17 +75,17 @@ def test_what_ends_among_the_first_is_kept_and_others_go_on_in_its_place() -> No
 @pytest.mark.parametrize(("length_penalty", "first"), [(0.0, [EOS]), (1.0, [EOS]), (3.0, [2, 5])])
 def test_the_length_penalty_is_for_longer_ones(length_penalty: float, first: list[int]) -> None:
     search = make(2, max_new=2, length_penalty=length_penalty)
-    search.take(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0)))
-    search.take(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
-    search.take(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0)))
+    search.take_candidates(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0)))
+    search.take_candidates(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
+    search.take_candidates(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0)))
     assert told(search)[0][0] == first
 
 
 def finish_two(search: BeamSearch, going: float) -> list[Branch] | None:
     """Two lists end with the second token, at means of -0.2 and -0.3; the best that goes on has the mean going."""
-    search.take(0, of((1, -0.2), (2, -0.3), (3, -5.0), (4, -5.0)))
-    search.take(0, of((EOS, -0.2), (5, going * 2 + 0.2), (6, -20.0), (7, -20.0)))
-    return search.take(1, of((EOS, -0.3), (5, -20.0), (6, -20.0), (7, -20.0)))
+    search.take_candidates(0, of((1, -0.2), (2, -0.3), (3, -5.0), (4, -5.0)))
+    search.take_candidates(0, of((EOS, -0.2), (5, going * 2 + 0.2), (6, -20.0), (7, -20.0)))
+    return search.take_candidates(1, of((EOS, -0.3), (5, -20.0), (6, -20.0), (7, -20.0)))
 
 
 def test_it_is_over_when_none_that_goes_on_is_better_than_the_worst_that_has_finished() -> None:
@@ -94,11 +96,11 @@ def test_it_is_over_when_none_that_goes_on_is_better_than_the_worst_that_has_fin
 def test_with_early_stopping_it_is_over_when_as_many_have_finished() -> None:
     def late(search: BeamSearch) -> list[Branch] | None:
         """Two have finished, and the best that goes on may still win by its length."""
-        search.take(0, of((1, -0.2), (2, -0.3), (3, -5.0), (4, -5.0)))
-        search.take(0, of((5, -0.01), (EOS, -0.2), (6, -20.0), (7, -20.0)))
-        search.take(1, of((5, -20.0), (6, -20.0), (7, -20.0), (3, -20.0)))
-        search.take(0, of((5, -0.01), (EOS, -0.4), (6, -20.0), (7, -20.0)))
-        return search.take(1, of((5, -20.0), (6, -20.0), (7, -20.0), (3, -20.0)))
+        search.take_candidates(0, of((1, -0.2), (2, -0.3), (3, -5.0), (4, -5.0)))
+        search.take_candidates(0, of((5, -0.01), (EOS, -0.2), (6, -20.0), (7, -20.0)))
+        search.take_candidates(1, of((5, -20.0), (6, -20.0), (7, -20.0), (3, -20.0)))
+        search.take_candidates(0, of((5, -0.01), (EOS, -0.4), (6, -20.0), (7, -20.0)))
+        return search.take_candidates(1, of((5, -20.0), (6, -20.0), (7, -20.0), (3, -20.0)))
 
     assert late(make(2, early=True)) == []
     assert late(make(2)) not in ([], None)
@@ -106,10 +108,10 @@ def test_with_early_stopping_it_is_over_when_as_many_have_finished() -> None:
 
 def test_all_tokens_of_all_lists_are_counted() -> None:
     search = make(2, max_new=2)
-    search.take(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0)))
+    search.take_candidates(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0)))
     assert search.num_tokens == 3
-    search.take(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
-    search.take(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0)))
+    search.take_candidates(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
+    search.take_candidates(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0)))
     assert search.num_tokens == 5
 
 

@@ -50,7 +50,7 @@ def test_a_list_computes_each_token_once() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_lists_of_a_search_compute_in_one_step(overlap: bool) -> None:
-    """Also where the next step is planned before it is known how they part; whoever else runs is in every step."""
+    """Also where the next step is planned before it is known how they part; other sequences are in every step."""
     world = BeamWorld(make_cache=CoreCache, overlap=overlap)
     request = world.submit_search(PROMPT, 12, BeamOptions(3), 3)
     other = world.submit(make_request(PROMPT[1:], 12))
@@ -103,7 +103,7 @@ def test_two_searches_in_rows_for_one_do_not_wait_for_each_other() -> None:
     plain = world.submit(make_request(PROMPT, 4))
     world.step()
     assert first.state is RequestState.RUNNING
-    assert {second.state, plain.state} == {RequestState.PENDING}, "the rows of the first are promised, and nobody overtakes"
+    assert {second.state, plain.state} == {RequestState.PENDING}, "the rows of the first are promised, and none overtakes"
     check(world)
     assert world.scheduler.num_preemptions == 0
 
@@ -145,7 +145,7 @@ def test_a_list_that_gave_way_while_it_waited_is_not_computed_again() -> None:
     assert resting[-1].state is SequenceState.ENDED
     while world.num_candidates_taken == num_taken:
         world.step()
-    assert world.num_candidates_taken == num_taken + 1, "only who was held back"
+    assert world.num_candidates_taken == num_taken + 1, "only the one that was held back"
     check(world)
 
 
@@ -181,7 +181,7 @@ def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
     assert world.scheduler.num_waiting == len(lists) - len(resting) > 0
     while request.sequences is lists:
         world.step()
-    assert world.num_candidates_taken == num_taken + len(lists) - len(resting), "nobody's candidates were asked for twice"
+    assert world.num_candidates_taken == num_taken + len(lists) - len(resting), "no list's candidates were asked for twice"
     check(world)
 
 

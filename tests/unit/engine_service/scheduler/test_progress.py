@@ -1,4 +1,4 @@
-"""Engines that share one small pool: everybody gets on, and nobody takes turns (docs/reliability.md, promise 11)."""
+"""Engines that share one small pool: every one gets on, and none take turns (docs/reliability.md, promise 11)."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_of_two_engines_whose_last_sequences_want_the_same_block_the_elder_gets_
     for world in crowd.worlds:
         world.check_outputs()
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
-    assert (first.start_number, second.start_number) == (1, 2), "who gave way was not made younger by it"
+    assert (first.start_number, second.start_number) == (1, 2), "giving way did not make it a later arrival"
 
 
 def test_a_large_request_is_not_starved_by_another_engines_small_ones() -> None:

@@ -137,7 +137,7 @@ def test_the_lowest_priority_gives_way_first() -> None:
 
 def test_the_only_running_one_is_never_preempted() -> None:
     world = World(num_blocks=5, block_size=2)
-    world.cache.blocks -= {1, 2}  # somebody else's
+    world.cache.blocks -= {1, 2}  # held elsewhere
     request = world.submit(make_request([1, 2, 0], 4))
     for _ in range(10):
         world.step()

@@ -1,4 +1,4 @@
-"""Preemption by swap, the scheduler against the real core: who goes comes back to the token it was at, whatever goes wrong."""
+"""Preemption by swap, on the real core: a sequence comes back to the token it was at, whatever goes wrong."""
 
 import dataclasses
 from collections.abc import Callable
@@ -214,7 +214,7 @@ def test_a_refused_swap_in_keeps_its_place() -> None:
     small = [world.submit(make_request([0, place], 2)) for place in range(3)]
     for _ in range(3):
         world.step()
-    assert asked == [((young.sequences[0],), ())] * 4, "nobody behind it tries"
+    assert asked == [((young.sequences[0],), ())] * 4, "none behind it tries"
     world.cache.step = step
     world.run()
     world.check_outputs()
@@ -233,7 +233,7 @@ def test_a_critical_one_gives_way_only_where_nothing_goes_on_otherwise(overlap: 
     pair = [world.submit(make_request([2, place, 1], 9, priority=1000, look_up=False)) for place in range(2)]
     while not pair[1].num_preemptions:
         work = world.step()
-    assert not len(work.rows), "the elder one would have gone on"
+    assert not len(work.rows), "the earlier arrival would have gone on"
     world.run()
     world.check_outputs()
     assert [request.num_preemptions for request in pair] == [0, 1]

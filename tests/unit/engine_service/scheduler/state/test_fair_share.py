@@ -108,7 +108,7 @@ def test_a_refused_start_of_a_tenant_that_is_served_more_keeps_its_place() -> No
     world = world_of("sjf", num_blocks=9, max_running=8, block_size=16)
     world.submit(request_of("a", 1, 12))
     world.step()
-    blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
+    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
     world.submit(request_of("a", 12))
     world.step()
     world.submit(request_of("b", 1))

@@ -1,4 +1,4 @@
-"""What the scheduler concludes from answers of no room: who gives way, and for how many answers blocks count as coming."""
+"""What the scheduler concludes from answers of no room: which gives way, and for how many answers blocks count as coming."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who starts next: each policy's order, what bounds it, and when the adaptive one chooses another."""
+"""Which starts next: each policy's order, what bounds it, and when the adaptive one chooses another."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def test_nobody_starves_however_many_come_later(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_refused_start_keeps_its_place_whoever_comes(policy: str) -> None:
     world = world_of(policy, num_blocks=9)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
+    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
     big = world.submit(make_request([2] * 12, 2))
     world.step()
     small = [world.submit(make_request([0], 2)) for _ in range(5)]
@@ -78,7 +78,7 @@ def test_a_refused_start_keeps_its_place_whoever_comes(policy: str) -> None:
 
 def test_only_who_is_more_important_goes_before_a_refused_start() -> None:
     world = world_of("priority", num_blocks=9, max_running=8)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # somebody else's
+    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
     refused = world.submit(make_request([2] * 12, 2))
     world.step()
     equal, high = (world.submit(make_request([1], 2, priority=priority)) for priority in (0, 100))
