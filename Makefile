@@ -65,8 +65,19 @@ format: $(VENV)/.dev  ## let ruff format
 docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 	PYTHONPATH=.:protos:clients/python $(BIN)/python -m docs.generate
 
-test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests
+test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+
+# What the inner loop leaves to `make test`: Hypothesis machines, simulations, interpreted kernels, many models.
+SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \
+    tests/unit/cache_service/core/eviction/test_machine.py tests/unit/kernels/gpu tests/unit/kernels/test_paged_attention.py \
+    tests/unit/engine_service/model/test_architectures.py tests/unit/engine_service/model/test_demo_model.py \
+    tests/unit/engine_service/model/test_numerics.py tests/unit/engine_service/model/test_retention_numerics.py \
+    tests/unit/engine_service/scheduler/test_branching_mix.py tests/unit/engine_service/scheduler/test_swap_mix.py
+
+test-fast: $(VENV)/.dev $(GENERATED)  ## the contracts and the unit tests but for the slow ones, for the inner loop; says what it leaves out
+	$(BIN)/python -m pytest tests/contracts tests/unit $(addprefix --ignore=,$(SLOW)) --durations=5 --durations-min=2
+	@echo "left out: every folder of tests/ but contracts and unit, and of these:" && printf '  %s\n' $(SLOW)
 
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
 	$(BIN)/python -m tests.benchmarks $(ONLY)

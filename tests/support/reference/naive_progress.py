@@ -6,6 +6,7 @@ what blocks. Everything is worked out anew whenever it is asked for.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from kvkeeper.cache_service.core.values.types import BlockState, PressureLevel
 from tests.support.reference.naive_cache import NaiveSequence
@@ -13,6 +14,13 @@ from tests.support.reference.naive_keeping import NaiveKeeping
 
 PATIENCE_STEPS, PATIENCE_SECONDS = 4, 10.0
 MOST_WAITS = 64
+_HYSTERESIS = Fraction("0.05")
+
+
+@cache
+def exact(ratio: float) -> Fraction:
+    """As it is written in decimal. Remembered: a pool's ratios are asked for after every change."""
+    return Fraction(str(ratio))
 
 
 @dataclass
@@ -109,10 +117,10 @@ class NaiveProgress(NaiveKeeping):
     def observe(self) -> None:
         """Pressure after a change: entered at a ratio, left 0.05 below it."""
         ratio = 1 - Fraction(self.num_available(), self.config.num_usable_blocks)
-        floors = dict(zip(list(PressureLevel)[1:], (Fraction(str(r)) for r in self.config.pressure_levels), strict=True))
+        floors = dict(zip(list(PressureLevel)[1:], map(exact, self.config.pressure_levels), strict=True))
         level = max([PressureLevel.LOW, *(at for at, floor in floors.items() if ratio >= floor)])
         if level < self.pressure:
-            still = [at for at, floor in floors.items() if at <= self.pressure and 0 < ratio > floor - Fraction("0.05")]
+            still = [at for at, floor in floors.items() if at <= self.pressure and 0 < ratio > floor - _HYSTERESIS]
             level = max([level, *still])
         self.num_pressure_changes += level is not self.pressure
         self.pressure = level
