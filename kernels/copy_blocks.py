@@ -1,7 +1,7 @@
 """copy_blocks: run an ordered list of whole-block copies (copy-on-write).
 
-Order matters: with (1, 2), (2, 3) block 3 receives what block 1 held. Pairs that do not touch what others touch run
-together, in one gather and one scatter or in one launch; a dependency ends such a run.
+Order matters: with (1, 2), (2, 3) block 3 receives the contents of block 1. Independent pairs run together, in one gather and
+one scatter or in one launch; a dependency ends such a run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _OP = "copy_blocks"
 
 
 def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks, in place and in order; a later pair sees what earlier ones wrote.
+    """Copy whole blocks, in place and in order; a later pair sees the writes of earlier pairs.
 
     Args:
         arena: [num_blocks, ...], block-major and contiguous: one row is a block over all layers.
@@ -45,10 +45,10 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def independent_runs(pairs: Sequence[tuple[int, int]], *, at_once: bool = False) -> Iterator[list[tuple[int, int]]]:
-    """Cut `pairs` into longest runs in which no pair reads or writes what an earlier one of the run wrote.
+    """Cut `pairs` into longest runs in which no pair reads or writes a block that an earlier pair of the run wrote.
 
-    at_once: nor writes what an earlier one read, because nothing says which of them comes first. What is read before
-    anything is written does not need that.
+    at_once: the pairs of a run are copied in any order, so no pair may write a block that an earlier pair read either. Runs
+    whose reads all come before their writes do not need that.
     """
     run: list[tuple[int, int]] = []
     written: set[int] = set()

@@ -1,8 +1,8 @@
-"""Errors of the ops: a broken contract names the op, the argument and what is wrong with it."""
+"""Errors of the ops: an error names the op, the argument and the problem."""
 
 
 class KernelError(Exception):
-    """Base of everything an op raises on purpose."""
+    """Base of the errors that ops raise on purpose."""
 
 
 class KernelArgumentError(KernelError, ValueError):

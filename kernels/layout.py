@@ -1,4 +1,4 @@
-"""The layout of KV memory: what a block's bytes mean.
+"""The layout of KV memory: the meaning of a block's bytes.
 
 Block-major: one block is contiguous over all layers, [num_layers, 2, block_size, num_kv_heads, head_dim], so that it
 moves between tiers, or is copied on write, with one copy. The second axis is K, then V. Block 0 is the null block:

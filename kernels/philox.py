@@ -1,7 +1,6 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
 
-A number is a function of its key and counter alone, so a row's draw depends neither on the rows beside it nor on what
-was drawn before.
+A number is a function of its key and counter alone, so a row's draw depends neither on the rows beside it nor on earlier draws.
 """
 
 from typing import Final

@@ -2,7 +2,7 @@
 
 A row's result depends on that row alone. So filters keep by value, every tie at a threshold included; probability is
 summed in token order and in float64 from left to right (cumsum), where adding a zero changes nothing; and a row that
-takes the short way, through its top candidates, gets the bits that the long way would have given it.
+takes the short way, through its top candidates, gets the same bits as on the long way.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class SamplingTensors:
     Attributes:
         temperature: > 0.
         top_k: keep the k largest; 0: all.
-        top_p: keep the fewest tokens that hold this much of what top_k left; 1: all.
+        top_p: keep the fewest tokens that hold this share of the probability that top_k left; 1: all.
         min_p: keep tokens at least this likely relative to the likeliest; 0: all.
-        typical_p: keep the fewest most typical tokens that hold this much (arXiv 2202.00666); 1: all.
+        typical_p: keep the fewest most typical tokens that hold this share (arXiv 2202.00666); 1: all.
     """
 
     temperature: torch.Tensor
@@ -36,7 +36,7 @@ class SamplingTensors:
     typical_p: torch.Tensor
 
     def take(self, rows: torch.Tensor) -> "SamplingTensors":
-        """The parameters of some rows."""
+        """The parameters of these rows."""
         return SamplingTensors(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.typical_p[rows]
         )
@@ -89,9 +89,9 @@ def sample_rows(logits: torch.Tensor, params: SamplingTensors, uniforms: torch.T
 def _sample_short(
     logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Through the top candidates: token ids [R], and the rows [R] for which that was wrong.
+    """Draw from the top candidates: token ids [R], and a mask [R] of the rows whose draw is not valid.
 
-    Which of several tokens tied at the threshold topk returns is arbitrary, so rows with such a tie are.
+    A row with several tokens tied at the threshold is not valid, because topk returns an arbitrary one of them.
     """
     ranked, ids = logits.topk(int(top_k.max()) + 1)
     last = top_k[:, None] - 1
@@ -103,7 +103,7 @@ def _sample_short(
 
 
 def _sample_long(logits: torch.Tensor, top_k: torch.Tensor, params: SamplingTensors, uniforms: torch.Tensor) -> torch.Tensor:
-    """Through the whole vocabulary, ranked only if a filter asks for ranks. numpy sorts many times faster."""
+    """Draw from the whole vocabulary, ranked only if a filter asks for ranks. numpy sorts many times faster than torch."""
     if bool((top_k < logits.shape[1]).any()) or bool((params.top_p < 1).any()):
         ranked = torch.from_numpy(-np.sort(-logits.numpy(), axis=1))
         threshold = ranked.gather(1, top_k[:, None] - 1)
@@ -118,7 +118,7 @@ def _draw(
     """Index [R] into values [R, C], which are in token order.
 
     Args:
-        ranked: the same values, or those of them that filters by rank need, from large to small.
+        ranked: the values, or those that filters by rank need, from large to small.
         threshold: [R, 1], the smallest value that top_k keeps.
     """
     most, temperature = ranked[:, :1].double(), params.temperature[:, None]

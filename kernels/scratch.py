@@ -1,15 +1,17 @@
 """Scratch: working memory that ops reuse from call to call.
 
-Without it the C library gives large temporaries back to the system after every use, and the page faults of getting
-them again cost more than the copy into them (measured: 3.0 against 0.85 ms for 6 MB).
+Without it the C library gives large temporaries back to the system after every use. Getting them again costs page faults, which
+take longer than the copy into them (measured: 3.0 against 0.85 ms for 6 MB).
 """
 
 import torch
 
 
 class Scratch:
-    """One buffer per owner, grown when it is too small. Not for two threads at once; what it gives is valid until
-    the next `take`. What is recorded for replay with its address must not see it grow: take the most first.
+    """One buffer per owner, grown when it is too small. Not for two threads at once.
+
+    A tensor from `take` is valid until the next `take`. A captured graph replays with the buffer's address, so the largest
+    tensor is taken before the capture.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

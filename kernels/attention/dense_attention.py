@@ -1,4 +1,4 @@
-"""dense_attention: attention over keys and values that were gathered, what the CPU paths of the paged ops end in."""
+"""dense_attention: attention over gathered keys and values, the last part of the CPU paths of the paged ops."""
 
 import torch
 
@@ -18,7 +18,7 @@ def dense_attention(
     """[..., Q, D] of q [..., Q, D], k and v [..., T, D]; mask is added to the scores, broadcast to [..., Q, T].
 
     soft_cap: scores s become soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv 2408.00118); None: torch's fused attention.
-    sinks: bool, broadcast to [..., Q, the first so many keys]: which of them are scored with q_sink [..., Q, D] instead of q
+    sinks: bool, broadcast to [..., Q, number of first keys]: True for keys that are scored with q_sink [..., Q, D] instead of q
         (see retention.py); None: none.
     """
     if soft_cap is None and sinks is None:

@@ -1,9 +1,9 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU, float32 is computed by sparse_decode.py. Everything else gathers the keys and values of a group of sequences
-with one index_select per layer and runs torch's fused attention on them, the query heads of one KV head as the rows of
-one small matrix. Which slots to read is the same for all layers and is planned once per step. Sequences of similar length
-share a group, because a group is padded to its longest.
+On a CPU, sparse_decode.py computes float32. For other dtypes, the keys and values of a group of sequences are gathered with one
+index_select per layer, and torch's fused attention runs on them, the query heads of one KV head as the rows of one small
+matrix. The slots to read are the same for all layers and are planned once per step. Sequences of similar length share a group,
+because a group is padded to its longest.
 """
 
 import itertools
@@ -35,9 +35,9 @@ class DecodeGroup:
 
     Attributes:
         kv_rows: int64 [2 * n * T], slots of a layer: all keys, then all values. Padding repeats the sequence's last
-            slot, so that nothing is read that was never written.
+            slot, so that every slot that is read was written before.
         mask: [n, 1, 1, T], 0 or -inf, the query's dtype; None: no padding.
-        sinks: bool [n, 1, 1, most sinks], which of the first keys are sinks that the window has left; None: none.
+        sinks: bool [n, 1, 1, most sinks], True for first keys that are sinks that the window has left; None: none.
     """
 
     first: int
@@ -49,14 +49,14 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What a step's decode attention reads, for one window; the same for all layers.
+    """The slots that a step's decode attention reads, for one window; the same for all layers.
 
     Attributes:
         groups: together they cover every sequence once.
-        order, inverse: int64 [S], the sequences by length and back, or None when they are taken as they come.
+        order, inverse: int64 [S], the sequences by length and back, or None where their order is kept.
         empty: int64 indices of sequences of length 0, whose output is zero, or None.
         scratch: memory to gather into.
-        sparse: what is read instead of groups, which are none then; None: groups are.
+        sparse: read instead of groups, which are empty then; None: groups are read.
     """
 
     groups: tuple[DecodeGroup, ...]
@@ -78,8 +78,8 @@ def plan_decode(
 ) -> DecodePlan:
     """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
 
-    With retention, sequences that do not see all their keys have groups of their own, sinks before window; the others pay
-    nothing for them. On CUDA nothing is gathered and nothing planned: only the scratch is kept.
+    With retention, sequences that do not see all their keys have groups of their own, sinks before window, at no cost to the
+    others. On CUDA nothing is gathered, so the plan has only the scratch.
     """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
@@ -162,8 +162,8 @@ def paged_attention_decode(
         scale: factor of the scores.
         window: keys visible to the query, itself included; None: all.
         soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
-        retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything. What its query sees of the
-            others, and with which query, see retention.py. Not together with window. None: all keep everything.
+        retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything; retention.py tells the keys
+            that a query sees. Not together with window. None: all sequences keep everything.
         q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
         plan: plan_decode of the same tables, lengths, window and retention, to share its work over layers.
 

@@ -1,7 +1,7 @@
 """paged_attention_prefill: several queries per sequence (ragged), causal, over a cached prefix and their own keys.
 
-The CPU path gathers a sequence's keys and values once and runs torch's fused attention on them for some of its queries at a
-time. Rows and masks are the same for all layers and are planned once per step.
+The CPU path gathers a sequence's keys and values once and runs torch's fused attention on them for at most _MOST_QUERIES
+queries at a time. Rows and masks are the same for all layers and are planned once per step.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from .retention import Retention, kept_of, require_retention
 
 _OP = "paged_attention_prefill"
 
-# Queries of one call. torch computes the scores that a mask hides as well; keys behind the last of a call's queries are not
-# shown to it. Measured: a quarter less time for a prompt of 136 tokens, and over a third for one of 512; 32 gains no more.
+# Queries of one call. torch also computes the scores that a mask hides, so keys behind the last query of a call are left out.
+# Measured: a quarter less time for a prompt of 136 tokens, and over a third for one of 512; 32 gains no more.
 _MOST_QUERIES = 64
 
 
@@ -30,7 +30,7 @@ class PrefillChunk:
     Attributes:
         kv_rows: int64 [2 * T], slots of a layer: all keys, then all values.
         mask: [Q, T], 0 or -inf, the query's dtype; None: plainly causal, Q == T, in one call.
-        sinks: bool [Q, sinks], which of the first keys are sinks that a query's window has left; None: none.
+        sinks: bool [Q, sinks], True for first keys that are sinks that a query's window has left; None: none.
     """
 
     first: int
@@ -42,7 +42,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What a step's prefill attention reads, for one window; the same for all layers."""
+    """The slots that a step's prefill attention reads, for one window; the same for all layers."""
 
     chunks: tuple[PrefillChunk, ...]
     scratch: Scratch
@@ -96,7 +96,7 @@ def plan_prefill(
 def _plan_kept(
     first: int, last: int, table: Int64Array, seq_len: int, sink: int, window: int, kv_layer: torch.Tensor, dtype: torch.dtype
 ) -> PrefillChunk:
-    """A sequence of which not all keys are seen: what lies between its sinks and its first query's window is not gathered."""
+    """A sequence whose queries do not see all keys: keys between its sinks and its first query's window are not gathered."""
     queries = np.arange(seq_len - (last - first), seq_len)[:, None]
     start = max(sink, int(queries[0, 0]) - window + 1)
     keys = np.concatenate((np.arange(sink), np.arange(start, seq_len)))
@@ -191,7 +191,7 @@ def paged_attention_prefill(
 
 
 def _calls(num_queries: int, num_keys: int) -> Iterator[tuple[slice, int]]:
-    """Queries of each call, and how many of the keys, the last of which are the queries' own, the last of them sees."""
+    """The queries of each call, and the number of leading keys that the call's last query sees."""
     for first in range(0, num_queries, _MOST_QUERIES):
         last = min(first + _MOST_QUERIES, num_queries)
         yield slice(first, last), num_keys - (num_queries - last)

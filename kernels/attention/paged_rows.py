@@ -1,4 +1,4 @@
-"""From block tables to rows of a layer: what both attention ops gather on a CPU.
+"""From block tables to rows of a layer, for the gathers of both attention ops on a CPU.
 
 An index into a layer's rows is the same for every layer of the arena (see checks.slot_rows), so it is built once per
 step, here, in numpy.

@@ -1,9 +1,9 @@
-"""Retention: which keys a query of a sequence with sink and window sees, and with which query it scores them.
+"""Retention: the keys that a query of a sequence with sink and window sees, and the query that scores each of them.
 
-Follows StreamingLLM (arXiv 2309.17453). With sink s and window w, the query at position p sees the keys j <= p with j < s or
-j > p - w. Keys are stored rotated at the positions that they have in the text. So the window, of which only distances count,
-is scored with the query as it is; sinks that the window has left behind (j < s and j <= p - w) are scored with a query
-rotated at min(p, s + w - 1) instead: its place among the keys that are left, as if nothing had been between them.
+Follows StreamingLLM (arXiv 2309.17453). With sink s and window w, the query at position p sees the keys j <= p with j < s or j
+> p - w. Keys are stored rotated at their positions in the text. Only distances count for the window, so it is scored with the
+query as it is. Sinks that the window has left behind (j < s and j <= p - w) are scored with a query rotated at min(p, s + w -
+1) instead: its place among the keys that are left, as if no key had been between them.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Decode attention as two sparse products, so that a CPU reads K and V where they lie.
+"""Decode attention as two sparse products, so that a CPU reads K and V in place.
 
 The scores of a step are a sparse matrix: a row for every query head of every sequence, a column for every slot of the layer, an
 entry where the sequence has a token there. torch's sampled_addmm computes exactly those entries and embedding_bag adds up the
@@ -20,14 +20,14 @@ import torch
 from ..checks import slot_rows
 from .paged_rows import Int64Array
 
-with warnings.catch_warnings():  # torch says once that sparse tensors are young; tests hold what is used of them
+with warnings.catch_warnings():  # torch warns once that sparse tensors are in beta state; tests cover the parts used here
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.empty(0, dtype=torch.int64), torch.empty(0), size=(1, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPattern:
-    """Where a step's entries are, for one number of heads; S sequences, N heads, E entries, row by row in order of position.
+    """The places of a step's entries, for one number of heads; S sequences, N heads, E entries, row by row, by position.
 
     Attributes:
         scores: sparse CSR float32 [S * N, num rows of keys], or [S * N * 2, ...] with sinks; every layer overwrites its values.
@@ -45,7 +45,7 @@ class HeadPattern:
 
 
 class SparseDecode:
-    """What a step's decode attention reads: the same for all layers, and for any number of heads."""
+    """The slots that a step's decode attention reads: the same for all layers, and for any number of heads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What both attention kernels share: one pass over tiles of cached keys and values, with a running softmax in base 2."""
+"""Common to both attention kernels: one pass over tiles of cached keys and values, with a running softmax in base 2."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = math.log2(math.e)
-NO_WINDOW = 1 << 30  # keys; as good as none, and one kernel less
+NO_WINDOW = 1 << 30  # keys; larger than any sequence, so that one kernel serves both cases
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # start of a running maximum: finite, so that nothing is -inf minus -inf
 
 COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -48,7 +48,7 @@ def tile_scores(q, k, scale, cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def take_tile(acc, most, total, scores, v, COMPUTE: tl.constexpr):
-    """Take scores [M, T], -inf where there is nothing to see, and v [T, D] into the running softmax."""
+    """Take scores [M, T], -inf for hidden keys, and v [T, D] into the running softmax."""
     new_most = tl.maximum(most, tl.max(scores, 1))
     weights = tl.exp2(scores - new_most[:, None])
     decay = tl.exp2(most - new_most)

@@ -1,8 +1,8 @@
 """paged_attention_decode on CUDA: split-KV attention of one query per sequence, its heads of one KV head as one matrix.
 
 Decode is bound by reading K and V. The query heads of a KV head are packed into the rows of one 16-row matrix product, so
-that K and V are read once; and a sequence is cut into splits, so that few long sequences fill the device too. Splits leave
-their part and its log-sum-exp, and a second kernel merges them (Flash-Decoding; FlashInfer, arXiv 2501.01005).
+that K and V are read once; and a sequence is cut into splits, so that few long sequences fill the device too. Each split writes
+its part and its log-sum-exp, and a second kernel merges the parts (Flash-Decoding; FlashInfer, arXiv 2501.01005).
 """
 
 import functools
@@ -93,7 +93,7 @@ def decode_kernel(
     """One KV head, one sequence, one split. Writes to `part` and `lse` where they are given, else to `out`.
 
     part: float32 [S, H, num_splits, HEAD_DIM], the normalised output of the split; lse: float32 [S, H, num_splits], the
-    logarithm to base 2 of its sum, -inf for a split without tokens, whose part is left as it is.
+    logarithm to base 2 of its sum, -inf for a split without tokens, whose part is not written.
     """
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(len_ptr + seq)
@@ -203,10 +203,10 @@ def merge_splits_kernel(
     total = tl.sum(tl.exp2(lse - most), 0)
     acc = tl.zeros([AT_ONCE, D], tl.float32)
     for begin in range(0, num_splits, AT_ONCE):
-        some = begin + tl.arange(0, AT_ONCE)
-        weights = tl.exp2(tl.load(lse_ptr + some, mask=some < num_splits, other=float("-inf")) - most)
+        chunk = begin + tl.arange(0, AT_ONCE)
+        weights = tl.exp2(tl.load(lse_ptr + chunk, mask=chunk < num_splits, other=float("-inf")) - most)
         wanted = (weights > 0)[:, None] & (dims < HEAD_DIM)[None, :]
-        acc += weights[:, None] * tl.load(part_ptr + some[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
+        acc += weights[:, None] * tl.load(part_ptr + chunk[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
     out = tl.sum(acc, 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 

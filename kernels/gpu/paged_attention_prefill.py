@@ -1,7 +1,8 @@
 """paged_attention_prefill on CUDA: ragged causal attention over a cached prefix and the queries' own keys.
 
-A program takes some tokens' queries, all heads of one KV head as the rows of one matrix. Tiles that all its rows see whole
-come first and are not masked; those on the diagonal, and at the edge of a window, are (FlashAttention-2, arXiv 2307.08691).
+A program takes the queries of several tokens, all heads of one KV head as the rows of one matrix. Tiles that all its rows see
+whole come first, without a mask; tiles on the diagonal and at the edge of a window are masked (FlashAttention-2, arXiv
+2307.08691).
 """
 
 import torch
@@ -44,9 +45,9 @@ def _take_tiles(
 ):
     """Take the tokens of the tiles [first_tile, end_tile) into the running softmax.
 
-    MASKED: of the tokens [first, end), those that each row sees: up to its position and within its window. Others, which may
-    lie in blocks that are gone, are not read. SINKS: those of the first num_sinks that each row's window has left. Neither:
-    all of them.
+    MASKED: of the tokens [first, end), those that each row sees: up to its position and within its window. Other tokens may lie
+    in blocks that were given back, and are not read. SINKS: of the first num_sinks tokens, those that each row's window has
+    left. Neither: all of them.
     """
     dims = tl.arange(0, D)
     for tile in range(first_tile, end_tile):
@@ -73,7 +74,7 @@ def _take_tiles(
 def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
     """The sequence whose tokens a program takes: sequence s has the programs from loc[s] // TOKENS + s on.
 
-    That leaves each at least as many as it needs; which needs no more than shapes to be known when they are launched.
+    That gives each sequence at least as many programs as it needs, and the grid follows from shapes alone.
     """
     num_begun = 0
     for first in range(0, num_seqs, SEQS):
@@ -116,7 +117,7 @@ def prefill_kernel(
     SEQS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens, which see most, are begun first."""
+    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first."""
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)

@@ -1,4 +1,4 @@
-"""rotary on CUDA: some heads of one token a program; both halves of a head are read once."""
+"""rotary on CUDA: up to _MOST_HEADS heads of one token a program; both halves of a head are read once."""
 
 import torch
 import triton

@@ -1,9 +1,11 @@
-"""sample_rows on CUDA: one program a row, no sorting. Thresholds are searched by counting, or weighing, what lies above some
-pivots at once (after Qrita, arXiv 2602.01518); then one number is drawn by inverse CDF in token order.
+"""sample_rows on CUDA: one program a row, no sorting.
 
-Filters keep what sampling.py keeps, but weights are float32 here: a draw that falls within a rounding error of the border
-between two tokens, or a token within one of a filter's border, can differ from the CPU's. Their sums are float64 and taken
-in one fixed order, so a row's token never depends on the rows beside it.
+Thresholds are searched by counting, or weighing, the tokens above several pivots at once (after Qrita, arXiv 2602.01518); then
+one number is drawn by inverse CDF in token order.
+
+Filters are those of sampling.py, but weights are float32 here: a draw within a rounding error of the border between two tokens,
+or a token within one of a filter's border, can differ from the CPU's. The sums of weights are float64 and taken in one fixed
+order, so a row's token never depends on the rows beside it.
 """
 
 import torch
@@ -28,7 +30,7 @@ def _load_chunk(row_ptr, chunk, vocab_size, most, factor, CHUNK: tl.constexpr):
 
 @triton.jit
 def _kept_weights(logits, scaled, threshold, least, closest, mean):
-    """Weights, 0 for what top_k and top_p (threshold), min_p (least) and typical_p (closest) drop."""
+    """Weights, 0 for tokens that top_k and top_p (threshold), min_p (least) and typical_p (closest) drop."""
     kept = (logits >= threshold) & (scaled >= least) & (-tl.abs(scaled - mean) >= closest)
     return tl.where(kept, tl.exp2(scaled), 0.0)
 

@@ -1,4 +1,4 @@
-"""How many warps a program that moves memory runs on."""
+"""The number of warps of a program that moves memory."""
 
 _WARP_ELEMENTS = 256  # 16 bytes a thread, of 16-bit elements
 _MOST_WARPS = 4

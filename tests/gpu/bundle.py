@@ -1,4 +1,4 @@
-"""`make gpu-bundle`: our wheel and what else a bare GPU host lacks, in one folder that travels; nothing is fetched there.
+"""`make gpu-bundle`: one folder to copy to a bare GPU host, with our wheel and all that the host lacks; it fetches nothing.
 
 The host is taken to have Python 3.11 or 3.12 with its own torch, triton and numpy, which are left alone: they fit its driver.
 `python -m tests.gpu.bundle install FOLDER TARGET`, run there, puts those of the wheels that fit into TARGET.

@@ -1,4 +1,4 @@
-"""Check: one thing that a part found out, and the results file that all parts' checks go to."""
+"""Check: one result of a part, and the file to which all parts write their results."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Part a: what CUDA memory shared between processes does here, case by case; each in processes of its own.
+"""Part a: the behaviour of CUDA memory shared between processes, case by case; each case in processes of its own.
 
 The findings decide what the design may rely on: that an arena outlives its makers, that a killed engine's kernels stop, that a
 stale handle opens nothing.

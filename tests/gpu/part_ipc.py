@@ -1,4 +1,4 @@
-"""Part a: what CUDA memory between processes does here; a rehearsal runs it on files."""
+"""Part a: the behaviour of CUDA memory between processes; a rehearsal runs it on files."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Part b: every kernel against its reference in bfloat16 and float16, with NaN in all memory that belongs to nobody.
+"""Part b: every kernel against its reference in bfloat16 and float16, with NaN in all memory that belongs to no sequence.
 
 The interpreter has shown the same kernels right in float32 and float16; here they run as they are compiled, in the types that
 they are for. A rehearsal takes the CPU's path in float32, at one shape.

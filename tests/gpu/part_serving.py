@@ -1,4 +1,4 @@
-"""Part d: both services on the device with models of real shapes: tokens a second by batch size, and what a step is made of.
+"""Part d: both services on the device with models of real shapes: tokens a second by batch size, and the parts of a step.
 
 A step's time is what passes between two steps of a full batch; of it, the engine says what the device computed and what waited
 for the cache service, and the rest is the host's own.

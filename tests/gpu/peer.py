@@ -1,4 +1,4 @@
-"""Peer: another process with CUDA memory, told what to do line by line, and killed where that is the point.
+"""Peer: another process with CUDA memory that takes commands line by line, and is killed where a test needs that.
 
 `python -m tests.gpu.peer [FOLDER]` is the other end: it reads one JSON call a line and answers one line. With a folder it works
 on FakeCuda in it, and so rehearses the checks where there is no device.

@@ -1,4 +1,4 @@
-"""Stopwatch: how long the device takes for something, as others measure it: cold L2, random data, medians, and ceilings.
+"""Stopwatch: the device's time for a call, by the usual method: cold L2, random data, medians, and ceilings.
 
 Ceilings are this machine's own, measured in the same run: what a kernel is held against is never a data sheet.
 """

@@ -1,4 +1,4 @@
-"""gpu-check itself, as far as it goes without a device: what counts as failed, what it writes, and a rehearsal."""
+"""gpu-check itself, as far as it goes without a device: failed parts, the results file, and a rehearsal."""
 
 import json
 import subprocess
@@ -25,11 +25,11 @@ GOOD, FINDING, BAD = Check("a", True, {"ms": 1.5}), Check("b", None, note="told"
         ([], "", False),  # a part that found nothing has not run
     ],
 )
-def test_what_makes_a_part_fail(checks: list[Check], problem: str, is_good: bool) -> None:
+def test_the_checks_that_make_a_part_fail(checks: list[Check], problem: str, is_good: bool) -> None:
     assert PartResult("x", 1.0, checks, problem).is_good is is_good
 
 
-def test_what_a_part_found_before_it_broke_is_kept(tmp_path: Path) -> None:
+def test_checks_of_a_part_before_it_broke_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "checks"
     assert read_checks(path) == []
     write_checks(path, [GOOD])
@@ -49,7 +49,7 @@ def test_a_rehearsal_writes_a_file_and_ends_well(tmp_path: Path) -> None:
     assert "no parts failed" in done.stdout
 
 
-def test_every_part_is_there() -> None:
+def test_every_part_exists() -> None:
     for module, limit_s, _ in PARTS.values():
         assert callable(import_module(module).run)
         assert limit_s > 0

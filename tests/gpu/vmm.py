@@ -1,4 +1,4 @@
-"""Whether device memory can be shared by CUDA's VMM descriptors here: the second kind of handle, if the first is refused.
+"""A check whether device memory can be shared by CUDA's VMM descriptors: the second kind of handle, if the first is refused.
 
 `python -m tests.gpu.vmm FD` is the importing process: it maps the memory of descriptor FD, adds one to its first byte, ends.
 """

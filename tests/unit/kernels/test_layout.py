@@ -33,7 +33,7 @@ def test_one_block_is_contiguous_bytes_of_the_arena():
         torch.zeros(2 * LAYOUT.block_bytes, dtype=torch.uint8)[::2],
     ],
 )
-def test_view_refuses_what_is_not_whole_blocks_of_bytes(arena):
+def test_view_refuses_arenas_that_are_not_whole_blocks(arena):
     with pytest.raises(KernelArgumentError, match="arena_bytes"):
         LAYOUT.view(arena)
 

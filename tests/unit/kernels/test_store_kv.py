@@ -48,7 +48,7 @@ def test_only_padding_writes_nothing():
     assert torch.equal(before.view(torch.uint8), world.arena.view(torch.uint8))
 
 
-def test_store_refuses_what_does_not_fit():
+def test_store_refuses_arguments_that_do_not_fit():
     world = make_world([3])
     k, v = tokens(2)
     with pytest.raises(KernelArgumentError, match="slot"):

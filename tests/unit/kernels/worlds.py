@@ -1,4 +1,4 @@
-"""Tiny arenas for kernel tests: random sequences in scattered blocks, and NaN in every slot nobody wrote."""
+"""Tiny arenas for kernel tests: random sequences in scattered blocks, and NaN in every unwritten slot."""
 
 from dataclasses import dataclass
 

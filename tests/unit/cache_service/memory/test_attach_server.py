@@ -1,4 +1,4 @@
-"""The attach socket by itself: who gets the memory, and what is noticed afterwards."""
+"""The attach socket by itself: the clients that get the memory, and the ends of process and mapping."""
 
 import array
 import asyncio
@@ -20,7 +20,7 @@ DEADLINE = 10.0
 
 
 class Desk:
-    """Knows one token and remembers what it is told."""
+    """Accepts one token and records the callbacks."""
 
     def __init__(self, arena: SharedMemoryArena) -> None:
         self.arena = arena
@@ -100,7 +100,7 @@ async def test_a_token_is_answered_with_the_memory(server: AttachServer, desk: D
     assert not desk.process_ended.is_set()  # this very process
 
 
-async def test_more_bytes_mean_nothing(server: AttachServer, desk: Desk) -> None:
+async def test_bytes_after_the_token_are_ignored(server: AttachServer, desk: Desk) -> None:
     connection = await connect(server)
     os.close((await answer(connection, b"token\n"))["descriptor"])  # type: ignore[arg-type]
     await asyncio.get_running_loop().sock_sendall(connection, bytes(10_000))
@@ -111,7 +111,7 @@ async def test_more_bytes_mean_nothing(server: AttachServer, desk: Desk) -> None
 
 
 @pytest.mark.parametrize("sent", [b"other\n", b"\n", b"x" * 200, b"\xff\xfe\n", b"token\nmore"])
-async def test_anything_else_is_refused(server: AttachServer, sent: bytes) -> None:
+async def test_a_line_without_a_valid_token_is_refused(server: AttachServer, sent: bytes) -> None:
     connection = await connect(server)
     assert await answer(connection, sent) == {"error": "UNKNOWN_TOKEN"}
     with contextlib.suppress(ConnectionResetError):  # where bytes were left unread
@@ -119,7 +119,7 @@ async def test_anything_else_is_refused(server: AttachServer, sent: bytes) -> No
     connection.close()
 
 
-async def test_a_client_that_says_nothing_is_let_go(server: AttachServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_client_is_disconnected(server: AttachServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "_HANDSHAKE_TIMEOUT", 0.0)
     connection = await connect(server)
     assert await answer(connection, b"tok") == {"error": "TOO_SLOW"}
@@ -142,7 +142,7 @@ async def test_another_user_is_refused(server: AttachServer, monkeypatch: pytest
     connection.close()
 
 
-async def test_a_session_that_is_over_lets_the_process_go(server: AttachServer, desk: Desk) -> None:
+async def test_the_end_of_a_session_ends_the_watch_of_its_process(server: AttachServer, desk: Desk) -> None:
     connection = await connect(server)
     os.close((await answer(connection, b"token\n"))["descriptor"])  # type: ignore[arg-type]
     connection.close()

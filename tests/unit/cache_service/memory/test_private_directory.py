@@ -1,4 +1,4 @@
-"""The folder of the attach socket is this user's alone."""
+"""The folder of the attach socket is open to this user only."""
 
 from pathlib import Path
 

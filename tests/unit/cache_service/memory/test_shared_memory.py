@@ -18,7 +18,7 @@ def copies(*pairs: tuple[int, int]) -> Copies:
     return Copies(sources, destinations)
 
 
-def test_its_pages_are_taken_at_once() -> None:
+def test_the_pages_of_an_arena_are_reserved_at_once() -> None:
     arena = SharedMemoryArena(1 << 20)
     assert os.fstat(arena.descriptor).st_blocks * 512 == 1 << 20
     assert not arena.array.any()
@@ -45,13 +45,13 @@ def test_closing_gives_the_descriptor_back_also_while_a_view_lives() -> None:
     view[1] = 1  # still mapped here
 
 
-def test_an_arena_that_nobody_took_gives_its_descriptor_back() -> None:
+def test_an_unused_arena_gives_its_descriptor_back() -> None:
     descriptor = SharedMemoryArena(8192).descriptor
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_available_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limit, "available_bytes", lambda: 4096)
     SharedMemoryArena(4096).close()
     with pytest.raises(OutOfMemory, match=r"4\.001 KiB are wanted, 4 KiB are available"):
@@ -74,7 +74,7 @@ def test_no_copies_change_nothing() -> None:
     arena.close()
 
 
-def test_every_control_group_on_the_way_up_limits(tmp_path: Path) -> None:
+def test_every_control_group_up_to_the_root_limits(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     for folder, limit, used in (("a", 1000, 400), ("a/b", 5000, 10)):
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
@@ -96,5 +96,5 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
     assert memory_limit._cgroup_bytes(tmp_path, membership) == [700]
 
 
-def test_the_machine_has_some_left() -> None:
+def test_the_machine_has_memory_left() -> None:
     assert 0 < memory_limit.available_bytes() < 1 << 50

@@ -1,4 +1,4 @@
-"""linear against its reference, packed and plain, and that packing may fail."""
+"""linear against its reference, packed and plain, also where packing fails."""
 
 import pytest
 import torch

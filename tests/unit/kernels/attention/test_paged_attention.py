@@ -1,4 +1,4 @@
-"""Paged attention against its references, with NaN in all memory that belongs to nobody."""
+"""Paged attention against its references, with NaN in all memory that belongs to no sequence."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_decode_without_any_token_is_zero():
 
 
 def test_one_plan_serves_every_layer_and_number_of_heads():
-    """Nothing of a layer is left in what the next one reads, though they share the memory of their scores."""
+    """The next layer reads nothing of the layer before, though they share the memory of their scores."""
     one, other = make_world([9, 4, 13], seed=1), make_world([9, 4, 13], seed=2)
     other.block_tables.copy_(one.block_tables)
     plan = plan_decode(one.block_tables, one.seq_lens, one.layer, torch.float32, None)
@@ -145,7 +145,7 @@ def test_block_ids_do_not_matter():
 
 @pytest.mark.parametrize("num_queries", [7, 8, 9, 16, 17])
 @pytest.mark.parametrize("window", [None, 3, 12])
-def test_prefill_in_calls_of_some_queries(monkeypatch, num_queries, window):
+def test_prefill_in_several_calls(monkeypatch, num_queries, window):
     monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_prefill._MOST_QUERIES", 8)
     for context in (0, 1, 11):
         check_prefill(make_world([num_queries + context, 3]), [num_queries, 3], 4, window)

@@ -33,7 +33,7 @@ def columns(kept: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def both_queries(world: World, kept: list[tuple[int, int]], num_queries: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and q_sink, with nothing in common but where both stand at one position, so that one taken for the other shows."""
+    """q and q_sink, different except where both have the same position, so that a mix-up shows."""
     num_tokens = sum(num_queries)
     both = random_queries(2 * num_tokens, 4, world.layout.head_dim, world.layout.dtype)
     q, q_sink = both[:num_tokens], both[num_tokens:].clone()
@@ -135,8 +135,8 @@ def test_decode_keeps_retained_sequences_out_of_the_groups_of_the_others(monkeyp
     check_decode(world, kept)
 
 
-def test_those_that_keep_everything_are_computed_as_without_the_others() -> None:
-    """And with only what each of them sees."""
+def test_sequences_that_keep_everything_are_computed_as_without_the_others() -> None:
+    """Each of the others is computed from only the keys that it sees."""
     kept = [(0, 0), (2, 5), (0, 3)]
     world = make_world([30, 40, 38])
     plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
@@ -145,7 +145,7 @@ def test_those_that_keep_everything_are_computed_as_without_the_others() -> None
     check_decode(world, kept)
 
 
-def test_no_sequence_that_sees_all_its_keys_costs_anything() -> None:
+def test_a_sequence_that_sees_all_its_keys_costs_nothing_more() -> None:
     world = make_world([9, 12])
     args = (world.block_tables, world.seq_lens, world.layer)
     gathered = plan_decode(*args, torch.float16, None, retention=columns([(4, 8), (0, 0)]))

@@ -1,9 +1,9 @@
-"""Compile for sm_90 what the wrappers launch, without a device, and read the machine code.
+"""Compile the launches of the wrappers for sm_90, without a device, and read the machine code.
 
 Run as a process of its own, because a process either interprets Triton or compiles it: `python -m
 tests.unit.kernels.gpu.compiling` prints one JSON object, {launch: [figures of each kernel]}. Launches are made with tensors
-that have no memory; Triton's own specialisation runs (alignment, divisibility), up to the cubin, and stops there. So what
-is compiled is what a device would be given.
+that have no memory; Triton's own specialisation runs (alignment, divisibility), up to the cubin, and stops there. So the
+compiled code is the code that a device would be given.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 _WORKERS = 2
 _MNEMONIC = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+ )?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
-# What the gates ask for: matrix instructions, wide accesses, asynchronous copies, local memory.
+# The instructions that the gates count: matrix instructions, wide accesses, asynchronous copies, local memory.
 _COUNTED = {
     "HGMMA": "HGMMA",
     "HMMA": "HMMA",
@@ -33,7 +33,7 @@ _COUNTED = {
 
 
 class _NoDriver:
-    """What Triton asks the driver for when it compiles: an H200's target and nothing else."""
+    """The part of a driver that Triton's compiler calls: an H200's target and nothing else."""
 
     def get_current_device(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Tensors that say they are on CUDA: the wrappers send them to the kernels. Data lies on the CPU, or nowhere (meta)."""
+"""Tensors that claim to be on CUDA, so that the wrappers pass them to the kernels; their data is on the CPU, or absent."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Paged attention on the Triton path against its references, interpreted, with NaN in all memory that belongs to nobody."""
+"""Paged attention on the Triton path against its references, interpreted, with NaN in all memory of no sequence."""
 
 import pytest
 import torch

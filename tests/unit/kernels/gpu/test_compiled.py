@@ -56,7 +56,7 @@ def test_nothing_spills_and_all_fits(kernels):
         assert figures["shared"] <= _MOST_SHARED, (launch, figures)
 
 
-def test_what_moves_memory_moves_16_bytes_at_a_time(kernels):
+def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
     moving = [(launch, figures) for launch, figures in kernels if figures["kernel"] in _WIDE]
     assert {figures["kernel"] for _, figures in moving} == _WIDE
     for launch, figures in moving:

@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_cpu(model, tmp_path):
         assert float((found.as_subclass(torch.Tensor) - expected).abs().max()) <= BOUND
 
 
-def test_what_is_drawn_is_what_the_cpu_draws():
+def test_the_drawn_tokens_are_those_of_the_cpu():
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
     logits[4, 7] = float("nan")
     shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.1)

@@ -71,7 +71,7 @@ async def outputs(world: Services, model) -> list[list[int]]:
     return found
 
 
-async def test_it_says_what_an_engine_on_the_cpu_says(engine_runtime, tmp_path):
+async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_path):
     folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:

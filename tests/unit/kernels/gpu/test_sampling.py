@@ -74,7 +74,7 @@ def test_all_ties_at_a_threshold_are_kept(row):
 
 
 @pytest.mark.parametrize("row", [{}, {"top_k": 5}, {"top_p": 0.7}, {"typical_p": 0.5}], ids=str)
-def test_what_must_not_be_drawn_is_not(row):
+def test_tokens_that_must_not_be_drawn_are_not_drawn(row):
     logits = normal(5)
     logits[:, 2::3] = -torch.inf
     logits[:3, 1::3] = -1e9
@@ -92,7 +92,7 @@ def test_equal_logits_far_apart_logits_and_one_token():
         check(logits, [{"top_k": 1}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}], [0.1, 0.5, 0.9])
 
 
-def test_a_draw_covers_what_is_kept_in_proportion():
+def test_draws_cover_the_kept_tokens_in_proportion():
     logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]])).expand(20, 4).contiguous()
     _, found = draw_both(logits, [{"top_k": 2}] * 20, [(i + 0.5) / 20 for i in range(20)])
     assert torch.bincount(found, minlength=4).tolist() == [11, 5, 4, 0] or found.unique().tolist() == [0, 1, 2]
@@ -100,8 +100,8 @@ def test_a_draw_covers_what_is_kept_in_proportion():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_sound_ends_and_names_a_token(bad):
-    """What it names means nothing; the engine tells such rows from the others when it next waits for the device."""
+def test_a_row_with_invalid_numbers_ends_with_a_token(bad):
+    """Its token is meaningless; the engine finds such rows when it next waits for the device."""
     logits = normal(8)
     logits[::2, ::5] = bad
     logits[4] = bad

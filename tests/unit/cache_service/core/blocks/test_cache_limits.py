@@ -1,4 +1,4 @@
-"""What bounds how much is kept cached and for how long: time to live, least length, most blocks, quotas per tenant."""
+"""Limits of cached blocks: time to live, minimum length of a match, number of blocks, quotas per tenant."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def cached(pool: CorePool, *prompts: list[int], tenant: str = "") -> list[int]:
 # Time to live
 
 
-def test_what_is_not_used_for_its_time_to_live_is_forgotten() -> None:
+def test_a_block_unused_for_its_time_to_live_is_forgotten() -> None:
     pool = CorePool(prefix_ttl=10.0)
     cache(pool, ONE)
     pass_time(pool, 4.0)
@@ -47,7 +47,7 @@ def test_what_is_not_used_for_its_time_to_live_is_forgotten() -> None:
     assert pool.manager.explain_match("", int32(ONE)).end is MatchEnd.EXPIRED
 
 
-def test_a_use_starts_the_time_anew_and_what_is_held_does_not_age() -> None:
+def test_a_use_restarts_the_time_to_live_and_held_blocks_do_not_age() -> None:
     pool = CorePool(prefix_ttl=10.0)
     cache(pool, ONE)
     pass_time(pool, 9.0)
@@ -63,7 +63,7 @@ def test_a_use_starts_the_time_anew_and_what_is_held_does_not_age() -> None:
     assert cached(pool, ONE) == [0]
 
 
-def test_a_pin_keeps_from_expiry() -> None:
+def test_a_pinned_block_does_not_expire() -> None:
     pool = CorePool(prefix_ttl=10.0)
     cache(pool, ONE)
     pool.manager.pin_prefix(A, "p", "", int32(ONE[:4]), 60.0)
@@ -97,7 +97,7 @@ def test_a_tick_forgets_a_slice_leaves_before_parents() -> None:
     assert pool.matched(tokens) == []
 
 
-def test_no_time_to_live_costs_nothing_and_ends_nothing() -> None:
+def test_without_a_time_to_live_no_block_expires_and_no_order_is_kept() -> None:
     pool = CorePool()
     assert not pool.manager.state.pool.limits.is_on
     cache(pool, ONE)
@@ -105,15 +105,15 @@ def test_no_time_to_live_costs_nothing_and_ends_nothing() -> None:
     assert cached(pool, ONE) == [2]
 
 
-# Least length
+# Minimum length
 
 
 @pytest.mark.parametrize(("least", "hit"), [(0, 4), (3, 4), (4, 4), (5, 0)])
-def test_a_match_shorter_than_the_least_is_no_hit(least: int, hit: int) -> None:
+def test_a_match_shorter_than_the_minimum_is_no_hit(least: int, hit: int) -> None:
     pool = CorePool(min_prefix_tokens=least)
     cache(pool, ONE[:4])
     prompt = [*ONE[:4], 9, 9]
-    assert cached(pool, prompt) == [1]  # who asks is told what there is
+    assert cached(pool, prompt) == [1]  # a query is told every cached block
     assert pool.manager.check_admission("", int32(prompt), 0, 0).num_hit_tokens == hit
     pool.create(2, prompt)
     assert pool.step(starts=[(2, ALL, ALL)]).start_hits.tolist() == [hit]
@@ -121,7 +121,7 @@ def test_a_match_shorter_than_the_least_is_no_hit(least: int, hit: int) -> None:
     assert (stats.num_hits, stats.num_misses) == ((1, 1) if hit else (0, 2))
 
 
-def test_the_least_length_is_one_of_what_a_start_may_take() -> None:
+def test_the_minimum_applies_to_the_tokens_that_a_start_may_take() -> None:
     pool = CorePool(min_prefix_tokens=8)
     cache(pool, ONE)
     pool.create(2, [*ONE, 1])
@@ -133,7 +133,7 @@ def test_the_least_length_is_one_of_what_a_start_may_take() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 3, 4, 5])
-def test_no_more_blocks_are_cached_than_the_most(most: int) -> None:
+def test_no_more_blocks_are_cached_than_the_limit(most: int) -> None:
     pool = CorePool(max_cached_blocks=most)
     cache(pool, ONE)
     cache(pool, TWO)
@@ -174,13 +174,13 @@ def test_a_tenant_above_its_quota_loses_its_own_least_recently_used_blocks(polic
     assert (stats.num_quota_evictions, stats.num_evicted_blocks) == (2, 2)
 
 
-def test_a_part_of_a_prefix_goes_from_its_leaves() -> None:
+def test_a_prefix_is_evicted_in_part_from_its_leaves() -> None:
     pool = quota_pool()
     cache(pool, [*ONE, *TWO], "a")
     assert cached(pool, ONE, [*ONE, *TWO], tenant="a") == [2, 2]
 
 
-def test_who_is_above_its_quota_pays_before_others_even_before_it_is_looked_at() -> None:
+def test_a_tenant_above_its_quota_loses_blocks_before_others_even_between_checks() -> None:
     pool = quota_pool()
     cache(pool, THREE, "b")
     pool.prefill(1, [*ONE, *TWO], tenant="a")
@@ -192,7 +192,7 @@ def test_who_is_above_its_quota_pays_before_others_even_before_it_is_looked_at()
     assert cached(pool, [*ONE, *TWO], tenant="a") == [2]
 
 
-def test_a_quota_bounds_what_is_cached_and_not_what_is_used() -> None:
+def test_a_quota_bounds_cached_blocks_and_not_held_ones() -> None:
     pool = quota_pool()
     pool.prefill(1, list(range(32)), tenant="a")  # the whole pool
     assert cached(pool, list(range(32)), tenant="a") == [8]
@@ -211,7 +211,7 @@ def test_a_tenant_may_have_a_quota_of_its_own() -> None:
 
 
 def test_no_tenant_keeps_another_from_its_quota() -> None:
-    """However much one tenant computes, what the other has cached within its quota is there."""
+    """However much one tenant computes, the blocks of the other within its quota stay cached."""
     pool = CorePool(17, tenant_quota=0.25)
     cache(pool, THREE, "b")
     for first in range(1000, 3000, 100):
@@ -219,7 +219,7 @@ def test_no_tenant_keeps_another_from_its_quota() -> None:
     assert cached(pool, THREE, tenant="b") == [2]
 
 
-def test_a_session_that_ends_leaves_what_counts_for_its_tenant() -> None:
+def test_blocks_left_by_an_ended_session_count_for_its_tenant() -> None:
     pool = quota_pool()
     pool.prefill(1, [*ONE, *TWO], tenant="a", session=B)
     pool.manager.close_session(B, may_still_write=False)

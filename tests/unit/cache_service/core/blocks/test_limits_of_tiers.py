@@ -17,7 +17,7 @@ def matched(pool: TierPool) -> int:
     return pool.manager.explain_match("", int32(PROMPT)).num_matched
 
 
-def test_what_was_moved_to_the_host_tier_outlives_its_time_there() -> None:
+def test_blocks_moved_to_the_host_tier_expire_there() -> None:
     pool = TierPool(prefix_ttl=10.0)
     cached(pool, 1, PROMPT)
     pass_time(pool, 6.0)
@@ -53,7 +53,7 @@ def test_a_copy_that_expires_in_the_host_tier_leaves_the_block_on_the_device() -
     assert matched(pool) == 16
 
 
-def test_only_what_is_on_the_device_is_pinned() -> None:
+def test_only_blocks_on_the_device_are_pinned() -> None:
     pool = TierPool()
     cached(pool, 1, PROMPT)
     push_out(pool, 24)  # six of eight blocks: the leaves move

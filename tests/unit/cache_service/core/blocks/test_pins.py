@@ -1,4 +1,4 @@
-"""Pins: what they keep, how much, until when, and for whom they give way."""
+"""Pins: the blocks that they keep, how many and until when, and the sequences for which they give way."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def pinned(
 
 
 def cached(num_blocks: int = 9, **config: object) -> CorePool:
-    """A pool that has cached the prompt, and nothing else."""
+    """A pool that has cached only the prompt."""
     pool = CorePool(num_blocks, **config)
     pool.prefill(1, PROMPT)
     pool.step(releases=[1])
@@ -40,7 +40,7 @@ def referenced(pool: CorePool) -> int:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "clock", "priority", "longest_first", "adaptive"])
-def test_what_is_pinned_outlives_what_is_not(policy: str) -> None:
+def test_pinned_blocks_outlive_unpinned_ones(policy: str) -> None:
     pool = cached(eviction_policy=policy)
     assert pinned(pool, PROMPT[:8]) == 8
     pool.prefill(2, range(24))  # all but the pinned blocks
@@ -57,7 +57,7 @@ def test_whole_blocks_are_pinned(num_tokens: int, num_kept: int) -> None:
     assert pinned(cached(), PROMPT[:num_tokens]) == num_kept
 
 
-def test_as_much_is_pinned_as_is_cached_for_the_tenant() -> None:
+def test_only_blocks_that_are_cached_for_the_tenant_are_pinned() -> None:
     pool = cached()
     assert pinned(pool, [*PROMPT[:8], 7, 7, 7, 7]) == 8
     assert pinned(pool, [7, *PROMPT], pin_id="q") == 0
@@ -65,7 +65,7 @@ def test_as_much_is_pinned_as_is_cached_for_the_tenant() -> None:
     assert pool.manager.stats().num_pins == 1
 
 
-def test_all_pins_together_hold_at_most_half_the_pool_and_share_what_they_share() -> None:
+def test_all_pins_hold_at_most_half_the_pool_and_a_shared_block_counts_once() -> None:
     pool = cached(num_blocks=8)  # 7 usable blocks, 3 of them may be pinned
     assert pinned(pool, PROMPT, pin_id="p") == 12
     assert pinned(pool, PROMPT[:8], pin_id="q") == 8  # pinned already
@@ -115,7 +115,7 @@ def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() 
     assert referenced(pool) == 0
 
 
-def test_whoever_looks_sees_the_end_without_a_tick() -> None:
+def test_an_expired_pin_is_not_seen_even_without_a_tick() -> None:
     pool = cached()
     pinned(pool, PROMPT, ttl=5.0)
     pool.manager.tick(5.0)
@@ -156,7 +156,7 @@ def test_pins_are_bounded() -> None:
     assert pinned(pool, PROMPT) == 16
 
 
-def test_a_pin_is_no_table_that_shares_a_block() -> None:
+def test_a_pin_does_not_make_a_block_shared() -> None:
     pool = CorePool()
     pool.prefill(1, PROMPT)
     pinned(pool, PROMPT)
@@ -173,7 +173,7 @@ def test_a_write_into_a_pinned_block_copies_first() -> None:
     assert pool.matched(PROMPT[:8]) == table
 
 
-def test_pins_make_others_wait_while_somebody_runs() -> None:
+def test_pins_make_starts_wait_while_another_sequence_runs() -> None:
     pool = cached()  # 8 usable blocks
     pinned(pool, PROMPT)
     pool.prefill(1, range(12))
@@ -200,16 +200,16 @@ def test_pins_give_way_to_a_sequence_that_runs_alone_the_soonest_to_end_first() 
     assert pool.manager.stats().num_pins == 0
 
 
-def test_no_pin_gives_way_for_what_is_soon_lifted_or_would_not_be_enough() -> None:
+def test_no_pin_gives_way_for_a_short_wait_or_too_few_blocks() -> None:
     pool = cached(num_blocks=10)
     pinned(pool, PROMPT[:8])
     pool.prefill(1, range(28))
     pool.create(2, range(500, 508))
-    # What is released stays fenced: the step before may still read it.
+    # Released blocks stay fenced: the step before may still read them.
     assert pool.step(lag=1, releases=[1], starts=[(2, 8, 0)]).start_reserved.tolist() == [0]
     assert pool.manager.stats().num_pins == 1
     assert pool.step(starts=[(2, 8, 0)]).start_reserved.tolist() == [8]
-    # Beside what a session that died may still write, even all pins would not do.
+    # Beside the blocks that an ended session may still write, even the blocks of all pins are too few.
     pool.create(1, range(700, 720), session=B)
     pool.step(B, starts=[(1, ALL, 0)])
     pool.manager.close_session(B, may_still_write=True)
@@ -227,7 +227,7 @@ def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_
     reply = pool.step(lag=1, releases=[1], reserves=[(2, 24, 24)])
     assert reply.reserve_reserved[0] < 24
     assert pool.manager.stats().num_pins == 1
-    assert pool.step(reserves=[(2, 24, 24)]).reserve_reserved.tolist() == [24]  # alone, and nothing is fenced any more
+    assert pool.step(reserves=[(2, 24, 24)]).reserve_reserved.tolist() == [24]  # alone, and no block is fenced any more
     assert pool.manager.stats().num_pins == 0
 
 
@@ -253,7 +253,7 @@ def test_the_watermark_is_0_beside_nothing_but_pins() -> None:
 
 
 @pytest.mark.parametrize("end", ["unpin", "time", "session"])
-def test_what_was_pinned_goes_from_its_leaves(end: str) -> None:
+def test_formerly_pinned_blocks_are_evicted_from_their_leaves(end: str) -> None:
     pool = cached()
     pinned(pool, PROMPT, session=B)
     if end == "unpin":

@@ -1,4 +1,4 @@
-"""Pressure, the threshold above which cached blocks go early, and eviction to a target."""
+"""Pressure, the threshold above which cached blocks are evicted early, and eviction to a target."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def cached_pool(**config: object) -> CorePool:
     return pool
 
 
-def test_cached_blocks_above_the_threshold_go_before_they_are_needed() -> None:
+def test_cached_blocks_above_the_threshold_are_evicted_before_they_are_needed() -> None:
     pool = cached_pool(evict_above=0.5)
     assert [pool.manager.evict_excess(2), pool.manager.evict_excess(2), pool.manager.evict_excess(2)] == [2, 1, 0]
     stats = pool.manager.stats()

@@ -36,7 +36,7 @@ def test_first_in_is_first_out_over_many_segments() -> None:
     assert queue.pop(3).tolist() == []
 
 
-def test_what_is_no_longer_evictable_is_skipped() -> None:
+def test_entries_that_are_no_longer_evictable_are_skipped() -> None:
     stamps, queue = filled()
     stamps.end_waits(np.arange(1, 3001, dtype=np.int32))
     again = blocks(7, 8)
@@ -56,7 +56,7 @@ def test_pop_stops_at_the_last_stamp_asked_for() -> None:
     assert queue.oldest() == MANY
 
 
-def test_sweeping_keeps_order_and_drops_what_is_stale() -> None:
+def test_sweeping_keeps_the_order_and_drops_stale_entries() -> None:
     stamps, queue = filled()
     kept = [block for block in range(1, MANY + 1) if block % 5 == 0]
     stamps.end_waits(np.setdiff1d(np.arange(1, MANY + 1, dtype=np.int32), np.array(kept, np.int32)))
@@ -86,7 +86,7 @@ def test_entries_stay_few_however_often_blocks_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_each_policy_forgets_what_is_held_again(policy: str) -> None:
+def test_each_policy_forgets_blocks_that_are_held_again(policy: str) -> None:
     made = make_policy(policy, 64)
     made.add(blocks(4, 3, 2, 1))
     made.hit(blocks(3))

@@ -1,4 +1,4 @@
-"""What eviction keeps in mind is bounded by the pool, however long it runs: counted in parts, never in time or bytes."""
+"""The memory of eviction policies is bounded by the pool, however long they run: counted in parts, never in time or bytes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -77,7 +77,7 @@ def test_a_policy_does_not_grow(policy: str, workload: Callable[[EvictionPolicy,
         made.prepare()
         if turn > NUM_ROUNDS // 3 and not turn % 29:
             if isinstance(made, AdaptivePolicy):
-                made._catch_up()  # what it puts off is bounded, and comes and goes
+                made._catch_up()  # the events that it puts off are bounded, and their number varies
             found.append(num_parts(made))
     assert max(found[len(found) // 2 :]) <= max(found[: len(found) // 2]) + slack
     if isinstance(made, KeyedPolicy):
@@ -88,7 +88,7 @@ def test_a_policy_does_not_grow(policy: str, workload: Callable[[EvictionPolicy,
 
 
 @pytest.mark.parametrize("policy", ["lfu", "fifo", "clock"])
-def test_a_queue_goes_with_its_last_block_and_comes_back_with_the_next(policy: str) -> None:
+def test_a_queue_ends_with_its_last_block_and_returns_with_the_next(policy: str) -> None:
     made = make_policy(policy, NUM_BLOCKS)
     assert isinstance(made, KeyedPolicy)
     for turn in range(300):
@@ -106,7 +106,7 @@ def test_a_queue_goes_with_its_last_block_and_comes_back_with_the_next(policy: s
     assert made.take_victims(1).tolist() == [7]
 
 
-def test_a_queue_of_which_little_is_left_gives_its_room_back() -> None:
+def test_a_queue_with_few_live_entries_gives_its_room_back() -> None:
     made = make_policy("lfu", 2000)
     assert isinstance(made, KeyedPolicy)
     blocks = np.arange(1, 1001, dtype=np.int32)
@@ -118,7 +118,7 @@ def test_a_queue_of_which_little_is_left_gives_its_room_back() -> None:
     assert made.take_victims(1).tolist() == [1000]
 
 
-def test_a_tenant_of_which_nothing_is_cached_has_no_queue() -> None:
+def test_a_tenant_without_cached_blocks_has_no_queue() -> None:
     pool = CorePool(num_blocks=9, block_size=2, tenant_quota=0.5, max_sequences=4)
     for number in range(1, 40):
         pool.prefill(number, [1, 2, 3, 4, 5], tenant=f"t{number}")

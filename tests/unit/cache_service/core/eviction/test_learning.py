@@ -1,4 +1,4 @@
-"""What the adaptive policy learns from: history and ghosts, the shadow of LRU, and the worth of cells."""
+"""The sources of the adaptive policy: history, ghosts, the LRU shadow and the hit density of cells."""
 
 import numpy as np
 
@@ -80,32 +80,32 @@ def test_stamps_of_ghosts_survive_their_few_bits() -> None:
     assert ghosts.pop(known, now=now).stamps.tolist() == [2**33 - 3]
 
 
-def test_a_place_taken_over_answers_who_was_there() -> None:
+def test_a_replaced_ghost_is_in_the_answer() -> None:
     ghosts = Ghosts(256, 1024)
     rng = np.random.default_rng(0)
     lost = 0
     for now in range(1, 9):
-        gone = ghosts.put(rng.integers(0, 2**63, 1024).astype(np.uint64), np.ones(1024, np.uint8), np.full(1024, now), now)
-        lost += np.count_nonzero(gone.uses)
+        replaced = ghosts.put(rng.integers(0, 2**63, 1024).astype(np.uint64), np.ones(1024, np.uint8), np.full(1024, now), now)
+        lost += np.count_nonzero(replaced.uses)
     assert lost > 3 * 1024
 
 
-def test_the_shadow_keeps_the_blocks_used_last() -> None:
-    shadow = LruShadow(64)  # slices of one stamp
-    shadow.enter(np.array([1]))
-    shadow.enter(np.array([2, 3]))
-    shadow.shrink(2)
-    assert shadow.leave(np.array([1, 2, 3])).tolist() == [False, True, True]
-    shadow.enter(np.array([4, 5]))
-    shadow.shrink(2)
-    assert shadow.leave(np.array([5])).tolist() == [True]
+def test_the_lru_shadow_keeps_the_blocks_used_last() -> None:
+    lru_shadow = LruShadow(64)  # slices of one stamp
+    lru_shadow.enter(np.array([1]))
+    lru_shadow.enter(np.array([2, 3]))
+    lru_shadow.shrink(2)
+    assert lru_shadow.leave(np.array([1, 2, 3])).tolist() == [False, True, True]
+    lru_shadow.enter(np.array([4, 5]))
+    lru_shadow.shrink(2)
+    assert lru_shadow.leave(np.array([5])).tolist() == [True]
 
 
-def test_the_shadow_forgets_what_waited_longer_than_it_counts() -> None:
-    shadow = LruShadow(64)
-    shadow.enter(np.array([1]))
-    shadow.enter(np.array([10_000]))
-    assert shadow.leave(np.array([1, 10_000])).tolist() == [False, True]
+def test_the_lru_shadow_forgets_blocks_that_waited_longer_than_it_counts() -> None:
+    lru_shadow = LruShadow(64)
+    lru_shadow.enter(np.array([1]))
+    lru_shadow.enter(np.array([10_000]))
+    assert lru_shadow.leave(np.array([1, 10_000])).tolist() == [False, True]
 
 
 def test_ages_are_half_octaves() -> None:
@@ -119,35 +119,35 @@ def test_before_a_lesson_only_age_counts() -> None:
     assert table[0] == sorted(table[0], reverse=True)
 
 
-def test_worth_never_falls_with_uses_nor_grows_with_age() -> None:
-    rng, worth, now = np.random.default_rng(1), HitDensity(), 10**6
+def test_hit_density_never_falls_with_uses_nor_grows_with_age() -> None:
+    rng, density, now = np.random.default_rng(1), HitDensity(), 10**6
     for _ in range(50):
         stamps = now - rng.integers(1, 10**5, 40)
         uses = rng.integers(1, NUM_CLASSES + 1, 40).astype(np.uint8)
-        (worth.saw_reuse if rng.random() < 0.4 else worth.lost_sight)(Traces(uses, stamps), now)
-        worth.learn([], now, 3.0)
-        table = np.array(worth.table)
+        (density.saw_reuse if rng.random() < 0.4 else density.lost_sight)(Traces(uses, stamps), now)
+        density.learn([], now, 3.0)
+        table = np.array(density.table)
         assert np.isfinite(table).all()
         assert (np.diff(table, axis=0) >= 0).all()
         assert (np.diff(table, axis=1) <= 0).all()
 
 
-def test_what_returns_is_worth_more_than_what_does_not() -> None:
-    worth, now = HitDensity(), 10**5
-    worth.saw_reuse(traces(2, [now - 500] * 300), now)
-    worth.lost_sight(traces(1, [now - 5000] * 1000), now)
-    worth.learn([], now, 10.0)
-    assert worth.table[1][age_idx(100)] > 4 * worth.table[0][age_idx(100)]
+def test_blocks_that_return_have_a_higher_hit_density() -> None:
+    density, now = HitDensity(), 10**5
+    density.saw_reuse(traces(2, [now - 500] * 300), now)
+    density.lost_sight(traces(1, [now - 5000] * 1000), now)
+    density.learn([], now, 10.0)
+    assert density.table[1][age_idx(100)] > 4 * density.table[0][age_idx(100)]
 
 
 def test_a_few_requests_are_no_evidence() -> None:
-    worth, now = HitDensity(), 10**5
-    worth.saw_reuse(traces(1, [now - 500] * 300), now)
-    worth.lost_sight(traces(1, [now - 5000] * 300), now)
-    worth.lost_sight(traces(2, [now - 5000] * 5), now)
-    worth.saw_reuse(traces(3, [now - 500] * 5), now)
-    worth.learn([], now, 10.0)
-    assert worth.table[2][age_idx(100)] < 1.5 * worth.table[1][age_idx(100)]
+    density, now = HitDensity(), 10**5
+    density.saw_reuse(traces(1, [now - 500] * 300), now)
+    density.lost_sight(traces(1, [now - 5000] * 300), now)
+    density.lost_sight(traces(2, [now - 5000] * 5), now)
+    density.saw_reuse(traces(3, [now - 500] * 5), now)
+    density.learn([], now, 10.0)
+    assert density.table[2][age_idx(100)] < 1.5 * density.table[1][age_idx(100)]
 
 
 def test_waiting_in_vain_counts() -> None:
@@ -155,8 +155,8 @@ def test_waiting_in_vain_counts() -> None:
     now = 10**5
     tables = []
     for waiting in ([], [(traces(2, [now - 20_000] * 1000), 1)]):
-        worth = HitDensity()
-        worth.saw_reuse(traces(2, [now - 500] * 100), now)
-        worth.learn(waiting, now, 1.0)
-        tables.append(worth.table[1][age_idx(100)])
+        density = HitDensity()
+        density.saw_reuse(traces(2, [now - 500] * 100), now)
+        density.learn(waiting, now, 1.0)
+        tables.append(density.table[1][age_idx(100)])
     assert tables[1] < 0.5 * tables[0]

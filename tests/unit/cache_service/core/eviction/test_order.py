@@ -1,4 +1,4 @@
-"""The order of each eviction policy, by hand: chains of a few blocks, made and used again through the core."""
+"""The order of each eviction policy by examples: chains of a few blocks, made and used again through the core."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Eviction policies on generated workloads: hits, and leaves before parents once there is something learned."""
+"""Eviction policies on generated workloads: hits, and leaves before parents once a policy has learned."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ NEVER_BELOW_LRU = [name for name in WORKLOADS if name != "phases"]
 
 @pytest.mark.parametrize("name", NEVER_BELOW_LRU)
 @pytest.mark.parametrize("num_blocks", [60, 250, 1000])
-def test_adaptive_is_nowhere_below_lru(name: str, num_blocks: int) -> None:
+def test_adaptive_is_never_below_lru(name: str, num_blocks: int) -> None:
     requests = WORKLOADS[name](7)
     lru, adaptive = (replay_policy(requests, num_blocks, policy).hit_rate for policy in ("lru", "adaptive"))
     assert adaptive >= lru - 0.001
 
 
-def test_adaptive_keeps_what_returns_from_a_scan() -> None:
+def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
     """The guard of the test above: the policy does deviate, and gains by it."""
     requests = scan(3)
     assert replay_policy(requests, 200, "adaptive").hit_rate > 1.1 * replay_policy(requests, 200, "lru").hit_rate
@@ -56,15 +56,15 @@ def test_victims_are_leaves_in_the_core(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_the_fast_replay_hits_what_the_core_hits(policy: str) -> None:
-    """Up to what the block more does that the core computes into, where a request is as long as the pool."""
+def test_the_fast_replay_has_the_hits_of_the_core(policy: str) -> None:
+    """Except for the effect of the one block more that the core computes into, where a request is as long as the pool."""
     requests = zipf(2, num_requests=400)
     core, fast = replay_core(requests, 120, policy), replay_policy(requests, 120, policy)
     assert core.num_blocks == fast.num_blocks
     assert core.hit_rate == pytest.approx(fast.hit_rate, abs=0.01)
 
 
-def test_nothing_beats_the_optimum() -> None:
+def test_no_policy_beats_the_optimum() -> None:
     requests = zipf(4, num_requests=600)
     best = replay_optimum(requests, 200).num_hits
     rates = {policy: replay_policy(requests, 200, policy).num_hits for policy in POLICY_NAMES}

@@ -1,4 +1,4 @@
-"""Whoever applies the snapshot and the events of a watch has what the index has, whatever happens meanwhile."""
+"""A reader that applies the snapshot and the events of a watch has the contents of the index, whatever happens meanwhile."""
 
 import random
 
@@ -24,7 +24,7 @@ class World:
         self.demoted: dict[int, int] = {}  # node to the block that it had
         self.readers: list[EventReader] = []
         self.feed: EventFeed | None = None
-        self.num_told_late = 0  # events about what changed while a snapshot went on
+        self.num_told_late = 0  # events of changes during a snapshot
 
     def insert(self) -> None:
         path = [self.dice.randrange(3) for _ in range(self.dice.randint(1, 5))]
@@ -65,7 +65,7 @@ class World:
             self.index.change_log.tier_changed(int32([node]), tier)
 
     def _settle(self) -> None:
-        """What was demoted and went with what was above it gives its block back too."""
+        """Demoted blocks that were forgotten with their ancestors give their host blocks back too."""
         for node in [node for node in self.demoted if self.index.key(node) is None]:
             self.free.append(self.demoted.pop(node))
 
@@ -113,7 +113,7 @@ def test_snapshot_and_events_are_the_index_of_the_tenant(first_seed: int) -> Non
     assert num_told_late > 0, "nothing was removed during a snapshot: the world is too slow for its feed"
 
 
-def test_what_steps_do_is_told_in_their_order() -> None:
+def test_the_changes_of_steps_are_told_in_order() -> None:
     world = CorePool(num_blocks=5, block_size=2)
     world.prefill(1, [1, 2, 3, 4])
     feed = EventFeed(world.manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
@@ -151,7 +151,7 @@ def test_another_tenants_blocks_are_never_told() -> None:
     assert (len(ours.blocks), len(theirs.blocks)) == (2, 0)
 
 
-def test_nobody_watching_leaves_no_journal() -> None:
+def test_a_pool_without_watches_has_no_change_log() -> None:
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     watches = [feed.open(""), feed.open("")]
@@ -217,7 +217,7 @@ def test_a_slice_is_no_longer_than_its_budget_however_deep_a_block_is(by: str) -
     assert reader.blocks == names_in(index, "")
 
 
-def test_changes_that_nobody_reads_are_bounded() -> None:
+def test_unread_changes_are_bounded() -> None:
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None, max_unread=20)
     watch = feed.open("")
@@ -246,7 +246,7 @@ def test_the_level_comes_with_the_end_of_the_snapshot_and_then_by_itself() -> No
     assert (reader.kinds[1:], reader.pressure) == ([EventKind.PRESSURE], PressureLevel.MEDIUM)
 
 
-def test_the_feed_is_woken_by_the_first_change_of_a_row_only() -> None:
+def test_the_feed_is_woken_only_by_the_first_unread_change() -> None:
     index = PrefixIndex(8, 1)
     calls: list[None] = []
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: calls.append(None))

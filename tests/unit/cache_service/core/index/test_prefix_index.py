@@ -1,7 +1,6 @@
-"""The index and the pool below the manager: what no sequence of lawful items reaches today, and what must hold all the same.
+"""The index and the pool below the manager: cases that steps hardly reach, and that must hold all the same.
 
-A block's ancestors are held whenever it is, so today an eviction never takes a parent from above its descendants. Pins,
-retention and tiers will change that.
+The ancestors of a held block are held too, except under retention, so an eviction rarely takes a parent before its descendants.
 """
 
 import numpy as np
@@ -34,7 +33,7 @@ def blocks_of(index: PrefixIndex, nodes: dict[str, int], *paths: str) -> list[in
     return [int(index.block_of_node[nodes[path]]) for path in paths]
 
 
-def test_forgetting_a_node_forgets_all_that_is_below_and_nothing_else() -> None:
+def test_forgetting_a_node_forgets_all_nodes_below_and_no_others() -> None:
     index, nodes = family()
     below = blocks_of(index, nodes, "pbx", "pby")
     lost = index.forget_blocks(int32(blocks_of(index, nodes, "pb")))
@@ -50,10 +49,10 @@ def test_forgetting_a_node_forgets_all_that_is_below_and_nothing_else() -> None:
 def test_forgetting_a_node_and_its_descendant_at_once_names_no_block_twice() -> None:
     index, nodes = family()
     for order in (("pa", "pay"), ("pcy", "pc")):
-        gone = blocks_of(index, nodes, *order)
-        lost = index.forget_blocks(int32(gone)).tolist()
+        victims = blocks_of(index, nodes, *order)
+        lost = index.forget_blocks(int32(victims)).tolist()
         assert len(lost) == 1
-        assert not set(lost) & set(gone)
+        assert not set(lost) & set(victims)
         assert index.check() == []
 
 
@@ -66,7 +65,7 @@ def test_a_node_number_used_again_has_none_of_its_old_relatives() -> None:
     assert index.block_of_node[index.match(index.root("tenant"), int32([1, 2, 3]), 3)].tolist() == [1, 2, 3]
 
 
-def test_brothers_published_in_one_go_are_linked_to_each_other_and_to_the_elder_ones() -> None:
+def test_siblings_published_together_are_linked_to_each_other_and_to_earlier_ones() -> None:
     index, nodes = family()
     parents = int32([nodes["q"], index.root("tenant"), nodes["p"], nodes["q"], index.root("tenant"), nodes["q"]])
     index.forget_blocks(int32(blocks_of(index, nodes, "pbx", "pby", "pcx", "pcy")))
@@ -76,8 +75,8 @@ def test_brothers_published_in_one_go_are_linked_to_each_other_and_to_the_elder_
     assert set(index.children(nodes["q"], 9)) == {new[0], new[3], new[5]}
     assert set(index.children(nodes["p"], 9)) == {new[2], nodes["pa"], nodes["pb"], nodes["pc"]}
     assert set(index.children(index.root("tenant"), 9)) == {new[1], new[4], nodes["p"], nodes["q"]}
-    for gone in (new[3], new[0], new[1]):
-        index.forget_blocks(int32([index.block_of_node[gone]]))
+    for node in (new[3], new[0], new[1]):
+        index.forget_blocks(int32([index.block_of_node[node]]))
         assert index.check() == []
     assert index.children(nodes["q"], 9) == [new[5]]
 

@@ -1,4 +1,4 @@
-"""Stored last-token logits: full hits for who asks for them, and how long what was stored and promised lives."""
+"""Stored last-token logits: full hits for starts that ask for them, and the lifetime of stored and promised logits."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def logits(first: float, size: int = 3) -> bytes:
 
 
 def stored(pool: CorePool, tokens: list[int] = PROMPT, first: float = 1.0, *, keep: bool = False, **args: object) -> None:
-    """A sequence computes these tokens, stores what follows, and ends."""
+    """A sequence computes these tokens, stores the logits that follow, and ends."""
     pool.prefill(1, tokens, **args)
     pool.manager.store_logits(A, 1, len(tokens), logits(first))
     if not keep:
@@ -58,7 +58,7 @@ def test_only_whole_blocks_are_a_full_hit(num_tokens: int, full: bool) -> None:
 
 
 @pytest.mark.parametrize("max_hit", [0, 4, 7])
-def test_who_does_not_ask_for_the_whole_prompt_is_not_surprised(max_hit: int) -> None:
+def test_a_start_that_does_not_ask_for_the_whole_prompt_gets_no_full_hit(max_hit: int) -> None:
     pool = logits_pool()
     stored(pool)
     assert start(pool, PROMPT, max_hit=max_hit) == (max_hit // 4 * 4, 8, False)
@@ -82,7 +82,7 @@ def test_one_item_calls_never_meet_a_full_hit() -> None:
     assert pool.view(1, session=session).num_hit_tokens == 4
 
 
-def test_another_tenant_and_another_prompt_have_their_own() -> None:
+def test_another_tenant_and_another_prompt_have_logits_of_their_own() -> None:
     pool = logits_pool()
     stored(pool)
     stored(pool, [*PROMPT[:4], 9, 9, 9, 9], first=5.0)
@@ -91,7 +91,7 @@ def test_another_tenant_and_another_prompt_have_their_own() -> None:
     assert pool.manager.read_logits(A, 3) == logits(5.0)
 
 
-def test_a_promise_holds_until_its_step_is_completed_whatever_goes_meanwhile() -> None:
+def test_a_promise_holds_until_its_step_is_completed_whatever_is_evicted_meanwhile() -> None:
     pool = logits_pool()
     stored(pool)
     assert start(pool, PROMPT)[2]
@@ -103,7 +103,7 @@ def test_a_promise_holds_until_its_step_is_completed_whatever_goes_meanwhile() -
         pool.manager.read_logits(A, 2)
 
 
-def test_a_released_sequence_takes_its_promise_along_also_when_its_id_comes_again() -> None:
+def test_a_release_ends_the_promise_also_when_the_id_is_used_again() -> None:
     pool = logits_pool()
     stored(pool)
     start(pool, PROMPT)
@@ -116,7 +116,7 @@ def test_a_released_sequence_takes_its_promise_along_also_when_its_id_comes_agai
 
 
 @pytest.mark.parametrize("end", ["evict", "clear", "expire"])
-def test_logits_go_with_their_prefix_and_do_not_come_back_with_its_number(end: str) -> None:
+def test_logits_are_forgotten_with_their_prefix_and_do_not_return_with_its_node_number(end: str) -> None:
     pool = logits_pool(prefix_ttl=10.0)
     stored(pool)
     if end == "evict":
@@ -134,7 +134,7 @@ def test_logits_go_with_their_prefix_and_do_not_come_back_with_its_number(end: s
     assert not start(pool, list(range(8)), sequence_id=4)[2]
 
 
-def test_the_least_recently_used_go_first_where_there_are_too_many() -> None:
+def test_the_least_recently_used_logits_are_dropped_first() -> None:
     pool = logits_pool(17, memory=2 * 12 + 11)  # room for two of 12 bytes
     stored(pool, PROMPT[:4], 1.0)
     stored(pool, PROMPT[4:], 2.0)
@@ -145,7 +145,7 @@ def test_the_least_recently_used_go_first_where_there_are_too_many() -> None:
     assert start(pool, PROMPT[:4], sequence_id=4)[2]
 
 
-def test_storing_again_changes_nothing_but_the_numbers() -> None:
+def test_storing_again_changes_only_the_logits() -> None:
     pool = logits_pool()
     stored(pool, keep=True)
     for first in (1.0, 2.0):
@@ -178,7 +178,7 @@ def test_logits_of_another_size_or_no_numbers_are_refused(wrong: bytes) -> None:
     assert pool.manager.read_logits(A, 2) == logits(1.0)
 
 
-def test_what_is_larger_than_the_memory_is_refused_and_fixes_no_size() -> None:
+def test_logits_larger_than_the_memory_are_refused_and_fix_no_size() -> None:
     pool = logits_pool(memory=12)
     pool.prefill(1, PROMPT)
     with pytest.raises(InvalidField):
@@ -186,7 +186,7 @@ def test_what_is_larger_than_the_memory_is_refused_and_fixes_no_size() -> None:
     pool.manager.store_logits(A, 1, 8, logits(1.0, 3))
 
 
-def test_nothing_is_stored_without_memory_for_it_or_of_what_is_not_cached() -> None:
+def test_logits_are_stored_only_within_memory_and_for_cached_prefixes() -> None:
     for pool in (CorePool(), logits_pool(prefix_caching=False)):
         pool.prefill(1, PROMPT)
         with pytest.raises(WrongState):
@@ -200,7 +200,7 @@ def test_nothing_is_stored_without_memory_for_it_or_of_what_is_not_cached() -> N
         pool.manager.store_logits(B, 1, 8, logits(1.0))
 
 
-def test_a_full_hit_goes_on_like_any_other_sequence() -> None:
+def test_a_full_hit_continues_like_any_other_sequence() -> None:
     pool = logits_pool()
     stored(pool)
     start(pool, PROMPT)
@@ -220,7 +220,7 @@ def test_a_full_hit_needs_no_free_block() -> None:
     assert start(pool, PROMPT) == (8, 8, True)
 
 
-def test_the_least_length_counts_for_full_hits_too() -> None:
+def test_the_minimum_length_applies_to_full_hits_too() -> None:
     pool = logits_pool(min_prefix_tokens=9)
     stored(pool)
     assert start(pool, PROMPT) == (0, 8, False)
