@@ -44,7 +44,7 @@ class DroppedSpan(NamedTuple):
             raise InvalidField(f"{field}: the pool cannot hold {num_tokens} tokens at once", field=field, limit=limit)
 
     def check_cut(self, field: str, num_tokens: int) -> None:
-        """Raises InvalidField where a sequence of num_tokens would have to read dropped tokens; its limit is the next length."""
+        """Raises InvalidField where a sequence of num_tokens would read dropped tokens; its limit is the next length."""
         if self.end > self.first < num_tokens < self.end + self.num_window:
             limit = self.end + self.num_window
             raise InvalidField(

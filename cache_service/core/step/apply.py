@@ -27,7 +27,7 @@ from ..values.types import (
     StepBatch,
     StepReply,
 )
-from .reply import StepOutcome, int32_of, step_reply, with_moves
+from .reply import int32_of, step_reply, with_moves
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
@@ -141,7 +141,11 @@ class StepApplier:
         reply = step_reply(
             self._sequences,
             self._pool,
-            StepOutcome(log, plan, forks, starts, grants),
+            log,
+            plan,
+            forks,
+            starts,
+            grants,
             num_give_back=num_give_back,
             pressure=pressure,
             revision=state.revision,
