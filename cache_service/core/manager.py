@@ -86,7 +86,7 @@ class PoolManager:
         return self._maintenance.end_reported_orders(max_orders)
 
     def reclaim_some(self, max_blocks: int) -> bool:
-        return self._sessions.give_back(max_blocks)
+        return self._sessions.reclaim_blocks(max_blocks)
 
     # Sessions
 

@@ -37,9 +37,9 @@ class Reclaim:
         self._lifecycle.release(owner, slots[self._sequences.states[slots] != SequenceState.RUNNING].tolist())
         if len(owner.ids):
             self._ended.append(owner)
-        self.give_back(self.at_once)
+        self.release_blocks(self.at_once)
 
-    def give_back(self, max_blocks: int) -> bool:
+    def release_blocks(self, max_blocks: int) -> bool:
         """Gives back about so many blocks, one sequence or more. Whether any are left."""
         seqs = self._sequences
         while self._ended and max_blocks > 0:

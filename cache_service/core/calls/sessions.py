@@ -40,7 +40,7 @@ class SessionCalls:
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
 
-        Of a large one, a rest is left for `give_back`.
+        Of a large one, a rest is left for `reclaim_blocks`.
         """
         state, pool = self._state, self._pool
         owner = state.session(session)
@@ -57,9 +57,9 @@ class SessionCalls:
         state.update_pressure()
         return CloseResult(len(ids), pool.num_distinct(state.quarantines.get(session, NO_INT32)))
 
-    def give_back(self, max_blocks: int) -> bool:
+    def reclaim_blocks(self, max_blocks: int) -> bool:
         """Gives back about so many blocks of sessions that ended. Whether any are left."""
-        is_left = self._reclaim.give_back(max_blocks)
+        is_left = self._reclaim.release_blocks(max_blocks)
         self._state.update_pressure()
         return is_left
 

@@ -83,7 +83,7 @@ def _check_moves(state: PoolState, swapper: SequenceSwapper) -> list[str]:
         if slot in swapper.host.tables and len(swapper.host.tables[slot]) != seqs.num_blocks(int(seqs.num_reserved[slot])):
             wrong.append(f"{name} has the wrong number of host blocks")
     if any(seqs.states[slot] == SequenceState.FREE_SLOT for slot in (*swapper.moves, *swapper.host.tables)):
-        wrong.append("a sequence that is gone is still being moved")
+        wrong.append("a sequence that was released is still being moved")
     return wrong
 
 

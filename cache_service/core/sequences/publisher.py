@@ -35,7 +35,7 @@ class Publisher:
         self._index = index
         self._pool = pool
         self._counters = counters
-        self._pending: deque[tuple[SessionState, Int64Array]] = deque()  # slots of commits; some may have nothing to publish
+        self._pending: deque[tuple[SessionState, Int64Array]] = deque()  # slots of commits; a slot may have nothing to publish
         self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
     def note(self, owner: SessionState, slots: Int64Array) -> None:
@@ -66,8 +66,8 @@ class Publisher:
     def forget_slots(self, slots: list[int]) -> None:
         """These sequences end. Everything else of them was published before."""
         if self._waiting:
-            left = [(owner, some[~np.isin(some, slots)]) for owner, some in self._waiting]
-            self._waiting = [(owner, some) for owner, some in left if len(some)]
+            left = [(owner, waiting[~np.isin(waiting, slots)]) for owner, waiting in self._waiting]
+            self._waiting = [(owner, waiting) for owner, waiting in left if len(waiting)]
 
     def clear_index(self) -> tuple[int, int]:
         """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
@@ -164,8 +164,8 @@ class Publisher:
         """Puts blocks [first, last) of each table into the index, in list order. Ranges may be empty."""
         counts = last - first
         if not counts.all():  # what waits for a copy, or is too much, has none
-            some = counts > 0
-            slots, first, last, counts = slots[some], first[some], last[some], counts[some]
+            due = counts > 0
+            slots, first, last, counts = slots[due], first[due], last[due], counts[due]
         self._sequences.note_published(slots, last)
         done = 0
         for at in (counts > 1).nonzero()[0].tolist():

@@ -3,8 +3,8 @@
 Follows StreamingLLM (Xiao et al., arXiv 2309.17453). With L committed tokens, those below the sink and the last window of
 them are readable, to the token. A block with no such token is dropped: its table entry becomes a hole, the null block, and
 everything behind keeps its place, so that positions and the next append stay where they were. The holes of a sequence are one
-run of table entries, from the first block wholly behind the sink up to SequenceTable.hole_ends. What is gone stays gone, so
-retention is never widened, and no sequence is cut to a length whose window would reach into its holes.
+run of table entries, from the first block wholly behind the sink up to SequenceTable.hole_ends. What is dropped stays dropped,
+so retention is never widened, and no sequence is cut to a length whose window would reach into its holes.
 """
 
 from typing import NamedTuple
@@ -21,19 +21,19 @@ from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates
 
 
-class Span(NamedTuple):
-    """What is gone of one sequence: K and V of tokens [first, end). Without retention num_window is 0 and nothing is."""
+class DroppedSpan(NamedTuple):
+    """What retention has dropped of one sequence: K and V of tokens [first, end). Without it num_window is 0."""
 
     num_window: int
     first: int
     end: int
 
-    def after_commit(self, num_committed: int, block_size: int) -> "Span":
-        """What is gone once so many tokens are committed."""
+    def after_commit(self, num_committed: int, block_size: int) -> "DroppedSpan":
+        """What is dropped once so many tokens are committed."""
         end = (num_committed - self.num_window) // block_size * block_size
         return self._replace(end=end) if self.num_window and end > max(self.first, self.end) else self
 
-    def cut(self, num_tokens: int) -> "Span":
+    def cut(self, num_tokens: int) -> "DroppedSpan":
         """The same for a sequence of its first num_tokens, a length that check_cut lets pass."""
         return self._replace(end=0) if num_tokens <= self.first else self
 
@@ -45,7 +45,7 @@ class Span(NamedTuple):
             raise InvalidField(f"{field}: the pool cannot hold {num_tokens} tokens at once", field=field, limit=limit)
 
     def check_cut(self, field: str, num_tokens: int) -> None:
-        """Raises InvalidField where a sequence of num_tokens would have to read what is gone; its limit is the next length."""
+        """Raises InvalidField where a sequence of num_tokens would read dropped tokens; its limit is the next length."""
         if self.end > self.first < num_tokens < self.end + self.num_window:
             limit = self.end + self.num_window
             raise InvalidField(
@@ -55,10 +55,10 @@ class Span(NamedTuple):
             )
 
 
-def span(sequences: SequenceTable, slot: int) -> Span:
+def dropped_span(sequences: SequenceTable, slot: int) -> DroppedSpan:
     size = sequences.block_size
     first = -(-int(sequences.num_sink[slot]) // size) * size
-    return Span(int(sequences.num_window[slot]), first, int(sequences.hole_ends[slot]) * size)
+    return DroppedSpan(int(sequences.num_window[slot]), first, int(sequences.hole_ends[slot]) * size)
 
 
 class RetentionDrops:

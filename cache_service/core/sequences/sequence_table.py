@@ -269,16 +269,13 @@ class SequenceTable:
 
     # Block tables
 
-    def set_blocks(self, slots: Int64Array, table_idx: Int64Array | Int32Array, blocks: Int32Array) -> None:
-        """One entry each: the block at table_idx[i] of slots[i] is blocks[i]."""
+    def set_blocks(self, slots: Int64Array | int, table_idx: Int64Array | Int32Array, blocks: Int32Array) -> None:
+        """One entry each: the block at table_idx[i] of slots[i], or of one slot, is blocks[i]."""
         self.tables[slots, table_idx] = blocks
 
     def set_run(self, slot: int, start: int, blocks: Int32Array) -> None:
         """Consecutive entries of one table, from `start` on."""
         self.tables[slot, start : start + len(blocks)] = blocks
-
-    def replace_blocks(self, slot: int, table_idx: Int64Array, blocks: Int32Array) -> None:
-        self.tables[slot, table_idx] = blocks
 
     # What the index knows of a table
 

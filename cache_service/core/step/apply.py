@@ -17,7 +17,7 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
-from .reply import StepOutcome, int32_of, step_reply, with_moves
+from .reply import int32_of, step_reply, with_moves
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
@@ -131,7 +131,11 @@ class StepApplier:
         reply = step_reply(
             self._sequences,
             self._pool,
-            StepOutcome(log, plan, forks, starts, grants),
+            log,
+            plan,
+            forks,
+            starts,
+            grants,
             num_give_back=num_give_back,
             pressure=pressure,
             revision=state.revision,

@@ -1,9 +1,9 @@
-"""The one-item calls: each a step of one item whose device work is complete at once."""
+"""The one-item calls: each is a step of one item, and its device work counts as complete at once."""
 
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.retention import span
+from ..sequences.retention import dropped_span
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
@@ -58,7 +58,7 @@ class OneItemCalls:
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:
             raise too_long("num_tokens", int(seqs.max_tokens[slot]))
-        span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
+        dropped_span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
         if seqs.states[slot] == SequenceState.RUNNING:
             reply = self._step_once(
                 owner,

@@ -1,7 +1,6 @@
 """The reply of a step, as columns, from what the step did."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,21 +15,20 @@ from ..values.types import NO_INT32, NO_INT64, Int32Array, ItemResult, PressureL
 from .validate import StepPlan
 
 
-class StepOutcome(NamedTuple):
-    """What the items of a step came to."""
-
-    log: StepLog
-    plan: StepPlan
-    forks: list[ItemResult]
-    starts: list[StartResult]
-    grants: Grants
-
-
 def step_reply(
-    seqs: SequenceTable, pool: BlockPool, outcome: StepOutcome, *, num_give_back: int, pressure: PressureLevel, revision: int
+    seqs: SequenceTable,
+    pool: BlockPool,
+    log: StepLog,
+    plan: StepPlan,
+    forks: list[ItemResult],
+    starts: list[StartResult],
+    grants: Grants,
+    *,
+    num_give_back: int,
+    pressure: PressureLevel,
+    revision: int,
 ) -> StepReply:
     """The reply of most steps."""
-    log, plan, forks, starts, grants = outcome
     # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
     tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32

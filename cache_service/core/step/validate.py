@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sequences.retention import Span, span
+from ..sequences.retention import DroppedSpan, dropped_span
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
@@ -59,7 +59,7 @@ class _Seen:
     num_tokens: int
     num_committed: int
     max_tokens: int
-    gone: Span
+    dropped: DroppedSpan
 
 
 def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> StepPlan:
@@ -202,13 +202,13 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
                 int(sequences.num_tokens[slot]),
                 int(sequences.num_committed[slot]),
                 int(sequences.max_tokens[slot]),
-                span(sequences, slot),
+                dropped_span(sequences, slot),
             )
             if sequence_id in committed:
                 at = committed[sequence_id]
                 view.num_tokens += int(batch.commit_num_new[at])
                 view.num_committed = int(batch.commit_lens[at])
-                view.gone = view.gone.after_commit(view.num_committed, sequences.block_size)
+                view.dropped = view.dropped.after_commit(view.num_committed, sequences.block_size)
             seen[sequence_id] = view
         view = seen[sequence_id]
         if view.state == SequenceState.FREE_SLOT:
@@ -230,9 +230,9 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
                 field="fork_num_tokens",
                 limit=parent.num_committed,
             )
-        parent.gone.check_cut("fork_num_tokens", num_tokens)
-        gone = parent.gone.cut(num_tokens)
-        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, gone)
+        parent.dropped.check_cut("fork_num_tokens", num_tokens)
+        dropped = parent.dropped.cut(num_tokens)
+        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, dropped)
     _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
     for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
         target = look(sequence_id)
@@ -240,8 +240,8 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
             raise wrong_state(sequence_id, target.state)
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
-        target.gone.check_cut("truncate_num_tokens", num_tokens)
-        target.gone = target.gone.cut(num_tokens)
+        target.dropped.check_cut("truncate_num_tokens", num_tokens)
+        target.dropped = target.dropped.cut(num_tokens)
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
@@ -267,7 +267,7 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
             raise wrong_state(sequence_id, target.state)
         if most > target.max_tokens:
             raise too_long("reserve_max_tokens", target.max_tokens)
-        target.gone.check_fits("reserve_min_tokens", least, sequences)
+        target.dropped.check_fits("reserve_min_tokens", least, sequences)
     return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
 
 
@@ -291,10 +291,10 @@ def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
 def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:
     """Only a sequence with retention may be longer than the pool; what it holds at once may not."""
     for at in np.flatnonzero(batch.reserve_min > sequences.most_held_blocks * sequences.block_size).tolist():
-        gone = span(sequences, int(slots[at]))
+        dropped = dropped_span(sequences, int(slots[at]))
         for row in np.flatnonzero(commit_slots == slots[at]).tolist():
-            gone = gone.after_commit(int(batch.commit_lens[row]), sequences.block_size)
-        gone.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
+            dropped = dropped.after_commit(int(batch.commit_lens[row]), sequences.block_size)
+        dropped.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
 
 
 def _check_lengths(batch: StepBatch) -> None:

@@ -117,7 +117,7 @@ class Reservations:
         seqs = self._sequences
         sources = seqs.tables[slot, due]
         copies = self._allocator.allocate_for_copies(len(due), int(seqs.roots[slot]))
-        seqs.replace_blocks(slot, due, copies)
+        seqs.set_blocks(slot, due, copies)
         log.copy(sources.tolist(), copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
             log.update(int(seqs.ids[slot]), table_idx, block)

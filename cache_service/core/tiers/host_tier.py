@@ -22,7 +22,7 @@ class HostTier:
     """The blocks of one pool's host tier. Block ids are its own; 0 is its null block."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
-        """forget(host blocks, why) tells the index which copies are gone."""
+        """forget(host blocks, why) tells the index which copies are lost."""
         self._tell_index = forget
         self.num_blocks = config.num_host_blocks
         # Least recently used; of the limits only the time to live, which starts anew when a block is cached here.

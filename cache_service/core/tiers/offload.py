@@ -83,9 +83,9 @@ class Offloader:
             if self.outs.get(order.source) is order:
                 del self.outs[order.source]
         if not ok:
-            gone = destinations[self.host.pool.indexed[destinations]]
-            self.host.pool.unindex(gone)
-            self._forget_hosts(gone, MatchEnd.EVICTED)
+            lost = destinations[self.host.pool.indexed[destinations]]
+            self.host.pool.unindex(lost)
+            self._forget_hosts(lost, MatchEnd.EVICTED)
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
@@ -120,7 +120,7 @@ class Offloader:
             return needy
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)
-        nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten some
+        nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
         index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
         host.pool.indexed[copies[nodes > 0]] = True
         host.return_blocks(copies[nodes == 0])
@@ -157,7 +157,7 @@ class Offloader:
         return orders
 
     def _forget_hosts(self, hosts: Int32Array, why: MatchEnd) -> None:
-        """Host copies are gone, and with them what nothing else holds."""
+        """Host copies are lost, and with them what nothing else holds."""
         lost = self._index.forget_hosts(hosts, why)
         if len(lost):
             num_freed = self._pool.unindex(lost)

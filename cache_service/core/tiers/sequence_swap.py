@@ -122,7 +122,7 @@ class SequenceSwapper:
         for block in hosts[has_copy & host.is_filling[hosts]].tolist():
             self.offloader.fills[block].add_waiter(move, 0)
         blocks, copies = table[places][~has_copy], hosts[~has_copy]
-        nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten some
+        nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten a node
         named = (nodes > 0) & (index.host_of_node[nodes] == 0)
         index.add_hosts(nodes[named], copies[named])
         host.pool.indexed[copies[named]] = True

@@ -2,8 +2,8 @@
 
 Owns the wiring: an operation is drawn, sent through the driver, applied to the reference, which compares the answer, and its
 device work is issued to the shadow memory, where it runs as late as the protocol lets it. Rules: `audit` after every
-operation, `compare` (views, block states, contents) as often as the caller can afford. The Hypothesis machine and the
-simulator differ only in who chooses.
+operation, `compare` (comparisons.py) as often as the caller can afford. The Hypothesis machine and the simulator differ only in
+what chooses.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from tests.support.reference.naive_cache import Mismatch, NaiveSequence, expect,
 from tests.support.reference.naive_steps import NaiveSteps
 from tests.support.reference.shadow_memory import Contents, DeviceStep, Read
 from tests.support.reference.told_tables import ToldTables
+from tests.support.worlds.comparisons import compare_contents, compare_pool, compare_views
 from tests.support.worlds.drivers import Driver
 from tests.support.worlds.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32, unread
 
@@ -30,7 +31,7 @@ TENANTS = ("", "other")
 
 
 class World:
-    """See the module. `alphabet` is the number of tokens; `num_tenants` 1 or 2."""
+    """A pool, its engines, its reference and its oracle. `alphabet` is the number of tokens; `num_tenants` 1 or 2."""
 
     def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
         self.driver = driver
@@ -356,41 +357,9 @@ class World:
 
     def compare(self) -> None:
         """Views and block states against the reference, contents against the oracle (R1 to R4)."""
-        for (session, sequence_id), q in self.naive.sequences.items():
-            view = self.driver.view(SessionId(session), SequenceId(sequence_id))
-            found = (view.num_tokens, view.num_committed_tokens, view.num_reserved_tokens, view.block_table.tolist())
-            expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
-            expect(len(q.table), self.naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
-            expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
-            expect(view.retention, q.retention, f"retention of {sequence_id}")
-            expect((view.priority, view.start_number), (q.priority, q.start_number), f"age of {sequence_id}")
-        stats, naive = self.driver.stats(), self.naive
-        pinned = {block for pin in naive.pins.values() for block in pin.blocks}
-        expect((stats.num_pins, stats.num_pinned_blocks), (len(naive.pins), len(pinned)), "pins and pinned blocks")
-        states = self.driver.block_states()
-        if states is not None:
-            expect(states, self.naive.states(), "R1 block states")
-        expect(stats.pressure, naive.pressure, "pressure")
-        if states is not None:  # a service looks more often, when nobody can tell
-            expect(stats.num_pressure_changes, naive.num_pressure_changes, "changes of pressure")
-        expect((stats.num_owed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "owed, computing")
-        for session in self.engines:
-            reads = [Read(f"R3 sequence {q.sequence_id}", q.table, self.contents.spell(q.tenant, q.tokens[: q.committed]),
-                          unread(q.retention, q.committed))
-                     for q in self.naive.of(session)]  # fmt: skip
-            self.fail_on(self.memory.check(session, reads))
-        self._compare_index()
-
-    def _compare_index(self) -> None:
-        size = self.config.block_size
-        anyone = next(iter(self.engines), None)
-        for (tenant, tokens), block in self.naive.index.items():
-            content = self.contents.spell(tenant, list(tokens))
-            if not self.memory.spells([block], content[-size:]):
-                raise Mismatch(f"R6 block {block} is indexed and does not hold {tokens}")
-            if anyone is not None:
-                found = self.driver.match_prefix(anyone, tenant, int32(list(tokens)))
-                expect(found, self.naive.match(tenant, list(tokens)), f"R4 match of {tokens}")
+        compare_views(self.driver, self.naive)
+        compare_pool(self.driver, self.naive)
+        compare_contents(self.driver, self.naive, self.memory, self.contents, list(self.engines))
 
     def fail_on(self, faults: list[str]) -> None:
         if faults:

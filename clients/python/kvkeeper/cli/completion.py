@@ -27,8 +27,8 @@ def add_parser(commands: Any, text: str) -> None:
 def run(args: argparse.Namespace) -> int:
     import shtab
 
-    from kvkeeper.cli import services
     from kvkeeper.cli.commands import whole_parser
+    from kvkeeper.cli.start import services
 
     parser, commands = whole_parser()
     for name in services.NAMES:
