@@ -1,4 +1,4 @@
-"""Ops on the activations of tokens, which need no KV memory: products, norms, rotations and gates.
+"""Ops on the activations of tokens, which need no KV memory.
 
-May import the modules of kernels that are in no folder, and kernels.gpu inside the branch for CUDA.
+Owns products, norms, rotations and gates. May import the modules of kernels that are in no folder, and kernels.gpu inside the branch for CUDA.
 """

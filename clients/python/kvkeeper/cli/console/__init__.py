@@ -1,4 +1,4 @@
-"""What all commands share: flags and their types, addresses, tables, JSON, error texts and exit codes.
+"""What all commands share.
 
-May import kvkeeper.client and kvkeeper.service; no command. Modules on the way of every command import nothing that takes time.
+Owns flags and their types, addresses, tables, JSON, error texts and exit codes. May import kvkeeper.client and kvkeeper.service; no command. Modules on the way of every command import nothing that takes time.
 """
