@@ -178,7 +178,7 @@ class Engine:
         if (step := self._step_worker.in_flight) is None:
             return
         computed = await self._while_renewing(memory, step.computing)
-        await memory.require_lease()  # without it other engines' K and V may have been read: the step is computed again
+        await memory.require_lease()  # if the lease is lost, blocks may hold other engines' K and V: computed again
         self._step_worker.take_step()
         work = step.work
         if memory.transfers.note_computed():
