@@ -1,4 +1,5 @@
 """What all commands share.
 
-Owns flags and their types, addresses, tables, JSON, error texts and exit codes. May import kvkeeper.client and kvkeeper.service; no command. Modules on the way of every command import nothing that takes time.
+Owns flags and their types, addresses, tables, JSON, error texts and exit codes. May import kvkeeper.client and
+kvkeeper.service; no command. Modules on the way of every command import nothing that takes time.
 """
