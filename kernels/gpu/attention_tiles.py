@@ -16,7 +16,7 @@ COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The keyword arguments of both ops, see kernels.paged_attention_decode."""
+    """The keyword arguments of both ops, see kernels.attention.paged_attention_decode."""
 
     scale: float
     window: int | None

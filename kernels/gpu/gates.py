@@ -27,7 +27,7 @@ def gate_kernel(gate_up_ptr, out_ptr, stride, LEN: tl.constexpr, GELU: tl.conste
 
 
 def gate(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    """See kernels.activations.silu_and_mul and kernels.activations.gelu_and_mul."""
+    """The CUDA path of kernels.activations.silu_and_mul, and with `gelu` of gelu_and_mul."""
     length = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], length), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:

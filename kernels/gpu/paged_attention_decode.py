@@ -231,7 +231,7 @@ def paged_attention_decode(
     options: Options,
     scratch: Scratch,
 ) -> torch.Tensor:
-    """See kernels.paged_attention_decode.paged_attention_decode."""
+    """The CUDA path of kernels.attention.paged_attention_decode, with its arguments."""
     num_seqs, num_heads, head_dim = q.shape
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:

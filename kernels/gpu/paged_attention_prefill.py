@@ -279,7 +279,7 @@ def paged_attention_prefill(
     query_start_loc: torch.Tensor,
     options: Options,
 ) -> torch.Tensor:
-    """See kernels.paged_attention_prefill.paged_attention_prefill."""
+    """The CUDA path of kernels.attention.paged_attention_prefill, with its arguments."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs = seq_lens.shape[0]
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)

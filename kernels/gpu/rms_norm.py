@@ -49,7 +49,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
-    """The normalised tensor; see kernels.rms_norm.rms_norm."""
+    """The CUDA path of kernels.activations.rms_norm, with its arguments; answers the normalised tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out

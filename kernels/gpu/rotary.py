@@ -47,7 +47,7 @@ def rotary_kernel(
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See kernels.rotary.rotary."""
+    """The CUDA path of kernels.activations.rotary, with its arguments."""
     num_tokens, num_heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:

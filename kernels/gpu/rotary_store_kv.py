@@ -75,7 +75,7 @@ def rotary_store_kv(
     kv_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.rotary_store_kv.rotary_store_kv."""
+    """The CUDA path of kernels.rotary_store_kv, with its arguments."""
     num_tokens, num_kv_heads, head_dim = v.shape
     num_heads = qk.shape[1] - num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qk.dtype, device=qk.device)

@@ -181,7 +181,7 @@ def sample_rows(
     typical_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """See kernels.sampling.sample_rows; the parameters of its SamplingTensors, contiguous."""
+    """The CUDA path of kernels.sampling, with the parameters of its SamplingTensors, contiguous."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:

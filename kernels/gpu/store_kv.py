@@ -41,7 +41,7 @@ def store_kv_kernel(
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """See kernels.store_kv.store_kv."""
+    """The CUDA path of kernels.store_kv, with its arguments."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return

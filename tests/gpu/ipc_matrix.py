@@ -13,7 +13,7 @@ from tests.gpu.checks import Check
 from tests.gpu.peer import Peer, PeerFailed
 
 _SIZE = 8 << 20
-_QUIET_S = 0.2  # without a change: nobody writes any more
+_QUIET_S = 0.2  # without a change: all writers have stopped
 _LONGEST_S = 10.0
 _LARGE = (1 << 30, 16 << 30, 64 << 30)
 

@@ -103,5 +103,5 @@ async def _tokens(client: AsyncEngineClient, prompt: np.ndarray, new_tokens: int
 
 async def _until_running(client: AsyncEngineClient, count: int) -> None:
     """All decode, each behind its prompt."""
-    while len((await client.iteration_plan()).decodes) < count:  # noqa: ASYNC110  # nobody is told of it
+    while len((await client.iteration_plan()).decodes) < count:  # noqa: ASYNC110  # there is no event to wait for
         await asyncio.sleep(0.005)

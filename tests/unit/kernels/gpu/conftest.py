@@ -1,9 +1,9 @@
 """Run the Triton kernels in Triton's interpreter.
 
 Triton reads the switch where a function is decorated, its own library's included. So Triton and the kernels are imported
-here, with the switch on, before any test runs; for everything else in this process and its children it is off. Where
-somebody was faster, as torch is when transformers asks it about compilers, Triton is imported a second time, all but its
-binary module.
+here, with the switch on, before any test runs; for everything else in this process and its children it is off. Where Triton
+was imported before, as torch does when transformers asks it about compilers, it is imported a second time, all but its binary
+module.
 """
 
 import importlib

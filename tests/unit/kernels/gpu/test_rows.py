@@ -13,7 +13,7 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world
 
-# 2 to the power of much is inf, and what is divided by it 0: as on a device, where nobody warns.
+# 2 to a large power is inf, and a number divided by it 0: as on a device, which does not warn.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 FLOATS = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.float16: {"rtol": 1e-3, "atol": 1e-3}}
