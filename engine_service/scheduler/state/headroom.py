@@ -18,7 +18,7 @@ from typing import Protocol
 from ...values.request import Sequence
 
 CRITICAL = 1000  # priority of a sequence that is not preempted for the sake of others
-_NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one takes the orders, one comes while they are run, one is told
+_NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one has the orders, one comes while they run, one says so
 
 
 class BlockCounts(Protocol):
@@ -48,7 +48,7 @@ class Headroom:
     # -- asked when a step is planned
 
     def allows_starts(self, num_growing: int) -> bool:
-        """Beside sequences that run and grow by so many blocks."""
+        """Whether any may start beside running sequences that grow by so many blocks."""
         is_short = self._num_available is not None and num_growing >= self._num_available
         return not (self._starts_are_held or is_short)
 
@@ -66,7 +66,7 @@ class Headroom:
         """A start of the last step found no room."""
         return self._refused is not None
 
-    # -- told when a step is answered
+    # -- noted when a step is answered
 
     def note_answer(self, answer: BlockCounts) -> None:
         self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
@@ -90,7 +90,7 @@ class Headroom:
         self._coming.append((self._num_answers + _NUM_ANSWERS, num_blocks))
 
     def note_release(self, num_blocks: int) -> None:
-        """A sequence that came to run without being asked is to be released with the next step."""
+        """A sequence that came back to the device after a failed swap-out is to be released with the next step."""
         self._coming.append((self._num_answers + 1, num_blocks))
 
     def note_growth(self) -> None:
@@ -100,8 +100,7 @@ class Headroom:
     def choose_victim(self, running: SequenceOf[Sequence], answer: BlockCounts, *, is_stuck: bool) -> Sequence | None:
         """The sequence that gives its blocks back: one was refused some, or blocks are reserved for the oldest claim elsewhere.
 
-        running: in order of importance.
-
+        running: in order of importance; the last one gives way.
         is_stuck: none of them computes anything with this step.
         """
         if self._coming and answer.num_give_back <= sum(num_blocks for _, num_blocks in self._coming):

@@ -23,7 +23,7 @@ class Limits:
     block_bytes: int = 0
     prefix_caching: bool = True
     num_usable_blocks: int = 0  # of the pool
-    max_distance: int = 0  # most tokens that the model can tell the places of
+    max_distance: int = 0  # most tokens that the model has positions for
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
     bound: str = ""  # what makes max_len so short, as people can change it
     retained_bound: str = ""  # the same for max_retained_len

@@ -1,9 +1,9 @@
 """What it costs to take a sequence's blocks away and to bring it back: computed again, or moved to the host tier and back.
 
-Both are seconds that the device is busy with nothing new; a swap also frees its blocks, and has them back, some steps later
-than a release and a start do, and a row's part of these is lost. The rates are measured and come in as values: tokens that
-prompts were computed at, bytes that transfer orders moved, seconds of a step, and how much of what preempted sequences left
-in the prefix cache was still there when they started again: where blocks are short, others may have evicted it by then. Pure.
+Both are seconds that the device is busy with nothing new. A swap also frees its blocks, and has them back, some steps later
+than a release and a start do, and a row's part of these steps is lost. The rates are measured and come in as values: tokens
+that prompts were computed at, bytes that transfer orders moved, seconds of a step, and how much of what preempted sequences
+left in the prefix cache was still there when they started again. Where blocks are short, it may be evicted by then. Pure.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def swap_seconds(victim: Victim, block_bytes: int, bytes_per_second: float, step
 
 
 class Rate:
-    """Amounts per second, of late: sums in which what is old fades."""
+    """Amounts per second, lately: in the sums, what is old fades."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0

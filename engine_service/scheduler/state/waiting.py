@@ -22,16 +22,16 @@ class WaitingSequences:
         self.shares = shares
         self.now = 0.0  # seconds of the callers' clock; as of the last arrival or step
         self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when, in that order
-        self.num_tokens = 0  # theirs, that are to be computed
+        self.num_tokens = 0  # of these sequences, that are to be computed
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
-        self.num_known = 0  # sequences that the cache service knows, or is being told
-        self._found_no_slot = False  # the last one that it was told of
+        self.num_known = 0  # sequences that the cache service knows, or is being told of
+        self._found_no_slot = False  # for the last one that it was told of
         self._new = TenantLanes(self.ordering, shares)
         self._waiting = TenantLanes(self.ordering, shares)
         self._next_id = 1
 
     def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
-        """At its place. A sequence that is not new had its turn, and is not overtaken by later ones."""
+        """Queue it at its place. A sequence that is not new had its turn, and is not overtaken by later ones."""
         if not is_new:
             move_to(sequence, SequenceState.NEW)
         sequence.sequence_id, sequence.had_turn = None, not is_new
@@ -39,7 +39,7 @@ class WaitingSequences:
         self._new.add(sequence)
 
     def put_swapped(self, sequence: Sequence) -> None:
-        """At its place too, and it stays known to the cache service, by its id."""
+        """Queue one that was swapped out; the cache service still knows it by its id."""
         move_to(sequence, SequenceState.SWAPPED)
         sequence.had_turn = True
         self._join(sequence, 0)
