@@ -49,7 +49,7 @@ up: $(VENV)/.run  ## start both services with the demo model
 demo: $(VENV)/.run  ## what kvkeeper does, in a minute
 	$(BIN)/kvkeeper demo
 
-lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
+lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint protos
@@ -57,6 +57,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
 	$(BIN)/mypy tests/benchmarks
 	$(BIN)/mypy -p docs.generate
 	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.tracing
+	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format
 	$(BIN)/ruff format .
