@@ -49,7 +49,7 @@ up: $(VENV)/.run  ## start both services with the demo model
 demo: $(VENV)/.run  ## what kvkeeper does, in a minute
 	$(BIN)/kvkeeper demo
 
-lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
+lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint protos
@@ -57,6 +57,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy
 	$(BIN)/mypy tests/benchmarks
 	$(BIN)/mypy -p docs.generate
 	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.tracing
+	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format
 	$(BIN)/ruff format .
@@ -68,15 +69,18 @@ docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 
-# What the inner loop leaves to `make test`: Hypothesis machines, simulations, interpreted kernels, many models.
+# What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \
-    tests/unit/cache_service/core/eviction/test_machine.py tests/unit/kernels/gpu tests/unit/kernels/test_paged_attention.py \
+    tests/unit/cache_service/core/eviction/test_machine.py tests/unit/cache_service/core/eviction/test_workloads.py \
+    tests/unit/kernels/gpu tests/unit/kernels/test_paged_attention.py \
     tests/unit/engine_service/model/test_architectures.py tests/unit/engine_service/model/test_demo_model.py \
     tests/unit/engine_service/model/test_numerics.py tests/unit/engine_service/model/test_retention_numerics.py \
-    tests/unit/engine_service/scheduler/test_branching_mix.py tests/unit/engine_service/scheduler/test_swap_mix.py
+    tests/unit/engine_service/scheduler/test_branching_mix.py tests/unit/engine_service/scheduler/test_swap_mix.py \
+    tests/unit/engine_service/scheduler/test_progress.py \
+    tests/unit/engine_service/scheduler/test_branching.py::test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives
 
 test-fast: $(VENV)/.dev $(GENERATED)  ## the contracts and the unit tests but for the slow ones, for the inner loop; says what it leaves out
-	$(BIN)/python -m pytest tests/contracts tests/unit $(addprefix --ignore=,$(SLOW)) --durations=5 --durations-min=2
+	$(BIN)/python -m pytest tests/contracts tests/unit $(addprefix --deselect=,$(SLOW)) --durations=5 --durations-min=2
 	@echo "left out: every folder of tests/ but contracts and unit, and of these:" && printf '  %s\n' $(SLOW)
 
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one

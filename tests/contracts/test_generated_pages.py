@@ -72,6 +72,8 @@ def test_states_are_drawn_with_their_beginning_and_their_end() -> None:
         "    RUNNING --> ENDED: released",
         "    ENDED --> [*]",
     ]
+    again = {(state.NEW, state.RUNNING): "started", (state.RUNNING, state.NEW): "preempted"}
+    assert [line for line in picture(again, ["NEW"]) if "[*]" in line] == ["    [*] --> NEW"]
     slot = Enum("slot", ["FREE_SLOT", "RUNNING"])
     assert picture({(slot.FREE_SLOT, slot.RUNNING): "created"})[2:-1] == ["    [*] --> RUNNING: created", "    RUNNING --> [*]"]
 
