@@ -123,7 +123,7 @@ async def test_a_draft_of_another_vocabulary_is_refused(world: Services, demo_mo
     await world.start_cache()
     (kind,) = (model for model in TINY_MODELS if model.name == "llama")
     folder = build_model_folder(tmp_path, kind)
-    with pytest.raises(StartError, match="--draft-model: a vocabulary of 512 tokens"):
+    with pytest.raises(StartError, match="--draft-model: its vocabulary has 512 tokens"):
         await world.start_engine(demo_model, speculation="draft-model", draft_model=str(folder))
     with pytest.raises(StartError, match="--draft-model"):
         await world.start_engine(demo_model, speculation="draft-model", draft_model=str(tmp_path / "nothing"))
