@@ -99,7 +99,7 @@ class PoolManager:
     def end_quarantine(self, session: SessionId) -> int:
         return self._sessions.end_quarantine(session)
 
-    def num_give_back(self, session: SessionId) -> int:
+    def reclaim_hint(self, session: SessionId) -> int:
         return self._sessions.reclaim_hint(session)
 
     # Steps

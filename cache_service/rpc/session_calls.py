@@ -74,7 +74,7 @@ class SessionCalls:
         return pb.RenewSessionResponse(
             ttl_ms=_ms(live.core.ttl),
             expected_step_id=live.core.step_id + 1,
-            num_give_back_blocks=live.pool.manager.num_give_back(live.core.id),
+            num_reclaim_hint_blocks=live.pool.manager.reclaim_hint(live.core.id),
         )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:

@@ -53,7 +53,7 @@ class AnswerApplier:
         rows = np.concatenate((reserve_rows[granted], start_rows))
         targets = np.concatenate((plan.reserve_max[there][granted], running.num_reserved[start_rows]))
         preempted = not_swapped
-        if granted.all() and not answer.num_give_back:
+        if granted.all() and not answer.num_reclaim_hint:
             headroom.note_growth()
         elif victim := headroom.choose_victim(preemptor.by_importance(), answer, is_stuck=not len(rows)):
             rows, targets = rows[rows != victim.row], targets[rows != victim.row]

@@ -26,12 +26,12 @@ async def test_blocks_are_asked_back_in_steps_and_renewals() -> None:
         for session in (elder, younger):
             assert int32s((await session.step(1, **starts(1, may_wait=0))).start_results) == [pb.START_RESULT_STARTED]
         grow = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(9), "reserve_max_tokens": le32(9)}
-        assert (await elder.step(2, **grow)).num_give_back_blocks == 0
-        assert (await younger.step(2)).num_give_back_blocks == 1
-        assert (await younger.call("RenewSession")).num_give_back_blocks == 1
-        assert (await elder.call("RenewSession")).num_give_back_blocks == 0
+        assert (await elder.step(2, **grow)).num_reclaim_hint_blocks == 0
+        assert (await younger.step(2)).num_reclaim_hint_blocks == 1
+        assert (await younger.call("RenewSession")).num_reclaim_hint_blocks == 1
+        assert (await elder.call("RenewSession")).num_reclaim_hint_blocks == 0
         (pool,) = (await api.stats()).pools
-        assert (pool.num_owed_blocks, pool.pressure, pool.num_pressure_changes) == (1, pb.PRESSURE_LEVEL_CRITICAL, 1)
+        assert (pool.num_claimed_blocks, pool.pressure, pool.num_pressure_changes) == (1, pb.PRESSURE_LEVEL_CRITICAL, 1)
         await younger.step(3, release_sequence_ids=le64(1))
         assert int32s((await elder.step(3, **grow)).reserve_num_reserved_tokens) == [9]
         await api.audit()

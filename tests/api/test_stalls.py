@@ -96,12 +96,12 @@ async def test_a_claim_is_not_forgotten_across_a_stall(stalling: Api, clock: Man
     assert len(int32s(first.start_block_ids)) == NUM_BLOCKS - 1
     await session.create(2, BLOCK_SIZE)
     await stalling.raw_step(session.start_bytes(2, 2))
-    assert (await stalling.stats()).pools[0].num_owed_blocks == 1
+    assert (await stalling.stats()).pools[0].num_claimed_blocks == 1
     clock.stall(STALL_S)
     clock.advance(1.1)  # a look at what falls due
-    assert (await stalling.stats()).pools[0].num_owed_blocks == 1
+    assert (await stalling.stats()).pools[0].num_claimed_blocks == 1
     clock.advance(11)
-    assert (await stalling.stats()).pools[0].num_owed_blocks == 0, "no step asks for it any more"
+    assert (await stalling.stats()).pools[0].num_claimed_blocks == 0, "no step asks for it any more"
 
 
 async def test_a_handshake_is_not_too_slow_because_the_service_is(clock: ManualClock) -> None:

@@ -48,7 +48,7 @@ ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),
     ("num_evictable", "num_evictable_blocks"),
     ("num_fenced", "num_fenced_blocks"),
-    ("num_give_back", "num_give_back_blocks"),
+    ("num_reclaim_hint", "num_reclaim_hint_blocks"),
     ("revision", "revision"),
 )
 

@@ -17,4 +17,4 @@ async def test_two_engines_whose_requests_do_not_fit_together_both_finish_them(w
         assert output.token_ids == [toy_output(prompt, num_new)]
     pool = await world.wait_idle()
     assert pool.num_refused_starts > 0
-    assert pool.num_owed_blocks == 0
+    assert pool.num_claimed_blocks == 0

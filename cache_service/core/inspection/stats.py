@@ -32,7 +32,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_evicted_blocks=pool.num_evicted + counters.num_retention_dropped_blocks,
         revision=state.revision,
         pressure=gauge.level,
-        num_owed_blocks=state.claims.num_reserved,
+        num_claimed_blocks=state.claims.num_reserved,
         num_pressure_changes=gauge.num_changes,
         num_sessions=len(state.sessions),
         num_misses=counters.num_look_ups - counters.num_hits,

@@ -123,10 +123,10 @@ class StepApplier:
             owner.note_copies(self._pool, int32_of(log.copy_destinations))
         if swapper is not None:
             swapper.finish_call(owner)
-        num_give_back = 0
+        num_reclaim_hint = 0
         if claims.claims:
             claims.forget_unrepeated(owner)
-            num_give_back = claims.reclaim_hint(owner)
+            num_reclaim_hint = claims.reclaim_hint(owner)
         pressure = state.update_pressure()
         reply = step_reply(
             self._sequences,
@@ -136,7 +136,7 @@ class StepApplier:
             forks,
             starts,
             grants,
-            num_give_back=num_give_back,
+            num_reclaim_hint=num_reclaim_hint,
             pressure=pressure,
             revision=state.revision,
         )

@@ -24,7 +24,7 @@ def step_reply(
     starts: list[StartResult],
     grants: Grants,
     *,
-    num_give_back: int,
+    num_reclaim_hint: int,
     pressure: PressureLevel,
     revision: int,
 ) -> StepReply:
@@ -60,7 +60,7 @@ def step_reply(
         num_fenced=pool.num_fenced,
         pressure=pressure,
         revision=revision,
-        num_give_back=num_give_back,
+        num_reclaim_hint=num_reclaim_hint,
     )
 
 

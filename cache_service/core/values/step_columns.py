@@ -93,7 +93,7 @@ class StepReply(NamedTuple):
     num_fenced: Annotated[int, "num_fenced_blocks"]
     pressure: Annotated[PressureLevel, "pressure"]
     revision: Annotated[int, "revision"]
-    num_give_back: Annotated[int, "num_give_back_blocks"] = 0
+    num_reclaim_hint: Annotated[int, "num_reclaim_hint_blocks"] = 0
     start_has_logits: Annotated[Int32Array, In("start", "start_has_logits", Length.OPTIONAL)] = NO_INT32  # empty: no start has
     swap_out_results: Annotated[Int32Array, In("swap_out", "swap_out_results", Length.LIST)] = NO_INT32
     swap_in_results: Annotated[Int32Array, In("swap_in", "swap_in_results", Length.LIST)] = NO_INT32

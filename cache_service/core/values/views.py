@@ -120,6 +120,6 @@ class PoolStats:
     num_failed_transfers: int = 0
     num_refused_starts: int = 0
     num_computing_answers: int = 0
-    num_owed_blocks: int = 0
+    num_claimed_blocks: int = 0
     num_pressure_changes: int = 0
     num_collected_blocks: int = 0

@@ -78,7 +78,7 @@ def step_response(reply: StepReply, step_id: int, epoch: int, executor: Executor
         num_evictable_blocks=reply.num_evictable,
         num_fenced_blocks=reply.num_fenced,
         pressure=reply.pressure,  # type: ignore[arg-type]  # the numbers are the protocol's
-        num_give_back_blocks=reply.num_give_back,
+        num_reclaim_hint_blocks=reply.num_reclaim_hint,
     )
     columns: tuple[Any, ...] = reply
     for first, fields in _LISTS_FOR[executor]:

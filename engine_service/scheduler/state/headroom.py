@@ -31,7 +31,7 @@ class BlockCounts(Protocol):
     @property
     def num_fenced(self) -> int: ...
     @property
-    def num_give_back(self) -> int: ...
+    def num_reclaim_hint(self) -> int: ...
 
 
 class Headroom:
@@ -103,11 +103,11 @@ class Headroom:
         running: in order of importance; the last one gives way.
         is_stuck: none of them computes anything with this step.
         """
-        if self._coming and answer.num_give_back <= sum(num_blocks for _, num_blocks in self._coming):
+        if self._coming and answer.num_reclaim_hint <= sum(num_blocks for _, num_blocks in self._coming):
             return None
         if running and running[-1].request.priority >= CRITICAL and not is_stuck:
             return None
-        if not answer.num_give_back:  # what is asked back is missing even when all that is fenced has come free
+        if not answer.num_reclaim_hint:  # what is asked back is missing even when all that is fenced has come free
             if len(running) < 2:
                 return None
             if answer.num_fenced and not self._waited_for_fences:

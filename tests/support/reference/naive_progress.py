@@ -72,7 +72,7 @@ class NaiveProgress(NaiveKeeping):
             if q.claim is not None and step_id - q.claim.step_id >= PATIENCE_STEPS:
                 q.claim = None
 
-    def give_back(self, session: str) -> int:
+    def reclaim_hint(self, session: str) -> int:
         states = self.states()
         coming = sum(states.count(state) for state in (BlockState.FREE, BlockState.CACHED, BlockState.FENCED))
         if not any(q.running and self.is_younger(q) for q in self.of(session)):

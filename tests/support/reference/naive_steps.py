@@ -128,8 +128,8 @@ class NaiveSteps(NaiveProgress):
         self.check_counts(reply)
         self.observe()
         expect(reply.pressure, self.pressure, "pressure")
-        expect(reply.num_give_back, self.give_back(session), "blocks to give back")
-        self.num_given_back += reply.num_give_back > 0
+        expect(reply.num_reclaim_hint, self.reclaim_hint(session), "reclaim hint")
+        self.num_given_back += reply.num_reclaim_hint > 0
 
     def check_counts(self, reply: StepReply) -> None:
         states = self.states()

@@ -54,7 +54,7 @@ class FakeAnswer:
     num_free: int = 0
     num_evictable: int = 0
     num_fenced: int = 0
-    num_give_back: int = 0
+    num_reclaim_hint: int = 0
 
     def as_columns(self) -> "FakeAnswer":
         for name, value in vars(self).items():
@@ -71,7 +71,7 @@ class NaiveCache:
         self.sequences: dict[int, FakeSequence] = {}
         self.index: dict[tuple[int, ...], int] = {}
         self.num_refused_forks_to_come = 0
-        self.num_give_back = 0  # told with every answer
+        self.num_reclaim_hint = 0  # told with every answer
         self.ended_orders: tuple[list[int], list[int]] = ([], [])  # never any: there is no host tier
 
     @property
@@ -131,7 +131,7 @@ class NaiveCache:
             zip(plan.reserve_ids.tolist(), plan.reserve_min.tolist(), plan.reserve_max.tolist(), strict=True)
         ):
             starved = not self._reserve(item, sequence_id, least, most, starved, answer)
-        answer.num_give_back = self.num_give_back
+        answer.num_reclaim_hint = self.num_reclaim_hint
         answer.num_free, answer.num_evictable = len(self.free_blocks()), len(self.evictable())
         return answer.as_columns()
 

@@ -36,7 +36,7 @@ def compare_pool(driver: Driver, naive: NaiveSteps) -> None:
     expect(stats.pressure, naive.pressure, "pressure")
     if states is not None:  # a service looks more often, when nobody can tell
         expect(stats.num_pressure_changes, naive.num_pressure_changes, "changes of pressure")
-    expect((stats.num_owed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "owed, computing")
+    expect((stats.num_claimed_blocks, stats.num_computing_answers), (naive.owed(), naive.num_computing), "claimed, computing")
 
 
 def compare_contents(

@@ -93,7 +93,7 @@ class EngineCrowd:
                     assert output == expected or (request in world.cancelled and output == expected[: len(output)])
             assert not world.cache.sequences
         stats = self.manager.stats()
-        assert stats.num_owed_blocks == stats.num_held_host_blocks == stats.num_transfer_blocks == 0
+        assert stats.num_claimed_blocks == stats.num_held_host_blocks == stats.num_transfer_blocks == 0
         self.counts.num_refused_starts = stats.num_refused_starts
         self.counts.num_preemptions = sum(world.scheduler.num_preemptions for world in self.worlds)
         self.counts.num_swapped_out = sum(world.scheduler.num_swapped_out for world in self.worlds)
@@ -107,7 +107,7 @@ class EngineCrowd:
         was_busy = any(other.busy for other in self.worlds)
         world.step()
         self.counts.num_steps += 1
-        self.counts.num_given_back += self.manager.num_give_back(world.cache.session) > 0
+        self.counts.num_given_back += self.manager.reclaim_hint(world.cache.session) > 0
         num_new = sum(len(output) for output in world.outputs.values()) - before
         self.counts.num_tokens += num_new
         if num_new or not was_busy:

@@ -155,7 +155,7 @@ class EngineDays:
             if self.rng.random() < 0.05 * sequence.request.n:  # its first work is under way
                 self._cancel(world, sequence.request, after=self.rng.choice([0, 1, 2]))
         self.counts.num_steps += 1
-        self.counts.num_given_back += self.manager.num_give_back(world.cache.session) > 0
+        self.counts.num_given_back += self.manager.reclaim_hint(world.cache.session) > 0
         self.counts.num_full += self.manager.stats().num_free_blocks == 0
         num_new = _num_tokens(world) - before
         self.counts.num_tokens += num_new
@@ -184,7 +184,7 @@ class EngineDays:
             self.counts.num_swapped_out = sum(other.scheduler.num_swapped_out for other in self.worlds)
             world.forget()
         stats = self.manager.stats()
-        assert stats.num_owed_blocks == 0
+        assert stats.num_claimed_blocks == 0
         assert stats.num_free_blocks + stats.num_cached_blocks == self.num_blocks
         assert self.manager.check_invariants() == []
         self.counts.num_refused_starts = stats.num_refused_starts

@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
     num_free: int
     num_evictable: int
     num_fenced: int
-    num_give_back: int  # blocks still missing for the oldest claim, where this session runs younger sequences
+    num_reclaim_hint: int  # blocks still missing for the oldest claim, where this session runs younger sequences
     pressure: int  # of PressureLevel
     revision: int
     swap_out_results: Int32Array = _EMPTY32  # of ItemResult
@@ -189,7 +189,7 @@ def _decode_common(response: pb.StepResponse) -> StepResult:
         num_free=response.num_free_blocks,
         num_evictable=response.num_evictable_blocks,
         num_fenced=response.num_fenced_blocks,
-        num_give_back=response.num_give_back_blocks,
+        num_reclaim_hint=response.num_reclaim_hint_blocks,
         pressure=response.pressure,
         revision=response.revision,
     )

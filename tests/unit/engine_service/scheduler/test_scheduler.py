@@ -153,11 +153,11 @@ def test_the_only_one_gives_way_when_an_elder_sequence_of_another_engine_is_owed
     request = world.submit(make_request([1, 2, 0], 6))
     for _ in range(2):
         world.step()
-    world.cache.num_give_back = 1
+    world.cache.num_reclaim_hint = 1
     world.step()
     assert request.state is RequestState.PREEMPTED
     assert request.num_preemptions == 1
-    world.cache.num_give_back = 0
+    world.cache.num_reclaim_hint = 0
     world.run()
     world.check_outputs()
 
@@ -166,11 +166,11 @@ def test_one_sequence_a_step_gives_way_the_youngest_first() -> None:
     world = World(num_blocks=30, block_size=2)
     requests = [world.submit(make_request([1, place % 3, 0], 9)) for place in range(3)]
     world.step()
-    world.cache.num_give_back = 2
+    world.cache.num_reclaim_hint = 2
     for num_given in (1, 2):
         world.step()
         assert [request.num_preemptions for request in requests] == [0] * (3 - num_given) + [1] * num_given
-    world.cache.num_give_back = 0
+    world.cache.num_reclaim_hint = 0
     world.step()
     assert requests[1].state is RequestState.PREEMPTED, "nothing starts until another sequence has ended"
     world.run()

@@ -57,7 +57,7 @@ def full_pool() -> CorePool:
 def test_a_refused_start_is_not_sent_to_the_back_of_the_queue() -> None:
     pool = full_pool()
     pool.step(truncates=[(1, 28)])
-    assert pool.manager.stats().num_owed_blocks == 2
+    assert pool.manager.stats().num_claimed_blocks == 2
     reply = pool.step(B, starts=[(3, 1, 0)])  # there is room for it, but not before 2
     assert (reply.num_free + reply.num_evictable, reply.start_results.tolist()) == (1, [NO_ROOM])
     assert pool.step(starts=[(2, ALL, 0)]).start_results.tolist() == [STARTED]
@@ -128,12 +128,12 @@ def test_blocks_are_asked_back_from_those_who_run_younger_sequences_only() -> No
     pool.prefill(1, range(8))
     pool.prefill(2, range(100, 108), session=B)
     reply = pool.step(reserves=[(1, 9, 12)])
-    assert (reply.reserve_reserved.tolist(), reply.num_give_back) == ([8], 0)
-    assert pool.step(B).num_give_back == 1
-    assert pool.manager.num_give_back(B) == 1
+    assert (reply.reserve_reserved.tolist(), reply.num_reclaim_hint) == ([8], 0)
+    assert pool.step(B).num_reclaim_hint == 1
+    assert pool.manager.reclaim_hint(B) == 1
     pool.step(B, releases=[2])
     assert pool.step(reserves=[(1, 9, 12)]).reserve_reserved.tolist() == [12]
-    assert pool.manager.stats().num_owed_blocks == 0
+    assert pool.manager.stats().num_claimed_blocks == 0
 
 
 def test_what_is_fenced_is_not_asked_back_again() -> None:
@@ -143,7 +143,7 @@ def test_what_is_fenced_is_not_asked_back_again() -> None:
     pool.prefill(3, range(200, 204), session=B)
     pool.step(reserves=[(1, 9, 9)])
     pool.step(B, reserves=[(2, 4, 4), (3, 4, 4)])
-    assert pool.step(B, lag=1, releases=[3]).num_give_back == 0
+    assert pool.step(B, lag=1, releases=[3]).num_reclaim_hint == 0
 
 
 @pytest.mark.parametrize("end", ["release", "close", "steps", "time"])
@@ -169,7 +169,7 @@ def test_a_call_that_is_refused_with_an_error_claims_nothing() -> None:
     pool.create(2, range(4), session=B)
     with pytest.raises(OutOfBlocks):
         pool.manager.extend(B, 2, 4, look_up=False)
-    assert pool.manager.stats().num_owed_blocks == 0
+    assert pool.manager.stats().num_claimed_blocks == 0
 
 
 def test_admission_says_now_only_where_a_start_would_be_granted() -> None:

@@ -114,7 +114,7 @@ def test_without_room_the_start_that_waited_long_enough_asks_for_blocks() -> Non
     pool.create(2, range(12), session=B)
     answers_of(pool, 2000)
     assert waiting_start(pool, 2)[0] == NO_ROOM
-    assert pool.manager.stats().num_owed_blocks > 0
+    assert pool.manager.stats().num_claimed_blocks > 0
 
 
 def test_what_was_committed_before_the_index_was_cleared_is_published_again() -> None:

@@ -15,7 +15,7 @@ NUMBERS = {
     "num_fenced": 7,
     "pressure": PressureLevel.HIGH,
     "revision": 8,
-    "num_give_back": 9,
+    "num_reclaim_hint": 9,
 }
 OF_ITEMS = [column for column in BATCH_COLUMNS if column.length in (Length.ITEM, Length.OPTIONAL)]
 
@@ -78,7 +78,7 @@ def test_each_column_and_number_of_a_reply_arrives(executor: Executor) -> None:
     """Only an engine gets the transfer orders: the cache service runs its own."""
     columns = {column.name: column_of(column, place) for place, column in enumerate(REPLY_COLUMNS)}
     answer = pb.StepResponse.FromString(step_response(StepReply(**columns, **NUMBERS), 3, 4, executor))
-    assert (answer.step_id, answer.epoch, answer.revision, answer.num_give_back_blocks) == (3, 4, 8, 9)
+    assert (answer.step_id, answer.epoch, answer.revision, answer.num_reclaim_hint_blocks) == (3, 4, 8, 9)
     assert (answer.num_free_blocks, answer.num_evictable_blocks, answer.num_fenced_blocks) == (5, 6, 7)
     assert answer.pressure == pb.PRESSURE_LEVEL_HIGH
     for place, column in enumerate(REPLY_COLUMNS):

@@ -13,15 +13,15 @@ def running(*priorities: int) -> list[Sequence]:
     return [Request("r", np.array([1], np.int32), 2, priority=priority).sequences[0] for priority in priorities]
 
 
-def short(num_give_back: int = 0, num_fenced: int = 0) -> FakeAnswer:
-    return FakeAnswer(num_give_back=num_give_back, num_fenced=num_fenced)
+def short(num_reclaim_hint: int = 0, num_fenced: int = 0) -> FakeAnswer:
+    return FakeAnswer(num_reclaim_hint=num_reclaim_hint, num_fenced=num_fenced)
 
 
-@pytest.mark.parametrize("num_give_back", [0, 2])
-def test_the_blocks_of_a_swap_out_are_waited_for_three_answers_and_no_more(num_give_back: int) -> None:
+@pytest.mark.parametrize("num_reclaim_hint", [0, 2])
+def test_the_blocks_of_a_swap_out_are_waited_for_three_answers_and_no_more(num_reclaim_hint: int) -> None:
     """One takes the orders, one comes while they are run, one is told: a fourth would only keep all others waiting."""
     room, sequences = Headroom(), running(0, 0)
-    answer = short(num_give_back)
+    answer = short(num_reclaim_hint)
     room.note_answer(answer)
     room.note_swap_out(2)
     for _ in range(2):
@@ -40,7 +40,7 @@ def test_the_blocks_of_a_release_are_waited_for_one_answer() -> None:
 
 
 def test_of_several_that_are_coming_each_has_its_own_time() -> None:
-    room, sequences, answer = Headroom(), running(0, 0), short(num_give_back=3)
+    room, sequences, answer = Headroom(), running(0, 0), short(num_reclaim_hint=3)
     room.note_swap_out(2)
     room.note_answer(answer)
     room.note_swap_out(1)
