@@ -72,7 +72,7 @@ test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tes
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \
     tests/unit/cache_service/core/eviction/test_machine.py tests/unit/cache_service/core/eviction/test_workloads.py \
-    tests/unit/kernels/gpu tests/unit/kernels/test_paged_attention.py \
+    tests/unit/kernels/gpu tests/unit/kernels/attention/test_paged_attention.py \
     tests/unit/engine_service/model/test_architectures.py tests/unit/engine_service/model/test_demo_model.py \
     tests/unit/engine_service/model/test_numerics.py tests/unit/engine_service/model/test_retention_numerics.py \
     tests/unit/engine_service/scheduler/test_branching_mix.py tests/unit/engine_service/scheduler/test_swap_mix.py \
