@@ -83,7 +83,7 @@ class SessionManager:
         self._ended: OrderedDict[SessionId, _Ended] = OrderedDict()
         self._timer: TimerHandle | None = None
         self._timer_deadline = float("inf")
-        self._tick_poolser: TimerHandle | None = None  # while there is a pool
+        self._ticker: TimerHandle | None = None  # while there is a pool
 
     def now(self) -> float:
         return self._clock.time()
@@ -109,8 +109,8 @@ class SessionManager:
         self.no_session.clear()
         self.num_opened += 1
         self._watch_deadlines()
-        if self._tick_poolser is None:
-            self._tick_poolser = self._clock.call_at(self.now() + _TICK, self._tick_pools)
+        if self._ticker is None:
+            self._ticker = self._clock.call_at(self.now() + _TICK, self._tick_pools)
         log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
         return live
 
@@ -186,8 +186,8 @@ class SessionManager:
     def stop(self) -> None:
         """Ends the streams and cancels the timers; sessions end with the process."""
         self._stop_timer()
-        if self._tick_poolser is not None:
-            self._tick_poolser.cancel()
+        if self._ticker is not None:
+            self._ticker.cancel()
         for live in self.sessions:
             if live.stream is not None:
                 live.stream.end_with(Draining("the service is stopping"))
@@ -275,13 +275,13 @@ class SessionManager:
 
     def _tick_pools(self) -> None:
         """Runs what fell due in the pools: pins, times to live, limits. Once a second while there is a pool."""
-        now, self._tick_poolser = self.now(), None
+        now, self._ticker = self.now(), None
         is_left = False
         for pool in self.registry.pools:
             pool.manager.tick(now)
             is_left |= pool.manager.do_due_work()
         if self.registry.pools:
-            self._tick_poolser = self._clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
+            self._ticker = self._clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

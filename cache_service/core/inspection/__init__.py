@@ -1,5 +1,4 @@
-"""Questions that change nothing.
+"""Questions that change nothing: views, statistics, explanations of a match, and the audit of every invariant.
 
-Owns views, statistics, explanations of a match, and the audit of every invariant. May import tables, tiers, pool_state and
-all below; nothing of calls or step.
+Owns no state, only the answers. May import tables, tiers, pool_state and all below; nothing of calls or step.
 """

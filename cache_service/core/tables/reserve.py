@@ -1,7 +1,8 @@
 """Reservations: slots, and with them blocks, for what running sequences write next.
 
-Owns granting and copy-on-write: a block that another holder has is copied before it is written (R5). Rules: all or nothing per
-item (R7); blocks reserved for the oldest claim go to no later arrival. Takes lawful items and cannot fail.
+Owns granting, and the decision on copy-on-write (copies_due): a block that another holder has is copied before it is written
+(R5). Rules: all or nothing per item (R7); blocks reserved for the oldest claim go to no later arrival. Takes lawful items and
+cannot fail.
 """
 
 import numpy as np

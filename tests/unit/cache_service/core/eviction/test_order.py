@@ -121,5 +121,5 @@ def test_nothing_is_evictable_in_an_empty_pool(policy: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidField) as refused:
-        make_policy("random", 4)
+        make_policy("no_such_policy", 4)
     assert refused.value.metadata["limit"] == ", ".join(POLICY_NAMES)
