@@ -16,9 +16,9 @@ import torch
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
@@ -140,7 +140,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
-        await endpoint.start(Door(CONTRACT, service), has_reflection=config.reflection)
+        await endpoint.start(MethodRouter(CONTRACT, service), has_reflection=config.reflection)
     except BaseException as error:
         if metrics is not None:
             await metrics.stop()
