@@ -1,4 +1,4 @@
-"""Text of one model: prompts to token ids, outputs to pieces of text; or neither, for a model without a tokenizer.
+"""ModelText: prompts to token ids and outputs to pieces of text, for one model; or neither, without a tokenizer.
 
 A model without tokenizer.json (and the hash toy) serves token ids alone: text in a request is refused, text in a
 response stays empty.
@@ -81,7 +81,7 @@ class _Text:
         text = self.detokenizer.flush()
         if self.stops is None:
             return text
-        match = self.stops.step(text)  # what was held back may complete a stop string
+        match = self.stops.step(text)  # text that was held back may complete a stop string
         return match.text if match.stop is not None else match.text + self.stops.flush()
 
 
