@@ -156,14 +156,14 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         raise
     ready = asyncio.Event()
 
-    async def tell(has_session: bool) -> None:
+    async def on_session(has_session: bool) -> None:
         await endpoint.set_serving(has_session)
         if has_session:
             log.info("ready", address=endpoint.address, model=served.model_id)
             ready.set()
 
     client = AsyncCacheClient(config.cache, call_options(config))
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, tell, endpoint.address))
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
 

@@ -68,10 +68,10 @@ class _Text:
     stops: StopStrings | None
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        text = self.detokenizer.step(token_id)
+        text = self.detokenizer.add_token(token_id)
         if self.stops is None or not text:
             return text, False
-        match = self.stops.step(text)
+        match = self.stops.add_piece(text)
         return match.text, match.stop is not None
 
     def copy(self) -> "_Text":
@@ -81,7 +81,7 @@ class _Text:
         text = self.detokenizer.flush()
         if self.stops is None:
             return text
-        match = self.stops.step(text)  # text that was held back may complete a stop string
+        match = self.stops.add_piece(text)  # text that was held back may complete a stop string
         return match.text if match.stop is not None else match.text + self.stops.flush()
 
 

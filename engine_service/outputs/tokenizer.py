@@ -163,7 +163,7 @@ class Detokenizer:
         self._context, self._pending = self._split(end[-_MOST_PENDING - _LONGEST_PARTIAL :])
         self._context_len = len(self._decode(self._context))
 
-    def step(self, token_id: int) -> str:
+    def add_token(self, token_id: int) -> str:
         """Add one token. Returns the text that is complete now; it may be empty."""
         if not self._has_text(token_id):
             return ""
@@ -185,7 +185,7 @@ class Detokenizer:
     def copy(self) -> "Detokenizer":
         """A copy, for an output that continues with other tokens."""
         other = copy.copy(self)
-        other._pending = self._pending.copy()  # the only list that step changes in place
+        other._pending = self._pending.copy()  # the only list that add_token changes in place
         return other
 
     def _emit(self, text: str, context: list[int], pending: list[int]) -> str:
@@ -231,7 +231,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
 
-    def step(self, piece: str) -> StopMatch:
+    def add_piece(self, piece: str) -> StopMatch:
         """Add a piece of text. Not to be called again after a match."""
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
