@@ -16,10 +16,10 @@ from pathlib import Path
 import structlog
 
 from kvkeeper.cuda.runtime import CudaError
-from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
@@ -140,7 +140,7 @@ def _methods(
     attach_path: str,
     watch_streams: WatchStreams,
     time: Callable[[], float],
-) -> Door:
+) -> MethodRouter:
     """The groups of calls, side by side."""
     one_item = OneItemSessions(session_manager)
     return register(

@@ -16,9 +16,9 @@ import torch
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.door import Door
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
@@ -140,7 +140,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
-        await endpoint.start(Door(CONTRACT, service), has_reflection=config.reflection)
+        await endpoint.start(MethodRouter(CONTRACT, service), has_reflection=config.reflection)
     except BaseException as error:
         if metrics is not None:
             await metrics.stop()
@@ -156,14 +156,14 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         raise
     ready = asyncio.Event()
 
-    async def tell(has_session: bool) -> None:
+    async def on_session(has_session: bool) -> None:
         await endpoint.set_serving(has_session)
         if has_session:
             log.info("ready", address=endpoint.address, model=served.model_id)
             ready.set()
 
     client = AsyncCacheClient(config.cache, call_options(config))
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, tell, endpoint.address))
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
 

@@ -12,7 +12,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.door import Context, Contract, Door
+from kvkeeper.service.methods import Context, Contract, MethodRouter
 
 from .status import REFUSALS
 
@@ -31,10 +31,10 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
 
 
-def register(groups: Sequence[object]) -> Door:
+def register(groups: Sequence[object]) -> MethodRouter:
     """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case."""
     calls = SimpleNamespace(**handlers_of(groups))
-    return Door(
+    return MethodRouter(
         CONTRACT,
         calls,
         {

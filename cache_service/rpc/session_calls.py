@@ -2,7 +2,7 @@
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
-from kvkeeper.service.door import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
+from kvkeeper.service.methods import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField

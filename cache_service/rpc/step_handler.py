@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.door import MAX_MESSAGE_BYTES
+from kvkeeper.service.methods import MAX_MESSAGE_BYTES
 
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced

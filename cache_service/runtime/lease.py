@@ -137,12 +137,12 @@ class SessionTable:
         """The session's stream ended without CloseSession: the session has `grace` seconds to send a message."""
         session.grace_deadline = now + grace
 
-    def end(self, session: Session) -> None:
+    def end_session(self, session: Session) -> None:
         """Removes the session; its id never comes back."""
         self._sessions.pop(session.id, None)
 
     def expired(self, now: float) -> list[Session]:
-        """Sessions whose lease or grace ran out; they are still listed until end is called."""
+        """Sessions whose lease or grace ran out; they are still listed until end_session is called."""
         return [session for session in self._sessions.values() if self._has_expired(session, now)]
 
     def next_deadline(self) -> float | None:

@@ -197,7 +197,7 @@ class SessionManager:
         # Copies that run in a thread write as an attached process would: their destinations must not be reused yet.
         copying = live.pool.copying
         may_still_write = copying is not None or (live.is_mapped and not drained)
-        self.table.end(live.core)
+        self.table.end_session(live.core)
         live.pool.manager.tick(self.now())
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
         live.pool.reclaim_soon()

@@ -14,8 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvkeeper.service.door import MAX_PROMPT_MESSAGE_BYTES, Door
 from kvkeeper.service.listen import SocketLock, check_port, socket_path
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, MethodRouter
 from kvkeeper.service.process import StartError
 
 HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # above the limit in door.py, which gives a reason
+    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # above the limit in methods.py, which gives a reason
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
 ]
 
@@ -55,10 +55,10 @@ class Endpoint:
                 lock.release()
             raise
 
-    async def start(self, door: Door, *, has_reflection: bool) -> None:
+    async def start(self, methods: MethodRouter, *, has_reflection: bool) -> None:
         """Answers calls from now on. Health says that the process lives, and that the service does not serve yet."""
-        self._service_name = door.service_name
-        self._server.add_generic_rpc_handlers((door,))
+        self._service_name = methods.service_name
+        self._server.add_generic_rpc_handlers((methods,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if has_reflection:
             names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)

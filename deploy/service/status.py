@@ -14,7 +14,7 @@ DOMAIN = "kvkeeper"
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """The errors of a service: their base class, those that door.py raises itself, and the code of each reason.
+    """The errors of a service: their base class, those that methods.py raises itself, and the code of each reason.
 
     An error has `reason`, a name of the protocol's ErrorReason without its prefix, and `metadata`, strings that the client
     needs to recover. Each class is made from a message and metadata.

@@ -134,7 +134,7 @@ class OpenRequests:
             self._undelivered[generation] = None
             self._stats.time_token(generation, sequence.index)
             if generation.take_token(sequence.index, token_id, computed.logprobs.get(row)):
-                self._scheduler.end(sequence)
+                self._scheduler.end_sequence(sequence)
                 break
 
     def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
@@ -164,7 +164,7 @@ class OpenRequests:
         for generation in self._closed:
             for sequence in generation.request.sequences:
                 if sequence.state is not SequenceState.ENDED:
-                    self._scheduler.end(sequence, discard=generation.has_failed)
+                    self._scheduler.end_sequence(sequence, discard=generation.has_failed)
             del self._by_request[generation.request]
         self._closed.clear()
 

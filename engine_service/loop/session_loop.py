@@ -36,10 +36,10 @@ async def keep_serving(
     client: AsyncCacheClient,
     model: ServedModel,
     config: EngineConfig,
-    tell: Callable[[bool], Awaitable[None]],
+    on_session: Callable[[bool], Awaitable[None]],
     address: str,
 ) -> None:
-    """Until the engine is stopped. tell hears whether there is a session; address: of this engine.
+    """Serve until the engine is stopped. on_session: called with whether there is a session; address: of this engine.
 
     Raises CacheServiceRefused at the start.
     """
@@ -51,7 +51,7 @@ async def keep_serving(
         try:
             limits = limits_of(memory.session.pool, model, config)
             _log_length(limits, model)
-            await engine.run_session(memory, limits, partial(tell, True))
+            await engine.run_session(memory, limits, partial(on_session, True))
             return
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
@@ -66,7 +66,7 @@ async def keep_serving(
             engine.requests.fail_all(BrokenInvariant("the service found itself inconsistent; its log says more"))
             raise
         finally:
-            await tell(False)
+            await on_session(False)
             await memory.close(is_away=has_gone_away)
 
 

@@ -1,13 +1,13 @@
-"""Beam search: which token lists go on, which have finished, and when no better one can come. Pure.
+"""Beam search: which token lists go on, which have finished, and when the search is over. Pure.
 
-Follows generate(num_beams, do_sample=False) of Hugging Face transformers, up to the order of equals. Of all lists times all
-next tokens the likeliest are looked at, twice as many as there are beams, so that enough are left when some of them end. One
-that ends counts as finished if it is among the first num_beams. Finished ones are ranked by their sum of log probabilities
-over length ** length_penalty, the token that ended them included. The search is over when the best list that goes on, at its
-present length, is no better than the worst of num_beams finished ones.
+Follows generate(num_beams, do_sample=False) of Hugging Face transformers, up to the order of equals. Every list with any one
+token more is a candidate. The likeliest are considered, twice as many as there are beams, so that enough are left when
+candidates end. A candidate that ends counts as finished if it is among the first num_beams. Finished lists are ranked by the
+sum of their log probabilities over length ** length_penalty, including the token that ended them. The search is over when the
+best list that goes on, at its present length, is no better than the worst of num_beams finished lists.
 
-Candidates come list by list, in any order and at any time; the search moves on once all lists have theirs. A list has a slot,
-0 to num_beams - 1, in which its likeliest continuation stays; its others take slots that came free.
+Candidates arrive list by list, in any order and at any time; the search moves on once every list has its candidates. A list has
+a slot, 0 to num_beams - 1. Its likeliest continuation keeps the slot; its other continuations take slots that came free.
 """
 
 import heapq
@@ -49,7 +49,7 @@ class TokenList:
 
 
 class Finished(NamedTuple):
-    """A list that has ended, and what it is ranked by."""
+    """A list that has ended, and its score."""
 
     tokens: TokenList
     reason: FinishReason
@@ -107,7 +107,7 @@ class BeamSearch:
         return self._move_on() if len(self._candidates) == len(self._live) else None
 
     def told(self) -> list[Finished]:
-        """The best that have finished."""
+        """The best finished lists."""
         return self._finished[: self.num_told]
 
     def so_far(self, reason: FinishReason) -> list[Finished]:

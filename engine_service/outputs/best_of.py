@@ -1,7 +1,7 @@
-"""Best of several: which continuations of a prompt are told, and in what order.
+"""Best of several: which continuations of a prompt the client gets, and in what order.
 
-Continuations are ranked by their mean log probability a token, of the model's own distribution, so that a long one is not
-beaten for its length alone. The token that ended one counts although it is not told: it was drawn like the others. Pure.
+Continuations are ranked by their mean log probability per token in the model's own distribution, so that a long one does not
+lose by its length alone. The token that ended a continuation counts although the client does not get it. Pure.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from ..values.output_chunk import OutputChunk, joined
 
 
 def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:
-    """Indices of the best continuations, the best first; of equals the first. logprobs: of each one's tokens, by index."""
+    """Indices of the best continuations, the best first, equals by index. logprobs: of the tokens of each continuation."""
 
     def mean(index: int) -> float:
         own = logprobs[index]
@@ -23,7 +23,7 @@ def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:
 
 @dataclass(slots=True)
 class BestOf:
-    """Keeps what continuations give until all have ended."""
+    """Keeps the output of all continuations until the last one has ended."""
 
     num_told: int
     _chunks: dict[int, list[OutputChunk]] = field(default_factory=lambda: defaultdict(list))
@@ -34,7 +34,7 @@ class BestOf:
         self._logprobs[index].append(logprob)
 
     def hold(self, chunk: OutputChunk) -> None:
-        """A chunk that waits for the end."""
+        """Keep a chunk until the end."""
         self._chunks[chunk.index].append(chunk)
 
     def told(self) -> list[OutputChunk]:

@@ -1,9 +1,9 @@
 """Constraints: output that follows a JSON schema or a regular expression, or is one of several choices.
 
-A thin shell on llguidance, which knows grammars and works out token masks. write_grammar and try_out belong into a worker
-process: what takes too much there is refused before it comes here. compile_grammar belongs beside the loop; one compiled
-constraint is copied for each continuation. What a mask may cost is bounded by the library's own limits, and what all masks of a
-request may cost by its account: one that passes either ends its request alone.
+A thin shell on llguidance, which parses grammars and computes token masks. write_grammar and try_out run in a worker process,
+so that a grammar that costs too much is refused before it reaches the engine. compile_grammar runs beside the loop; each
+continuation gets a copy of the compiled constraint. The library's limits bound the cost of one mask, and the request's account
+bounds the cost of all its masks. A constraint that exceeds either bound ends its own request alone.
 """
 
 import json
@@ -23,29 +23,29 @@ from .tokenizer import Tokenizer
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
 _MAX_REASON_CHARS = 200
-_NUM_TRIED = 4  # tokens from the start: some limits show only when a token is taken
+_NUM_TRIED = 4  # first tokens: a few limits show only when a token is added
 
-# A unit of fuel is about 1.5 us of one core: 0.3 s at the start, which a worker process finds out, and 30 ms in a step, which
-# every request in it waits for. Large schemas need some 50,000 at the start and 10,000 in a step.
+# A unit of fuel is about 1.5 us of one core: 0.3 s at the start, which is tried in a worker process, and 30 ms in a step, for
+# which every request of the step waits. Large schemas need about 50,000 units at the start and 10,000 in a step.
 _INITIAL_FUEL, _STEP_FUEL = 200_000, 20_000
 _MAX_STATES = 50_000
 _NO_TEXT = "no text that the model's tokens can spell matches it"
 _TOO_MANY_STATES = "it has too many states"
-_DEAD_END = "NoExtension"  # begins the library's text for a place where no token can follow
-_LIMIT_WORDS = re.compile(r"limit|fuel|too (many|big|large)", re.IGNORECASE)  # of its texts about grammars that are too much
+_DEAD_END = "NoExtension"  # begins the library's error text where no token can follow
+_LIMIT_WORDS = re.compile(r"limit|fuel|too (many|big|large)", re.IGNORECASE)  # in its texts about too complex grammars
 
 
 class BadGrammar(Exception):
-    """What is wrong with it. One line."""
+    """The grammar is wrong. The text says how, in one line."""
 
 
 class GrammarTooComplex(Exception):
-    """The limit that it passed. One line."""
+    """The grammar exceeds a limit. The text names it, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's tokens as the library wants them. Making one holds the interpreter, for a second where they are many."""
+    """A model's tokens in the library's form. Making it holds the interpreter, for up to a second with a large vocabulary."""
 
     tokens: llguidance.LLTokenizer
     size: int
@@ -58,7 +58,7 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class Account:
-    """Seconds of one core that the masks of a request have cost, and may: some at once, and some more with each token."""
+    """What the masks of one request cost, in seconds of one core: spent so far, and allowed at first and with each token."""
 
     at_once_s: float = 1.0
     per_token_s: float = 0.005
@@ -71,10 +71,10 @@ class Account:
 
 
 class Constraint:
-    """Where one continuation stands in its grammar. Moved by take_token; may be asked for its mask at any time between."""
+    """The position of one continuation in its grammar. take_token advances it; `allowed` may be called at any time between."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, account: Account, field: str) -> None:
-        """field: of the request, that it comes from."""
+        """field: the field of the request that holds the constraint."""
         self._matcher = matcher
         self._field = field
         self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
@@ -82,18 +82,18 @@ class Constraint:
         self._account = account
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size] the tokens that may come next; none where the grammar cannot go on, or costs too much."""
+        """[vocab_size] mask of the tokens that may come next; all False where the grammar cannot go on or costs too much."""
         if self._matcher.is_error() or self._account.is_overdrawn:
             return np.zeros(self._vocab_size, np.bool_)
         started_at = time.thread_time()
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bits, 0)
         self._account.spent_s += time.thread_time() - started_at
-        if self._matcher.is_error():  # a limit was passed while the mask was worked out
+        if self._matcher.is_error():  # computing the mask exceeded a limit
             return np.zeros(self._vocab_size, np.bool_)
         return np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def take_token(self, token_id: int) -> None:
-        """The next token, which was allowed."""
+        """Advance by the next token, which was allowed."""
         started_at = time.thread_time()
         self._matcher.consume_token(token_id)
         self._account.spent_s += time.thread_time() - started_at
@@ -106,11 +106,11 @@ class Constraint:
 
     @property
     def is_too_complex(self) -> bool:
-        """A limit was passed, and that is why nothing is allowed: what was taken was allowed, so it can be nothing else."""
+        """Whether nothing is allowed because a limit was exceeded. Every token taken was allowed, so nothing else can fail."""
         return self._account.is_overdrawn or (self._matcher.is_error() and not self._matcher.get_error().startswith(_DEAD_END))
 
     def refusal(self) -> EngineError:
-        """Of its request, when it allows nothing."""
+        """The error that ends the request when the constraint allows nothing."""
         if self.is_too_complex:
             return TooComplex("the constraint takes too many states or too much time", field=self._field)
         if self._matcher.is_error():
@@ -118,12 +118,12 @@ class Constraint:
         return RequestFailed("the constraint allows no token")
 
     def copy(self) -> "Constraint":
-        """The same place, for another continuation of the request; the account stays one."""
+        """A copy at the same position, for another continuation of the request. Both use the same account."""
         return Constraint(self._matcher.deep_copy(), self._vocab_size, self._account, self._field)
 
 
 def write_grammar(kind: str, source: str | Sequence[str]) -> str:
-    """What a request's constraint is to the library. kind: json_schema, regex or choices. Raises BadGrammar."""
+    """A request's constraint as a grammar of the library. kind: json_schema, regex or choices. Raises BadGrammar."""
     if kind == "json_schema":
         assert isinstance(source, str)
         return _json_schema(source)
@@ -135,7 +135,7 @@ def write_grammar(kind: str, source: str | Sequence[str]) -> str:
 
 
 def compile_grammar(vocabulary: Vocabulary, grammar: str, field: str = "") -> Constraint:
-    """At its start, with its first mask worked out: copies need not do that again. Raises BadGrammar, GrammarTooComplex."""
+    """The constraint at its start, its first mask computed once for all copies. Raises BadGrammar, GrammarTooComplex."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=_INITIAL_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_MAX_STATES
     )
@@ -152,7 +152,7 @@ def compile_grammar(vocabulary: Vocabulary, grammar: str, field: str = "") -> Co
 
 
 def try_out(vocabulary: Vocabulary, grammar: str) -> None:
-    """Whether it can be compiled and some first tokens stay within the limits. Raises BadGrammar, GrammarTooComplex."""
+    """Check that the grammar compiles and that a few first tokens stay within limits. Raises BadGrammar, GrammarTooComplex."""
     constraint, is_only_way = compile_grammar(vocabulary, grammar), True
     for _ in range(_NUM_TRIED):
         allowed = np.flatnonzero(constraint.allowed())
@@ -163,7 +163,7 @@ def try_out(vocabulary: Vocabulary, grammar: str) -> None:
         if not len(allowed):
             if is_only_way:
                 raise BadGrammar(_NO_TEXT)
-            return  # this way has come to its end; others may go on
+            return  # a dead end on this path; other paths may go on
         is_only_way = is_only_way and len(allowed) == 1
         constraint.take_token(int(allowed[-1]))
 
@@ -177,18 +177,18 @@ def _json_schema(schema: str) -> str:
         raise GrammarTooComplex("it is nested too deep") from None
     if not isinstance(parsed, dict):
         raise BadGrammar("an object is needed")
-    # Free white space lets a small model write blanks until its tokens are used up.
+    # With free white space, a small model may write blanks until its tokens are used up.
     parsed["x-guidance"] = {"whitespace_flexible": False}
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(parsed)))
 
 
 def _reason(error: str) -> str:
-    """What is wrong, in one line: of a pattern's error, whose first lines only show where."""
+    """The cause of an error, in one line. The first lines of a pattern's error only show the place."""
     lines = error.strip().splitlines()
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return reason[:_MAX_REASON_CHARS]
 
 
 def _literal(text: str) -> str:
-    """A pattern of exactly this text: whatever could mean something is written as its code point."""
+    """A pattern that matches exactly this text: every character that may have a meaning is written as its code point."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)

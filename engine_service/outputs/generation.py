@@ -1,7 +1,7 @@
 """Generation: one request under way, from the loop's tokens to the chunks that its client gets.
 
-Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), what it counts, and that the stream is
-told of its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
+Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), the request's counts, and that the stream gets
+its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
 """
 
 import time
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Timer(Protocol):
-    """What ends a request that takes too long."""
+    """The timer that ends a request that takes too long."""
 
     def cancel(self) -> None: ...
 
@@ -47,12 +47,12 @@ class Constraint(Protocol):
         """Nothing more can follow."""
 
     def refusal(self) -> EngineError:
-        """Of its request, when it allows nothing."""
+        """The error that ends the request when the constraint allows nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One request under way. Raises nothing: what goes wrong with it ends it."""
+    """One request under way. Raises nothing: an error ends the request."""
 
     request: Request
     params: SamplingParams
@@ -85,7 +85,7 @@ class Generation:
 
     @property
     def num_taken(self) -> int:
-        """Tokens of all continuations, or of all lists of a search."""
+        """New tokens of all continuations, or of all lists of a search."""
         return self._num_taken.total() if self.search is None else self.search.num_tokens
 
     @property
@@ -95,19 +95,19 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the request as a whole ended: as the last of its continuations did."""
+        """Why the request ended: the finish reason of its last continuation."""
         if self.refusal is not None:
             return FinishReason.__members__.get(self.refusal.reason, FinishReason.ERROR)
         return next(reversed(self._ended.values()))
 
     @property
     def num_told(self) -> int:
-        """Continuations that its client gets."""
+        """The number of continuations that the client gets."""
         return self.request.n if self.best_of is None else self.best_of.num_told
 
     @property
     def has_failed(self) -> bool:
-        """What it computed last may be wrong, and is not to be shared."""
+        """Whether its last computed K and V may be wrong, so that they must not be shared."""
         return isinstance(self.refusal, RequestFailed)
 
     @property
@@ -137,7 +137,7 @@ class Generation:
         return SearchRow(row, self.search.num_candidates)
 
     def take_candidates(self, slot: int, candidates: Candidates) -> list[Branch] | None:
-        """What may follow one of the search's lists; see BeamSearch. When the search is over, all is told at once."""
+        """The candidates of one of the search's lists, see BeamSearch. When the search is over, the client gets all at once."""
         assert self.search is not None
         try:
             branches = self.search.take_candidates(slot, candidates)
@@ -154,7 +154,7 @@ class Generation:
             return None
 
     def _found(self, index: int, finished: Finished) -> OutputChunk:
-        """A list that has ended, as its client is told of it."""
+        """The chunk of a list that has ended."""
         output, token_ids = self.outputs[index], finished.tokens.token_ids()
         if self.stop.reason(token_ids[-1]) is not None:
             del token_ids[-1]
@@ -166,11 +166,11 @@ class Generation:
         return OutputChunk(index, "".join(texts), tuple(token_ids), finished.reason, cumulative_logprob=finished.tokens.logprob)
 
     def take_prompt_logprobs(self, first_position: int, found: list[TokenLogprobs]) -> None:
-        """Of prompt tokens from first_position on. A prompt that is computed again after a preemption tells nothing new."""
+        """Log probabilities of prompt tokens from first_position on. Repeats after a preemption are ignored."""
         self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
-        """A continuation's next token. Whether it is its last. What its client gets waits for deliver."""
+        """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
         try:
             return self._take_token(index, token_id, () if logprobs is None else (logprobs,))
         except Exception:
@@ -213,17 +213,17 @@ class Generation:
         self._undelivered.append(chunk)
 
     def deliver(self) -> None:
-        """Hand over what has come since the last time."""
+        """Send the chunks that were added since the last call."""
         for chunk in self._undelivered:
             self.send(chunk)
         self._undelivered.clear()
 
     def cancel(self) -> None:
-        """End what is still under way. Nothing happens to a request that has ended."""
+        """End the continuations that are still under way. A request that has ended is left alone."""
         self._end_rest(FinishReason.CANCELLED)
 
     def cut_short(self, reason: FinishReason, refusal: EngineError) -> None:
-        """End it with what it has given; with the refusal where that is nothing. Nothing happens to one that has ended."""
+        """End the request with its output so far, or with the refusal if there is none. One that has ended is left alone."""
         if not self.num_taken:
             return self.fail(refusal)
         if self.search is not None and self.is_open:
@@ -244,7 +244,7 @@ class Generation:
         self.deliver()
 
     def _rest(self, index: int) -> str:
-        """Text that was held back; none where that fails, because what is cancelled is to end in any case."""
+        """The text that was held back; empty where that fails, because a cancelled request has to end in any case."""
         try:
             return self.outputs[index].flush()
         except Exception:
@@ -252,7 +252,7 @@ class Generation:
             return ""
 
     def fail(self, refusal: EngineError) -> None:
-        """End it with an error. Nothing happens to a request that has ended."""
+        """End the request with an error. A request that has ended is left alone."""
         if self.is_open:
             self.refusal = refusal
             self._undelivered.append(refusal)

@@ -1,4 +1,4 @@
-"""Text of one model: prompts to token ids, outputs to pieces of text; or neither, for a model without a tokenizer.
+"""ModelText: prompts to token ids and outputs to pieces of text, for one model; or neither, without a tokenizer.
 
 A model without tokenizer.json (and the hash toy) serves token ids alone: text in a request is refused, text in a
 response stays empty.
@@ -68,10 +68,10 @@ class _Text:
     stops: StopStrings | None
 
     def push(self, token_id: int) -> tuple[str, bool]:
-        text = self.detokenizer.step(token_id)
+        text = self.detokenizer.add_token(token_id)
         if self.stops is None or not text:
             return text, False
-        match = self.stops.step(text)
+        match = self.stops.add_piece(text)
         return match.text, match.stop is not None
 
     def copy(self) -> "_Text":
@@ -81,7 +81,7 @@ class _Text:
         text = self.detokenizer.flush()
         if self.stops is None:
             return text
-        match = self.stops.step(text)  # what was held back may complete a stop string
+        match = self.stops.add_piece(text)  # text that was held back may complete a stop string
         return match.text if match.stop is not None else match.text + self.stops.flush()
 
 

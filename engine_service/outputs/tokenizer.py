@@ -1,8 +1,8 @@
 """Tokenizer: text to token ids and back, for one model folder; stop strings; the chat template.
 
-A thin shell on the tokenizers library. Detokenizer turns a stream of tokens into a stream of text, every piece of it
-valid UTF-8, at a cost per token that does not grow with the output. StopStrings finds stop strings across the edges
-of the pieces. Both are per request; Tokenizer is shared and never changes.
+A thin shell on the tokenizers library. Detokenizer turns a stream of tokens into pieces of text. Every piece is valid UTF-8,
+and the cost of a token does not grow with the output. StopStrings finds stop strings across the edges of pieces. Each output
+has its own Detokenizer and StopStrings; the Tokenizer is shared and never changes.
 """
 
 import copy
@@ -21,18 +21,18 @@ import tokenizers
 from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
 from ..model.checkpoint.json_file import read_json_object
 
-_REPLACEMENT: Final = "\ufffd"  # what decoders put for bytes that are no character, or not yet one
-_MOST_PENDING: Final = 8  # tokens without a whole character: a UTF-8 character ends within 4 bytes, the rest is junk
-_LONGEST_PARTIAL: Final = 3  # bytes, so tokens at most, of a character that is not complete
+_REPLACEMENT: Final = "\ufffd"  # decoders put it for bytes that are not, or not yet, a character
+_MOST_PENDING: Final = 8  # tokens without a whole character; a UTF-8 character ends within 4 bytes, so more are junk
+_LONGEST_PARTIAL: Final = 3  # bytes of an incomplete character, so at most as many tokens
 
 
 class Tokenizer:
     """The tokenizer of a model folder. Its attributes do not change.
 
     Attributes:
-        eos_ids: ids that end a sequence, from generation_config.json, or else config.json, or else
-            tokenizer_config.json, as transformers does.
-        vocab_size: ids are below it.
+        eos_ids: ids that end a sequence, from the first of generation_config.json, config.json and tokenizer_config.json that
+            has them, as in transformers.
+        vocab_size: every id is below it.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json and, where there are any, the configs beside it.
+        """Read tokenizer.json and the configs beside it, as far as they exist.
 
         Raises:
             ModelFileMissingError: no tokenizer.json.
@@ -81,8 +81,8 @@ class Tokenizer:
         """Token ids of `text`.
 
         Args:
-            add_special_tokens: add what the model wants around a text, such as a begin token. Not for the output of
-                apply_chat_template, which has them.
+            add_special_tokens: add the tokens that the model wants around a text, such as a begin token. The output of
+                apply_chat_template has them already.
 
         Raises:
             TokenizerError: the text is not valid Unicode.
@@ -98,7 +98,7 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
 
     def without_added(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """`token_ids` without what `encode` adds around a text, where it is there."""
+        """`token_ids` without the tokens that `encode` adds around a text, where they are present."""
         before, after = self._added
         ids = list(token_ids)
         start = len(before) if ids[: len(before)] == before else 0
@@ -107,17 +107,17 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """What `encode` puts before a text, and what behind it."""
+        """The tokens that `encode` adds before a text, and those that it adds behind it."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         start = next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids outside the vocabulary have none."""
+        """The text of `token_ids`; an id outside the vocabulary has no text."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
-        """The whole tokenizer as tokenizer.json would have it."""
+        """The whole tokenizer, in the form of tokenizer.json."""
         return str(self._backend.to_str())
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
@@ -145,47 +145,47 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of one output as its tokens arrive.
+    """The text of one output, piece by piece, as its tokens arrive.
 
-    A piece is held back while it ends in bytes that may become a character with the next token. Tokens are decoded
-    behind the few before them, because a decoder treats the first token of a text differently.
+    A piece is held back while it ends in bytes that the next token may complete to a character. New tokens are decoded together
+    with a few earlier ones, because a decoder treats the first token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         """
         Args:
-            prompt_ids: what comes before the output; only its end matters.
+            prompt_ids: the tokens before the output; only the last few matter.
         """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         end = [i for i in prompt_ids[-2 * _MOST_PENDING :] if self._has_text(i)]
-        # Both ends of the context lie between characters. Bytes that begin the output's first one are pending.
+        # Both ends of the context lie between characters. Bytes that begin the output's first character are pending.
         self._context, self._pending = self._split(end[-_MOST_PENDING - _LONGEST_PARTIAL :])
         self._context_len = len(self._decode(self._context))
 
-    def step(self, token_id: int) -> str:
-        """Take one token; return the text that is complete now, perhaps none."""
+    def add_token(self, token_id: int) -> str:
+        """Add one token. Returns the text that is complete now; it may be empty."""
         if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         if not text.endswith(_REPLACEMENT) and len(text) > self._context_len:
             return self._emit(text, self._pending, [])
-        if len(self._pending) > _MOST_PENDING:  # junk: give it out, but for what may still become a character
+        if len(self._pending) > _MOST_PENDING:  # junk: emit it, but for bytes that may still become a character
             junk, rest = self._pending[:-_LONGEST_PARTIAL], self._pending[-_LONGEST_PARTIAL:]
             return self._emit(self._decode(self._context + junk), [], rest)
         return ""
 
     def flush(self) -> str:
-        """Return what is held back, at the end of the output; an incomplete character becomes U+FFFD."""
+        """The output ends. Returns the text held back; an incomplete character becomes U+FFFD."""
         if not self._pending:
             return ""
         return self._emit(self._decode(self._context + self._pending), self._pending, [])
 
     def copy(self) -> "Detokenizer":
-        """The same, to go on with other tokens."""
+        """A copy, for an output that continues with other tokens."""
         other = copy.copy(self)
-        other._pending = self._pending.copy()  # the one that step changes in place
+        other._pending = self._pending.copy()  # the only list that add_token changes in place
         return other
 
     def _emit(self, text: str, context: list[int], pending: list[int]) -> str:
@@ -195,7 +195,7 @@ class Detokenizer:
         return piece
 
     def _split(self, end: list[int]) -> tuple[list[int], list[int]]:
-        """The end of a prompt without parts of characters at its start and its end, and the part at its end."""
+        """The end of a prompt, cut to whole characters on both sides, and the tokens of the incomplete character behind it."""
         for num_after, num_before in itertools.product(range(_LONGEST_PARTIAL + 1), repeat=2):
             context, partial = end[num_before : len(end) - num_after], end[len(end) - num_after :]
             text = self._decode(context)
@@ -213,26 +213,26 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """`text` may be given out; `stop` is the stop string that was found behind it, or None."""
+    """`text` may be emitted; `stop` is the stop string found behind it, or None."""
 
     text: str
     stop: str | None
 
 
 class StopStrings:
-    """Looks for stop strings in the text of one output, piece by piece.
+    """Finds stop strings in the text of one output, piece by piece.
 
-    The string that is complete first wins, of several the longest; so the answer does not depend on where the pieces
-    are cut. Text that may be the beginning of a stop string is held back.
+    The stop string that is complete first wins, and the longest of several that are complete at the same place; so the answer
+    does not depend on where the pieces are cut. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string would stop everything; it is refused at submit"
+        assert all(stops), "an empty stop string would match everywhere; it is refused at submit"
         self._stops = tuple(stops)
         self._held = ""
 
-    def step(self, piece: str) -> StopMatch:
-        """Take a piece of text. After a match there is nothing more to ask."""
+    def add_piece(self, piece: str) -> StopMatch:
+        """Add a piece of text. Not to be called again after a match."""
         text = self._held + piece
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -244,13 +244,13 @@ class StopStrings:
         return StopMatch(text[: len(text) - held], None)
 
     def flush(self) -> str:
-        """Return what is held back, at the end of the output."""
+        """The output ends. Returns the text held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -282,7 +282,7 @@ def _token_text(token: object) -> str:
 
 
 def _compile_template(source: object) -> jinja2.Template:
-    """One template, or a list of named ones, of which the default is taken."""
+    """source: one template, or a list of named templates, of which the default is used."""
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
         source = named.get("default")
@@ -297,7 +297,7 @@ def _compile_template(source: object) -> jinja2.Template:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """jinja2's own filter escapes HTML, which templates were not written for."""
+    """Replaces jinja2's own filter: it escapes HTML, which chat templates do not expect."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

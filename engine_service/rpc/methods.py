@@ -1,7 +1,7 @@
 """The contract of the engine service: its methods, which of them carry prompts, and the errors it refuses with."""
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.door import Contract
+from kvkeeper.service.methods import Contract
 
 from .status import REFUSALS
 

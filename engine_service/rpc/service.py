@@ -13,7 +13,7 @@ from prometheus_client import Metric
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
-from kvkeeper.service.door import peer
+from kvkeeper.service.methods import peer
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig

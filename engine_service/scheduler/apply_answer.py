@@ -1,7 +1,7 @@
-"""AnswerApplier: what the cache service's answer to a plan changes, and what can be computed now.
+"""AnswerApplier: applies the cache service's answer to a plan, and says what can be computed now.
 
-The answer is taken over list by list, in the order that the protocol gives it its meaning. Between plan and answer a step may
-have ended, and sequences with it. Pure.
+The lists of the answer are applied in the order of the protocol. Between plan and answer a step may have ended, and sequences
+with it. Pure.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ class AnswerApplier:
         self._preemptor = preemptor
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
-        """Take over what the cache service decided, and say what can be computed."""
+        """Apply the cache service's decisions. Answers the work that can be computed now."""
         state, preemptor = self._state, self._preemptor
         running, headroom = state.running, state.headroom
         running.num_committed[plan.commit_rows] = plan.commit_lens
@@ -41,7 +41,7 @@ class AnswerApplier:
         num_adopted = len(answer.update_ids) - np.count_nonzero(answer.copy_sources)
         copied = np.arange(len(answer.update_ids)) >= num_adopted
         self._update_tables(answer, ~copied)
-        swapped_out, not_swapped = preemptor.take_swap_outs(plan, answer)  # forks and starts may have their rows
+        swapped_out, not_swapped = preemptor.take_swap_outs(plan, answer)  # forks and starts may get these rows
         child_rows = self._take_releases_and_forks(plan, answer)
         self._update_tables(answer, copied)
         self._count_copies(answer, copied)
@@ -96,7 +96,7 @@ class AnswerApplier:
             sequence.request.num_copied_blocks += 1
 
     def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> IndexArray:
-        """Rows of plan.forked, -1 for one that has none.
+        """Rows of plan.forked, -1 for a child without a row.
 
         Released rows make room for forked children, but a child's table comes from its parent's row.
         """
@@ -135,7 +135,7 @@ class AnswerApplier:
     def _take_reservations(
         self, plan: Plan, answer: StepAnswer, child_rows: IndexArray
     ) -> tuple[IndexArray, npt.NDArray[np.bool_]]:
-        """The reservations' rows, and which of them there are: a child without a row has none."""
+        """The reservations' rows, and a mask of those that exist: a child may have no row."""
         running = self._state.running
         rows, item_idx, block_ids = plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids
         if len(child_rows):
@@ -149,7 +149,7 @@ class AnswerApplier:
         return rows, there
 
     def _take_starts(self, plan: Plan, answer: StepAnswer, refused: list[Sequence]) -> IndexArray:
-        """Rows of the sequences that started. refused: swap-ins that there was no room for."""
+        """Rows of the sequences that started. refused: swap-ins for which there was no room."""
         state = self._state
         waiting, rows = state.waiting, []
         ends = np.cumsum(answer.start_num_blocks).tolist()
@@ -178,7 +178,7 @@ class AnswerApplier:
         return np.array(rows, np.intp)
 
     def _take_ready(self, answer: StepAnswer) -> None:
-        """What was loading has its blocks now, and computes from the next step on."""
+        """The loads of these sequences have ended: they compute from the next step on."""
         state = self._state
         ends = answer.ready_num_blocks.cumsum().tolist()
         columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
@@ -196,7 +196,7 @@ class AnswerApplier:
             state.running.add(sequence, num_computed, num_known, reserved, answer.ready_block_ids[end - num_blocks : end])
 
     def _note_start(self, sequence: Sequence, hit_len: int) -> None:
-        """It has started, for the first time or again, and found so many of its tokens cached."""
+        """The sequence has started, for the first time or again, and found so many of its tokens cached."""
         request, state = sequence.request, self._state
         if request.num_hit_tokens is None:
             request.num_hit_tokens = hit_len

@@ -1,6 +1,6 @@
-"""From rows of running sequences to a step's Work and the model's Batch, by array work.
+"""Builds a step's Work and the model's Batch from rows of running sequences, by array work.
 
-One object per row would, for hundreds of decoding sequences, cost more than all the rest of a step's bookkeeping. Pure.
+With hundreds of decoding sequences, one object per row would cost more than all the other bookkeeping of a step. Pure.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def _scored(running: RunningSequences, rows: IndexArray, computed: Int32Array) -
 
 
 def _score(running: RunningSequences, row: int, computed: int, end: int, num_logits: int) -> PromptScore:
-    """Each computed token predicts the next one; the prompt's first is predicted by none."""
+    """Each computed token predicts the next one; no token predicts the prompt's first."""
     sequence = running.sequences[row]
     assert sequence is not None
     num_top = sequence.request.num_prompt_logprobs

@@ -1,10 +1,10 @@
-"""BeamForks: sequences of a beam search, which part and are given up step by step.
+"""BeamForks: the sequences of a beam search, which are forked and dropped step by step.
 
-Each list of a search is a sequence. When all of them have been computed to their last tokens, the likeliest continuations go
-on: one of them in its parent's place, further ones of the same parent as forks of it, at its whole length. A list that
-waits for the others of its search rests: it keeps its blocks to be forked from, but needs them no more, because what the model
-said of it is known. So rows, slots and blocks can always be had from it, and its continuations start by themselves then.
-Searches therefore never wait for each other for ever, and a list that is preempted is one sequence like any other. Pure.
+Each list of a search is a sequence. When all lists of a search are computed to their last tokens, the likeliest continuations
+go on: one in its parent's place, further ones of the same parent as forks at its whole length. A list that waits for the other
+lists of its search rests. It keeps its blocks for forks, but needs them no more, because its logits are known. So a resting
+list can always give up row, slot and blocks; its continuations then start by themselves. Therefore searches never wait for
+each other for ever, and a list is preempted like any other sequence. Pure.
 """
 
 import numpy as np
@@ -17,13 +17,13 @@ from .state.transitions import move_to
 
 
 class BeamForks:
-    """Turns the branches of a search into sequences, and sees when all searches wait for each other."""
+    """Turns the branches of a search into sequences, and detects when all searches wait for each other."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def branch(self, request: Request, branches: list[Branch]) -> None:
-        """The lists of a search that go on, all of which have been computed to their last tokens; the others are given up."""
+        """Continue a search with these lists, all computed to their last tokens; its other lists are dropped."""
         state = self._state
         running = state.running
         parents = {sequence.index: sequence for sequence in request.sequences}
@@ -58,9 +58,9 @@ class BeamForks:
             state.waiting.shares.charge(request.tenant, len(branches))
 
     def next_to_create(self) -> Sequence | None:
-        """The next sequence that the cache service should be told of; see WaitingSequences.
+        """The next sequence to create in the cache service; see WaitingSequences.
 
-        Slots are left for what is to be forked: a search forks before it gives up.
+        Slots are left for forks, because a search forks before it drops lists.
         """
         state = self._state
         running, waiting = state.running, state.waiting
@@ -73,7 +73,7 @@ class BeamForks:
         return waiting.next_to_create(num_slots)
 
     def stands_still(self, plan: Plan) -> bool:
-        """Nothing is asked for, given back, computed, loaded or created, and a list rests."""
+        """Whether nothing is requested, released, computed, loaded or created while a list rests."""
         state = self._state
         running = state.running
         if not running.num_searching:

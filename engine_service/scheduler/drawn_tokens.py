@@ -1,6 +1,6 @@
-"""DrawnTokens: what becomes of the tokens that a step draws, and of the guesses that it checked.
+"""DrawnTokens: appends the tokens that a step draws, and counts the guesses that it checked.
 
-A running sequence's tokens grow in its row; the first token of an unforked sequence makes it ready to be forked. Pure.
+A running sequence's tokens grow in its row; an unforked sequence can be forked once it has its first token. Pure.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ class DrawnTokens:
         self._state = state
 
     def histories(self, work: Work) -> list[Int32Array]:
-        """Tokens before each token that is drawn, in the order of work.logit_idx; views, good until the tokens are appended."""
+        """The tokens before each drawn token, in the order of work.logit_idx; views, valid until the tokens are appended."""
         running, num_rows = self._state.running, len(work.sample_rows)
         lens = running.num_tokens[work.sample_rows].tolist()
         rows = zip(work.sample_rows.tolist(), lens, work.guesses, strict=False)
@@ -25,9 +25,9 @@ class DrawnTokens:
         return histories + [child.token_ids for child in work.sampled[num_rows:]]
 
     def append(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
-        """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers those that each of work.sampled gets.
+        """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers the new tokens of each of work.sampled.
 
-        That is one, and one more for each leading guess that equals what was drawn at its place.
+        That is one token, and one more for each leading guess that equals the token drawn at its place.
         """
         state = self._state
         running, shares = state.running, state.waiting.shares
@@ -48,12 +48,12 @@ class DrawnTokens:
                 shares.charge(sequence.request.tenant, len(token_ids))
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
-            if child.state is not SequenceState.ENDED:  # it may have, while this was computed
+            if child.state is not SequenceState.ENDED:  # it may have ended while this was computed
                 state.unforked[child] = None
         return taken
 
     def _append_runs(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
-        """As append; the slots of guesses that were not kept are computed again, with other tokens."""
+        """As append. The slots of guesses that were not kept are computed again, with other tokens."""
         running, taken, first = self._state.running, [], 0
         for guesses in work.guesses:
             own = drawn[first : first + len(guesses) + 1]
@@ -65,12 +65,12 @@ class DrawnTokens:
         return taken
 
     def give_up(self, work: Work) -> None:
-        """The work was not done: what was counted on does not come. Its requests have ended, or are to."""
+        """The work failed: the tokens counted on do not come. Its requests have ended or are about to end."""
         running = self._state.running
         running.num_computing[work.rows] = running.num_drawing[work.rows] = 0
 
 
 def num_kept(guesses: Int32Array, drawn: Int32Array) -> int:
-    """How many leading guesses [n] equal what was drawn [n + 1] at their positions."""
+    """How many leading guesses [n] equal the tokens drawn [n + 1] at their positions."""
     differ = guesses != drawn[: len(guesses)]
     return int(np.argmax(differ)) if differ.any() else len(guesses)

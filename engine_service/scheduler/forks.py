@@ -1,7 +1,7 @@
-"""Forks: sequences that have a first token of their own, and share all before it with a parent that runs.
+"""Forks: sequences that have a first token of their own and share all tokens before it with a running parent.
 
-They wait unforked until a step has rows and slots for them. Where the parent gives its blocks back first, or no longer keeps
-all that they would read, they start by themselves, from their own tokens. Pure.
+They wait unforked until a step has rows and slots for them. If the parent gives its blocks back first, or no longer keeps all
+tokens that a fork would read, they start alone, with their own tokens. Pure.
 """
 
 from ..values.request import Int32Array, Sequence
@@ -9,13 +9,13 @@ from .state.scheduler_state import SchedulerState
 
 
 class Forks:
-    """Decides which unforked sequences are forked with a step, and lets the others start alone where they have to."""
+    """Decides which unforked sequences a step forks, and which have to start alone."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def plan(self, num_free_rows: int) -> list[Sequence]:
-        """Unforked sequences, as far as there are rows and slots for them; lists of a search have their rows."""
+        """The unforked sequences for which there are rows and slots; lists of a search have reserved rows."""
         state = self._state
         if not state.unforked:
             return []
@@ -34,7 +34,7 @@ class Forks:
         return forks
 
     def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
-        """Whether its parent, with so many tokens committed by row, still has all that a fork of them would read."""
+        """Whether the parent, with so many tokens committed by row, still keeps all tokens that a fork would read."""
         retention = child.request.retention
         if retention is None or child.parent is None:
             return True
@@ -47,23 +47,23 @@ class Forks:
         return self._state.running.tables[child.parent.row, :num_blocks].copy()
 
     def start_children_alone(self, parent: Sequence) -> None:
-        """A parent gives its blocks back: its children that are not forked yet start by themselves."""
+        """A parent gives its blocks back: its unforked children start alone."""
         for child in [child for child in self._state.unforked if child.parent is parent]:
             self.start_alone(child)
 
     def start_unforkable_alone(self) -> None:
-        """Children whose parents have committed beyond the window that a fork would read start by themselves."""
+        """Children start alone if their parent has committed beyond the window that a fork would read."""
         state = self._state
         if state.running.num_retaining:
             for child in [child for child in state.unforked if not self._may_fork(child, state.running.num_committed)]:
                 self.start_alone(child)
 
     def start_alone(self, child: Sequence) -> None:
-        """From its own tokens, not as a fork."""
+        """Queue a child that starts with its own tokens, not as a fork."""
         self.detach(child)
         self._state.waiting.put(child)
 
     def detach(self, child: Sequence) -> None:
-        """It needs its parent no more: it is forked, or starts alone."""
+        """The child needs its parent no more: it is forked, or starts alone."""
         del self._state.unforked[child]
         child.parent = None

@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def only_asks(self) -> bool:
-        """Tells nothing new: if nothing is granted either, the same plan would follow at once."""
+        """Whether the plan reports nothing new: if nothing is granted either, the same plan would follow at once."""
         columns = (self.commit_ids, self.fork_parents, self.release_ids, self.swap_out_ids)
         return not any(len(column) for column in columns)
 

@@ -1,7 +1,7 @@
-"""Planner: which tokens of which sequences the next step computes.
+"""Planner: decides which tokens of which sequences the next step computes.
 
-Running sequences come before starts, which come in the order of the policy in force (policies.py); headroom.py has the rules
-for when blocks are short. While a step is computed the next one is planned, counting on the tokens that will come. Pure.
+Running sequences come before starts, and starts come in the order of the policy in force (policies.py). headroom.py has the
+rules for a shortage of blocks. The next step is planned while one is computed, and counts on the tokens that will come. Pure.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ class Planner:
     def plan(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
         """Plan a step; changes nothing but the next id and, with the load, the order of the waiting.
 
-        now: seconds of the clock that arrivals are told in.
-        guesses: by row of a sequence that decodes, tokens that may follow; as many are checked as the budget has room for.
+        now: seconds, by the clock of the arrivals.
+        guesses: by row of a decoding sequence, tokens that may follow; as many are checked as fit the budget.
         """
         state = self._state
         running, waiting, limits = state.running, state.waiting, state.limits
@@ -101,7 +101,7 @@ class Planner:
         )
 
     def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int]:
-        """Tokens to compute for each live row, decodes before prompts; what is left beside the forks, and of it for prompts."""
+        """Tokens to compute for each live row, decodes before prompts; then the budget left over, in all and for prompts."""
         limits, running = self._state.limits, self._state.running
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + running.num_drawing[live] - computed
@@ -120,14 +120,14 @@ class Planner:
         return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
 
     def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
-        """Of more decodes than may be, those that have to wait: with every step the turn goes on by as many as may."""
+        """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""
         at, budget = np.flatnonzero(decodes), self._state.limits.decode_budget
         return np.roll(at, -budget * self._state.num_plans % len(at))[budget:]
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
     ) -> tuple[dict[int, Int32Array], Int32Array]:
-        """Of guesses for rows that compute their last token, those that the budget and the requests have room for."""
+        """The guesses, for rows that compute their last token, that fit the budget and the requests' limits."""
         fitting: dict[int, Int32Array] = {}
         num_guessed = np.zeros_like(num_new)
         running = self._state.running
@@ -143,11 +143,11 @@ class Planner:
         return fitting, num_guessed
 
     def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
-        """Bound what sequences with retention take before they give anything back for it, which the next step is told of.
+        """Bound the blocks that sequences with retention take, because those that they give back show only in the next step.
 
-        Beside others no chunk takes more than half of the blocks that are left, so that none of the others has to give way to
-        blocks that come back at once. A sequence whose next token the pool cannot hold beside what the device computes for it
-        now is left out: with the next step there is room, because what it keeps fits the pool.
+        Beside other sequences, a chunk takes at most half of the blocks that are left, so that no other sequence has to give
+        way for blocks that come back at once. A sequence is left out if the pool cannot hold its next token beside the tokens
+        that the device computes for it now. It fits in the next step, because the tokens that it keeps fit the pool.
         """
         state = self._state
         running, size = state.running, state.limits.block_size
@@ -162,9 +162,9 @@ class Planner:
     def _plan_starts(
         self, budget: int, num_free_rows: int, promised: Counter[Request]
     ) -> tuple[dict[Sequence, int], list[Sequence]]:
-        """The waiting sequences that may start, with most new tokens, and those that may be swapped in.
+        """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in.
 
-        A search starts when there are rows for all of its lists.
+        A beam search starts when there are rows for all of its lists.
         """
         state = self._state
         chunk_size, headroom = state.limits.chunk_size, state.headroom
@@ -193,7 +193,7 @@ class Planner:
         return starts, swapped_in
 
     def promised_rows(self) -> Counter[Request]:
-        """Rows that the lists of searches under way have not taken yet."""
+        """Rows reserved for lists of running searches that do not exist yet."""
         promised: Counter[Request] = Counter()
         running, loading = self._state.running, self._state.loading
         if not running.num_searching and not loading:

@@ -1,10 +1,10 @@
-"""Preemptor: how running sequences give their blocks back so that others can go on, and how they come back.
+"""Preemptor: takes blocks back from running sequences so that others can go on, and lets the victims resume.
 
-A victim is chosen while an answer is taken over, when the device computes nothing for it any more. Its row stays until the
-next step, which commits what it has computed, and then either releases it, so that it starts again and computes what is not
-cached any more; or swaps it out. Then the host tier keeps its K and V under its sequence id, it waits in its place by arrival,
-and once it is swapped in it goes on from the very token it was at. A swap that comes to nothing, for want of room in the host
-tier or because a transfer failed, ends in computing again. Pure.
+A victim is chosen while an answer is applied, when the device computes nothing for it any more. It keeps its row until the next
+step. That step commits its computed tokens and then either releases it or swaps it out. A released sequence starts again and
+computes the tokens that are no longer cached. For a swapped-out one the host tier keeps K and V under its sequence id; it waits
+in its place by arrival, and after its swap-in goes on from the same token. If a swap fails, because the host tier is full or a
+transfer failed, the sequence is computed again. Pure.
 """
 
 from ..values.request import Sequence, SequenceState
@@ -19,16 +19,16 @@ _OK = 1  # ItemResult of the protocol
 
 
 class Preemptor:
-    """Takes blocks back from running sequences, and sees to it that each of these goes on later."""
+    """Takes blocks back from running sequences, and queues each victim so that it goes on later."""
 
     def __init__(self, state: SchedulerState, forks: Forks) -> None:
         self._state = state
         self._forks = forks
 
     def by_importance(self) -> list[Sequence]:
-        """Running sequences; the first to give way stands last.
+        """Running sequences; the last one gives way first.
 
-        A list that rests gives way before the last sequence that computes, and before one of its own search.
+        A resting list gives way before the last sequence that computes, and before the other lists of its search.
         """
         state = self._state
         running = state.running.at(state.running.live)
@@ -40,7 +40,7 @@ class Preemptor:
         return [sequence for sequence in running if sequence not in resting] + resting
 
     def preempt(self, victim: Sequence) -> bool:
-        """It computes no more from here on; its blocks go with the next step. Whether it is swapped out then."""
+        """The sequence computes no more; the next step takes its blocks. Answers whether it is swapped out."""
         state, running, row = self._state, self._state.running, victim.row
         assert row is not None
         victim.request.num_preemptions += 1
@@ -67,7 +67,7 @@ class Preemptor:
         return state.costs.prefers_swap(cost, limits.preemption, limits.num_host_blocks, limits.block_bytes)
 
     def num_shareable(self, sequence: Sequence) -> int:
-        """Of the tokens that it had computed, those that it may find in the prefix cache."""
+        """The number of its computed tokens that it may find in the prefix cache again."""
         request, limits, most = sequence.request, self._state.limits, sequence.num_computed
         if not (request.look_up and limits.prefix_caching):
             return 0
@@ -76,7 +76,7 @@ class Preemptor:
         return most // limits.block_size * limits.block_size
 
     def _recompute(self, sequence: Sequence) -> None:
-        """Release what the cache service holds of it, and queue it anew."""
+        """Release the sequence in the cache service, and queue it anew."""
         assert sequence.sequence_id is not None
         self._state.waiting.releases.append(sequence.sequence_id)
         self._state.waiting.put(sequence)
@@ -84,7 +84,7 @@ class Preemptor:
     # -- swaps
 
     def take_swap_outs(self, plan: Plan, answer: StepAnswer) -> tuple[tuple[Task, ...], tuple[Sequence, ...]]:
-        """Those that are swapped out now, and those that there was no room for. All of them leave their rows."""
+        """The sequences swapped out now, and those for which there was no room. All of them leave their rows."""
         state, done, refused = self._state, [], []
         for sequence, result in zip(plan.swapped_out, answer.swap_out_results.tolist(), strict=True):
             assert sequence.row is not None
@@ -103,7 +103,7 @@ class Preemptor:
         return tuple(done), tuple(refused)
 
     def take_swap_ins(self, plan: Plan, answer: StepAnswer) -> tuple[tuple[Task, ...], list[Sequence]]:
-        """Those that are RETURNING, until an answer says that they are ready, and those that there was no room for."""
+        """The sequences now RETURNING, until an answer says that they are ready, and those for which there was no room."""
         state, done, refused = self._state, [], []
         for sequence, result in zip(plan.swapped_in, answer.swap_in_results.tolist(), strict=True):
             if sequence.state is SequenceState.ENDED:
@@ -123,9 +123,9 @@ class Preemptor:
         return tuple(done), refused
 
     def recompute_returned(self, sequence_id: int, num_blocks: int) -> None:
-        """A swap-out has failed: the sequence is on the device again, where others need its blocks, so it is computed again.
+        """A swap-out failed: the sequence is on the device, where others need its blocks, so it is computed again.
 
-        Nothing to do where it has ended.
+        A sequence that has ended is left alone.
         """
         waiting = self._state.waiting
         swapped = (other for other in waiting.sequences if other.state is SequenceState.SWAPPED)
@@ -135,7 +135,7 @@ class Preemptor:
             self._state.headroom.note_release(num_blocks)
 
     def give_up_loads(self) -> None:
-        """A transfer has failed: no answer would say that a sequence was swapped in, so all that return are computed again."""
+        """A transfer failed: no answer would report a swap-in as ready, so all returning sequences are computed again."""
         state = self._state
         state.loads_have_failed = True
         for sequence_id, sequence in list(state.loading.items()):

@@ -1,8 +1,8 @@
 """Scheduler: which tokens of which sequences a step computes.
 
-One counter chases the other: a running sequence computes tokens [num_computed, num_tokens), in chunks while that is a
-prompt, one while it decodes, and again from the start after a preemption; there are no phases. Continuations of one
-prompt wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
+num_computed chases num_tokens: a running sequence computes tokens [num_computed, num_tokens). That is a chunk of a prompt, or
+one token while the sequence decodes, or everything again after a preemption; there are no phases. Continuations of one prompt
+wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
 The facade of the folder: it holds the parts over one SchedulerState, and takes arrivals, ends and new sessions. One turn is
 schedule, apply, advance. Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
@@ -45,7 +45,7 @@ class Scheduler:
     # -- one step
 
     def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
-        """Plan a step; see Planner. When no sequence could go on, a list of a search that rests gives its blocks back first."""
+        """Plan a step, see Planner. If no sequence could go on, a resting list of a beam search gives its blocks back first."""
         plan = self.planner.plan(now, guesses)
         if self.beam_forks.stands_still(plan):
             self.preemptor.preempt(self.state.resting()[-1])
@@ -53,29 +53,29 @@ class Scheduler:
         return plan
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
-        """Take over what the cache service decided, and say what can be computed."""
+        """Apply the cache service's decisions. Answers the work that can be computed now."""
         return self.applier.apply(plan, answer)
 
     def histories(self, work: Work) -> list[Int32Array]:
-        """Tokens before each token that is drawn, in the order of work.logit_idx; views, good until advance."""
+        """The tokens before each drawn token, in the order of work.logit_idx; views, valid until advance."""
         return self.drawn_tokens.histories(work)
 
     def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
-        """The work is done, and these tokens were drawn. Answers those that each of work.sampled gets; see DrawnTokens."""
+        """The work is done and drew these tokens. Answers the new tokens of each of work.sampled, see DrawnTokens."""
         return self.drawn_tokens.append(work, drawn)
 
     def fail(self, work: Work) -> None:
-        """The work was not done. Its requests have ended, or are to."""
+        """The work failed. Its requests have ended or are about to end."""
         self.drawn_tokens.give_up(work)
 
     def branch(self, request: Request, branches: list[Branch]) -> None:
-        """The lists of a search that go on, all of which have been computed to their last tokens; the others are given up."""
+        """Continue a search with these lists, all computed to their last tokens; its other lists are dropped."""
         self.beam_forks.branch(request, branches)
 
     # -- beside the steps
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request that came now, in seconds of any clock that does not go back.
+        """Queue a request that arrives now. now: seconds of any monotone clock.
 
         Its first sequence must be created in the cache service before it can start.
         """
@@ -86,11 +86,11 @@ class Scheduler:
         state.waiting.put(request.sequences[0], is_new=True)
 
     def next_to_create(self) -> Sequence | None:
-        """The next sequence that the cache service should be told of, now CREATING; None for now."""
+        """The next sequence to create in the cache service, now CREATING; None: none for now."""
         return self.beam_forks.next_to_create()
 
-    def end(self, sequence: Sequence, *, discard: bool = False) -> None:
-        """It will never compute again; the next step gives its blocks back. discard: what is not yet committed is not."""
+    def end_sequence(self, sequence: Sequence, *, discard: bool = False) -> None:
+        """The sequence computes no more; the next step releases its blocks. discard: do not commit what is uncommitted."""
         running, waiting, loading = self.state.running, self.state.waiting, self.state.loading
         if sequence in waiting.sequences:
             waiting.remove(sequence)
@@ -112,11 +112,11 @@ class Scheduler:
         self.state.unforked.pop(sequence, None)
 
     def give_up_loads(self) -> None:
-        """A transfer has failed: sequences that were being swapped in are computed again."""
+        """A transfer failed: sequences that were being swapped in are computed again."""
         self.preemptor.give_up_loads()
 
     def reset(self, limits: Limits) -> list[Request]:
-        """A new session: everything that lives starts again, from the tokens it holds. Answers what can never fit it."""
+        """A new session: every live sequence starts again with its tokens. Answers the requests that can never fit the pool."""
         state = self.state
         running, waiting = state.running, state.waiting
         for sequence in running.at(running.order):
@@ -132,7 +132,7 @@ class Scheduler:
         state.start_session(limits)
         requests = {sequence.request: None for sequence in waiting.sequences}
         for request in requests:
-            request.start_number = 0  # of another cache service, perhaps
+            request.start_number = 0  # it may be another cache service's
         fits = {request: request.max_len <= limits.max_len_of(request.retention) for request in requests}
         return [request for request in requests if not fits[request] or request.num_rows > limits.num_rows]
 
@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def loading(self) -> Mapping[int, Sequence]:
-        """By sequence id, those whose blocks the cache service brings from the host tier."""
+        """By sequence id, the sequences whose blocks the cache service loads from the host tier."""
         return self.state.loading
 
     @property
@@ -177,10 +177,10 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """No sequence is known here, or to be given back."""
+        """No sequence is known here, and none has to be released."""
         state = self.state
         return not (state.waiting.sequences or state.running.by_id or state.waiting.releases or state.loading)
 
     def tokens_of(self, sequence: Sequence) -> Int32Array:
-        """Prompt and output so far; a view, good until it gets another token."""
+        """Prompt and output so far; a view, valid until the sequence gets another token."""
         return self.state.tokens_of(sequence)

@@ -1,4 +1,4 @@
-"""Work: what a step computes once the cache service has granted it, and which sequences came and went with it.
+"""Work: the computation that the cache service granted for a step, and the sequences that came and went with it.
 
 Frozen values of numpy columns. Pure.
 """
@@ -12,7 +12,7 @@ from .state.running import IndexArray, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """Prompt tokens whose log probabilities are wanted: token_ids [n] at positions first_position .. of a sequence.
+    """Prompt tokens whose log probabilities are requested: token_ids [n] at positions first_position .. of a sequence.
 
     The logits that predict them are the batch's first_logit .. first_logit + n - 1.
     """

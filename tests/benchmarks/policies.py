@@ -134,7 +134,7 @@ def _run(policy: str, arrivals: list[Arrival], seed: int, *, is_fair: bool) -> F
         for sequence in work.sampled:
             first.setdefault(sequence.request, now)
             if sequence.num_output == sequence.request.max_new_tokens:
-                scheduler.end(sequence)
+                scheduler.end_sequence(sequence)
     assert all(sequence.state is SequenceState.ENDED for request in coming for sequence in request.sequences)
     ttft = np.array([first[request] - request.arrived_at for request in coming])
     return Found(ttft, np.array([one.tenant == "batch" for one in arrivals]), waiting.ordering.num_switches)

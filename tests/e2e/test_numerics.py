@@ -109,7 +109,7 @@ class Class:
         self.scheduler.advance(work, np.array([self._next_token(sequence) for sequence in work.sampled], np.int32))
         for sequence in work.sampled:
             if sequence.num_output == NUM_NEW:
-                self.scheduler.end(sequence)
+                self.scheduler.end_sequence(sequence)
 
     def _compare(self, sequence: Sequence, positions: list[int], logits: torch.Tensor) -> None:
         prompt = self.prompt_of[sequence.request]

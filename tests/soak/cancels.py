@@ -24,7 +24,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.rpc.methods import CONTRACT
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.service import door
+from kvkeeper.service import methods
 from tests.soak.row import Counts
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 from tests.support.worlds.cancelling import cancelled_at
@@ -48,7 +48,7 @@ def run(seed: int) -> Counts:
 
 
 async def _run(rng: random.Random) -> int:
-    with patch.object(door, "log") as log:
+    with patch.object(methods, "log") as log:
         count = await _cancel_everything(rng)
     assert not log.exception.called, f"a cancelled call looked like a bug: {log.exception.mock_calls}"
     return count
@@ -208,7 +208,7 @@ class _Cancels:
         raise AssertionError("the call does not end")
 
     async def _handled(self, method: str, request: Message) -> None:
-        handler: Any = door.Door(CONTRACT, self._engine.service).service(_Details(_PREFIX + method))
+        handler: Any = methods.MethodRouter(CONTRACT, self._engine.service).service(_Details(_PREFIX + method))
         run = handler.unary_stream or handler.unary_unary
         with contextlib.suppress(_Refused):
             await run(request.SerializeToString(), _Context())

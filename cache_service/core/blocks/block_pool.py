@@ -105,7 +105,7 @@ class BlockPool:
         np.add.at(self.ref_counts, blocks, _ONE)
         self.peak_used = max(self.peak_used, self.num_used)
 
-    def drop(self, blocks: Int32Array, *, fenced: bool) -> None:
+    def drop_references(self, blocks: Int32Array, *, fenced: bool) -> None:
         """Takes away a reference per entry; a block occurs once per table, deepest first within each table.
 
         A fenced drop also adds a step in flight per entry, which lift_fences takes away.

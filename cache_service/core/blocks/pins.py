@@ -62,26 +62,26 @@ class Pins:
         self._pins[pin_id] = pin
         self._soonest = min(self._soonest, pin.deadline)
 
-    def end(self, pin_id: str) -> None:
+    def end_pin(self, pin_id: str) -> None:
         blocks = self._pins.pop(pin_id).blocks
         self.counts[blocks] -= 1
         self.num_blocks -= int(np.count_nonzero(self.counts[blocks] == 0))
-        self._pool.drop(blocks[::-1], fenced=False)  # deepest first; no step reads through a pin
+        self._pool.drop_references(blocks[::-1], fenced=False)  # deepest first; no step reads through a pin
 
-    def end_of(self, owner: SessionId) -> None:
+    def end_pins_of(self, owner: SessionId) -> None:
         """Ends the pins of a session that is over."""
-        self._end_all([pin_id for pin_id, pin in self._pins.items() if pin.owner == owner])
+        self._end_pins([pin_id for pin_id, pin in self._pins.items() if pin.owner == owner])
 
     def clear(self) -> None:
         """Ends all pins, because what they keep is about to be forgotten."""
-        self._end_all(list(self._pins))
+        self._end_pins(list(self._pins))
 
     def expire(self, now: float) -> int:
         """Ends the pins whose deadline has passed. Answers how many."""
         if now < self._soonest:
             return 0
         over = [pin_id for pin_id in self._by_deadline() if self._pins[pin_id].deadline <= now]
-        self._end_all(over)
+        self._end_pins(over)
         self._soonest = min((pin.deadline for pin in self._pins.values()), default=_NEVER)
         return len(over)
 
@@ -99,11 +99,11 @@ class Pins:
         for pin_id in self._by_deadline():
             if pool.num_available - pool.num_revived(besides) >= wanted:
                 break
-            self.end(pin_id)
+            self.end_pin(pin_id)
 
-    def _end_all(self, pin_ids: list[str]) -> None:
+    def _end_pins(self, pin_ids: list[str]) -> None:
         for pin_id in pin_ids:
-            self.end(pin_id)
+            self.end_pin(pin_id)
 
     def _by_deadline(self) -> list[str]:
         return sorted(self._pins, key=lambda pin_id: self._pins[pin_id].deadline)

@@ -48,7 +48,7 @@ class EvictionCalls:
         result = ClearResult(*state.publisher.clear_index())
         for owner in state.sessions.values():
             slots = owner.ids.items()[1]
-            state.publisher.note(owner, slots[state.sequences.states[slots] == SequenceState.RUNNING])
+            state.publisher.note_commits(owner, slots[state.sequences.states[slots] == SequenceState.RUNNING])
         state.update_pressure()
         return result
 

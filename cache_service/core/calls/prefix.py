@@ -56,7 +56,7 @@ class PrefixCalls:
         if pin is None or pin.owner != session:
             raise UnknownPin("no live pin of this session has this id")
         self._state.revision += 1
-        pins.end(pin_id)
+        pins.end_pin(pin_id)
         self._state.update_pressure()
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:

@@ -194,7 +194,7 @@ class AdaptivePolicy:
         self._evicted = []
         uses = self._history.uses[victims]
         known = uses > 0
-        lost = self._ghosts.put(self._history.hashes[victims[known]], uses[known], stamps[known], now)
+        lost = self._ghosts.remember(self._history.hashes[victims[known]], uses[known], stamps[known], now)
         self._hit_density.lost_sight(lost, now)
         self._history.forget_blocks(victims)
 

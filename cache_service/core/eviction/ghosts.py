@@ -44,7 +44,7 @@ class Ghosts:
         self._size = np.uint64(len(self._entries))
         self._unit = max(1, num_blocks // _UNITS_PER_TURNOVER)
 
-    def put(self, hashes: Uint64Array, uses: Uint8Array, stamps: Int64Array, now: int) -> Traces:
+    def remember(self, hashes: Uint64Array, uses: Uint8Array, stamps: Int64Array, now: int) -> Traces:
         """Remembers evicted blocks. Answers the traces that they replace."""
         tags, at = self._places(hashes)
         lost = self._traces(self._entries[at], now)

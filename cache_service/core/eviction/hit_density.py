@@ -58,11 +58,11 @@ class HitDensity:
 
     def saw_reuse(self, blocks: Traces, now: int) -> None:
         """These blocks are used again now."""
-        self._reuses.put(blocks, now)
+        self._reuses.add(blocks, now)
 
     def lost_sight(self, blocks: Traces, now: int) -> None:
         """These blocks were not used up to now, and will not be recognised any more."""
-        self._lost.put(blocks, now)
+        self._lost.add(blocks, now)
 
     def learn(self, waiting: list[tuple[Traces, int]], now: int, request_len: float) -> None:
         """Computes the table anew. waiting: samples of the waiting blocks, with the number of blocks that each stands for."""
@@ -87,7 +87,7 @@ class _Events:
         self._ages: list[Int64Array] = []
         self._num_uncounted = 0
 
-    def put(self, blocks: Traces, now: int) -> None:
+    def add(self, blocks: Traces, now: int) -> None:
         if not len(blocks.uses):
             return  # empty arrays would pile up until the next lesson, which may never come
         self._uses.append(blocks.uses)

@@ -38,7 +38,7 @@ class Publisher:
         self._pending: deque[tuple[SessionState, Int64Array]] = deque()  # slots of commits; a slot may have nothing to publish
         self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
-    def note(self, owner: SessionState, slots: Int64Array) -> None:
+    def note_commits(self, owner: SessionState, slots: Int64Array) -> None:
         """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
         if not self._is_on:
             return
@@ -94,7 +94,7 @@ class Publisher:
     def publish_again(self, owner: SessionState, slot: int) -> None:
         """The table is published from its first block."""
         self._sequences.unpublish(slot)
-        self.note(owner, np.array([slot]))
+        self.note_commits(owner, np.array([slot]))
 
     def set_published(self, slot: int, num_published: int, *, like: int) -> None:
         """The first num_published blocks of a table are indexed, as they are in the row `like`."""

@@ -51,7 +51,7 @@ class SessionState:
     def drop_blocks(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
         """Gives up one reference per entry; nothing of it is reused before step `until` has completed."""
         fenced = until > self.completed_step_id
-        pool.drop(blocks, fenced=fenced)
+        pool.drop_references(blocks, fenced=fenced)
         if fenced:
             assert not self.fences or self.fences[-1][0] <= until, "fences out of order"
             self.fences.append((until, blocks))

@@ -46,7 +46,7 @@ class SequenceLifecycle:
         if len(tokens):
             seqs.append_tokens(slots, num_new, tokens, one_each=one_each)
         seqs.commit(slots, lens)
-        self._publisher.note(owner, slots)
+        self._publisher.note_commits(owner, slots)
         if seqs.num_retaining:
             self._retention.drop_outside(owner, slots, told_now=True)
 

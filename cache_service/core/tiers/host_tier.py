@@ -50,7 +50,7 @@ class HostTier:
         self.pool.begin_transfers(blocks)
         self.is_filling[blocks] = True
         if not held:
-            self.pool.drop(blocks, fenced=False)
+            self.pool.drop_references(blocks, fenced=False)
         return blocks
 
     def return_blocks(self, blocks: Int32Array) -> None:
@@ -61,7 +61,7 @@ class HostTier:
     def drop_table(self, slot: int) -> None:
         """The sequence is on the device again, or released: its host blocks are given up."""
         table = self.tables.pop(slot)[::-1]
-        self.pool.drop(table[table > 0], fenced=False)
+        self.pool.drop_references(table[table > 0], fenced=False)
 
     def num_blocks_of(self, slot: int) -> int:
         return int(np.count_nonzero(self.tables[slot])) if slot in self.tables else 0

@@ -1,9 +1,9 @@
-"""FairShare: how many tokens each tenant was served, so that the one served least starts next.
+"""FairShare: counts the tokens that each tenant was served, so that the tenant served least starts next.
 
-The counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): prompt tokens that are computed count
-once, new ones twice, for they cost about so much more; what is cached costs nothing. A tenant that has had nothing waiting
-comes back at the least of those that have, so that it cannot save its share up. Then of two tenants that both always have
-something waiting none gets more ahead of the other than what one of them can have running. Pure.
+The counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a computed prompt token counts once, a
+new token twice, which is about its cost, and a cached token not at all. A tenant without waiting sequences comes back with the
+least count of the tenants that have waiting sequences, so that it cannot save up its share. Thus of two tenants that always
+have waiting sequences, neither gets further ahead of the other than by the tokens that one of them can have running. Pure.
 """
 
 NEW_TOKEN_WEIGHT = 2
@@ -11,11 +11,11 @@ _FEW = 64
 
 
 class FairShare:
-    """Served tokens, weighted, by tenant. Counts that say nothing any more are forgotten."""
+    """Served tokens, weighted, by tenant. Counts that no longer matter are forgotten."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
-        self._since: dict[str, float] = {}  # those with something waiting: when they last had a start, or came
+        self._since: dict[str, float] = {}  # tenants with waiting sequences: when they last had a start, or came
         self._num_waiting: dict[str, int] = {}
         self._floor = 0.0  # what the last to start had been served; stands for the waiting ones while there are none
 
@@ -23,11 +23,11 @@ class FairShare:
         return self._served[tenant]
 
     def waited(self, tenant: str, now: float) -> float:
-        """Seconds for which a tenant that has something waiting has had no start."""
+        """Seconds since the last start of a tenant that has waiting sequences."""
         return now - self._since[tenant]
 
     def join(self, tenant: str, now: float) -> None:
-        """One more of its sequences waits."""
+        """One more sequence of the tenant waits."""
         if tenant not in self._num_waiting:
             floor = min((self._served[other] for other in self._num_waiting), default=self._floor)
             self._served[tenant] = max(self._served.get(tenant, 0), floor)
@@ -37,24 +37,24 @@ class FairShare:
         self._num_waiting[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """One less waits."""
+        """One sequence fewer of the tenant waits."""
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:
             del self._num_waiting[tenant], self._since[tenant]
 
     def start(self, tenant: str, num_tokens: int, now: float) -> None:
-        """One of its sequences, that waited until now, starts with so many tokens to compute."""
+        """A waiting sequence of the tenant starts, with so many tokens to compute."""
         self._floor = self._served.get(tenant, self._floor)
         self._served[tenant] = self._floor + num_tokens
         if tenant in self._since:
             self._since[tenant] = now
 
     def charge(self, tenant: str, num_new: int) -> None:
-        """It got so many new tokens."""
+        """The tenant got so many new tokens."""
         self._served[tenant] = self._served.get(tenant, self._floor) + NEW_TOKEN_WEIGHT * num_new
 
     def _forget(self, floor: float) -> None:
-        """Tenants with nothing waiting that would come back at the floor anyway."""
+        """Tenants without waiting sequences that would come back with the floor anyway."""
         if len(self._served) > 2 * len(self._num_waiting) + _FEW:
             kept = {name: count for name, count in self._served.items() if name in self._num_waiting or count > floor}
             self._served = kept

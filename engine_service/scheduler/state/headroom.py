@@ -1,15 +1,15 @@
-"""Headroom: what the cache service's answers said of blocks left in the pool, and which sequences start or give way for it.
+"""Headroom: the blocks left in the pool, as the cache service's answers report them, and which sequences start or give way.
 
 Rules:
-- A sequence that is refused a start or a swap-in keeps its place. No other overtakes it twice, except one of higher priority
-  where the policy heeds priorities.
+- A sequence that is refused a start or a swap-in keeps its place. No other sequence overtakes it twice, except one of higher
+  priority where the policy heeds priorities.
 - When running sequences run out of blocks, the latest arrival of the lowest priority gives its blocks back, and nothing starts
   until another sequence has ended, so that equals do not take turns.
-- A critical sequence gives way only where none that runs could go on otherwise.
-- While the blocks of a swapped-out sequence are being moved, no other gives way for want of them.
-- The only one that runs keeps its blocks, however long it waits. The cache service knows the oldest claim of all engines, and
-  asks the other engines to give blocks back. They do, one sequence a step, until it has what is reserved for it. So two
-  engines never wait for each other. Pure.
+- A critical sequence gives way only if no running sequence could go on otherwise.
+- While the blocks of a swapped-out sequence are being moved, no other sequence gives way for lack of them.
+- The only running sequence keeps its blocks, however long it waits. The cache service knows the oldest claim of all engines,
+  and asks the other engines to give blocks back. They give back one sequence a step, until the claim has its reserved blocks.
+  So two engines never wait for each other. Pure.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -17,12 +17,12 @@ from typing import Protocol
 
 from ...values.request import Sequence
 
-CRITICAL = 1000  # priority of a sequence that is not preempted for the sake of others
+CRITICAL = 1000  # a sequence of this priority is not preempted for others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one has the orders, one comes while they run, one says so
 
 
 class BlockCounts(Protocol):
-    """What a step's answer says of the pool's blocks."""
+    """A step's answer, as far as it is about the pool's blocks."""
 
     @property
     def num_free(self) -> int: ...
@@ -35,7 +35,7 @@ class BlockCounts(Protocol):
 
 
 class Headroom:
-    """What is known of the blocks that the pool has left, and the decisions that follow from it."""
+    """The blocks that the pool has left, as far as known, and the decisions that follow."""
 
     def __init__(self) -> None:
         self._num_available: int | None = None  # blocks that could be had, as of the last answer
@@ -48,17 +48,17 @@ class Headroom:
     # -- asked when a step is planned
 
     def allows_starts(self, num_growing: int) -> bool:
-        """Whether any may start beside running sequences that grow by so many blocks."""
+        """Whether a sequence may start beside running sequences that grow by so many blocks."""
         is_short = self._num_available is not None and num_growing >= self._num_available
         return not (self._starts_are_held or is_short)
 
     def was_refused(self, sequence: Sequence) -> bool:
-        """It found no room when its turn had come: none behind it may try."""
+        """The sequence found no room in its turn: no sequence behind it may try."""
         return sequence is self._refused
 
     @property
     def most_at_once(self) -> int:
-        """Blocks that one of several may take where it could do with fewer: half of what is left."""
+        """Blocks that one of several sequences may take if it could do with fewer: half of those left."""
         return (self._num_available or 0) // 2
 
     @property
@@ -75,9 +75,9 @@ class Headroom:
             self._coming = [item for item in self._coming if item[0] > self._num_answers]
 
     def note_starts(self, refused: SequenceOf[Sequence]) -> None:
-        """The starts that were refused, of a step that had some.
+        """The refused starts of a step that had starts.
 
-        The cache service grants no start before that of the oldest claim, by its own order: so that one is waited for.
+        The cache service grants no start before the oldest claim, in its own order, so that claim is waited for.
         """
         self._refused = min(refused, key=_claim, default=None)
 
@@ -86,22 +86,22 @@ class Headroom:
         self._starts_are_held = False
 
     def note_swap_out(self, num_blocks: int) -> None:
-        """A sequence is to be swapped out with the next step; so many blocks come free when they are moved."""
+        """The next step swaps a sequence out; so many blocks come free once they are moved."""
         self._coming.append((self._num_answers + _NUM_ANSWERS, num_blocks))
 
     def note_release(self, num_blocks: int) -> None:
-        """A sequence that came back to the device after a failed swap-out is to be released with the next step."""
+        """The next step releases a sequence that came back to the device after a failed swap-out."""
         self._coming.append((self._num_answers + 1, num_blocks))
 
     def note_growth(self) -> None:
-        """All running sequences got what they asked for."""
+        """All running sequences got the blocks that they asked for."""
         self._waited_for_fences = False
 
     def choose_victim(self, running: SequenceOf[Sequence], answer: BlockCounts, *, is_stuck: bool) -> Sequence | None:
-        """The sequence that gives its blocks back: one was refused some, or blocks are reserved for the oldest claim elsewhere.
+        """The sequence that gives its blocks back, after a refusal or for the oldest claim of another engine; None: none does.
 
         running: in order of importance; the last one gives way.
-        is_stuck: none of them computes anything with this step.
+        is_stuck: this step computes nothing for any of them.
         """
         if self._coming and answer.num_reclaim_hint <= sum(num_blocks for _, num_blocks in self._coming):
             return None

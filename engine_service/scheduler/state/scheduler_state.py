@@ -1,7 +1,7 @@
-"""SchedulerState: what the parts of the scheduler share, and the small questions that several of them ask of it.
+"""SchedulerState: the state that the scheduler's parts share, and small questions about it that several parts ask.
 
-Owns running rows, waiting, loading and unforked sequences, the pool's limits, what is known of its blocks, what preemption
-costs, and the counters. Each part changes what its own verbs are about. Pure.
+Owns running rows, waiting, loading and unforked sequences, the pool's limits, what is known of its blocks, the costs of
+preemption, and the counters. Each part changes what its own verbs are about. Pure.
 """
 
 from ...values.request import Int32Array, Sequence
@@ -13,10 +13,10 @@ from .waiting import WaitingSequences
 
 
 class SchedulerState:
-    """All that one engine's scheduler knows. A new session replaces limits, rows and headroom, so parts keep none of them."""
+    """All that one engine's scheduler knows. A new session replaces limits, rows and headroom, so no part keeps them."""
 
     def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
-        """waiting: by default in order of arrival, all tenants as one."""
+        """waiting: by default in order of arrival, without regard to tenants."""
         self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each is to get a row
         self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed
@@ -34,17 +34,17 @@ class SchedulerState:
         self.headroom = Headroom()
 
     def tokens_of(self, sequence: Sequence) -> Int32Array:
-        """Prompt and output so far; a view, good until it gets another token."""
+        """Prompt and output so far; a view, valid until the sequence gets another token."""
         if sequence.row is None:
             return sequence.token_ids
         return self.running.tokens[sequence.row, : self.running.num_tokens[sequence.row]]
 
     def rests(self, sequence: Sequence) -> bool:
-        """Whether it is a list of a search, computed to its last token, that waits for the search's other lists."""
+        """Whether the sequence is a list of a beam search that is computed to its last token and waits for the other lists."""
         row, running = sequence.row, self.running
         return row is not None and bool(running.searches[row] and running.num_computed[row] == running.num_tokens[row])
 
     def resting(self) -> list[Sequence]:
-        """Lists that wait for others of their search, the most important first."""
+        """Lists that wait for other lists of their search, the most important first."""
         running = self.running
         return [sequence for sequence in running.at(running.searching) if self.rests(sequence)] if running.num_searching else []

@@ -110,4 +110,4 @@ class BeamWorld(World):
             elif branches is not None:
                 for other in sequence.request.sequences:
                     if other.state is not SequenceState.ENDED:
-                        self.scheduler.end(other)
+                        self.scheduler.end_sequence(other)

@@ -149,7 +149,7 @@ class CoreDriver:
         return session_id
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]:
-        self.table.end(self.sessions.pop(session))
+        self.table.end_session(self.sessions.pop(session))
         result = self.manager.close_session(session, may_still_write=may_still_write)
         return result.num_released_sequences, result.num_quarantined_blocks
 

@@ -130,7 +130,7 @@ class World:
         self.cancelled.append(request)
         for sequence in request.sequences:
             if sequence.state is not SequenceState.ENDED:
-                self.scheduler.end(sequence)
+                self.scheduler.end_sequence(sequence)
 
     @property
     def busy(self) -> bool:
@@ -224,7 +224,7 @@ class World:
             limit = min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9))
             if len(self.outputs[sequence]) >= limit:
                 del self.outputs[sequence][limit:]  # guesses may have gone further
-                self.scheduler.end(sequence)
+                self.scheduler.end_sequence(sequence)
 
     def _guesses(self) -> dict[int, np.ndarray]:
         found = {}

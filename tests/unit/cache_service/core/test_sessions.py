@@ -113,8 +113,8 @@ def test_6_epochs_strictly_increase_and_only_an_equal_one_is_accepted() -> None:
 
 def test_6_a_session_that_ended_never_returns() -> None:
     table, session = open_session()
-    table.end(session)
-    table.end(session)  # whoever ends it first
+    table.end_session(session)
+    table.end_session(session)  # whoever ends it first
     with pytest.raises(UnknownSession):
         table.require("a", session.epoch, 0.0)
     again = table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
@@ -164,7 +164,7 @@ def test_6_sessions_run_out_with_the_limit() -> None:
     with pytest.raises(OutOfSessions) as refused:
         table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
     assert refused.value.metadata == {"limit": "2"}
-    table.end(session)
+    table.end_session(session)
     table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
     assert SessionTable(1, 0).next_deadline() is None
 

@@ -60,7 +60,7 @@ def loaded(name, settings=None):
 
 def stream(tokenizer, ids, prompt_ids=(), **options):
     detokenizer = Detokenizer(tokenizer, prompt_ids, **options)
-    return [*(detokenizer.step(i) for i in ids), detokenizer.flush()]
+    return [*(detokenizer.add_token(i) for i in ids), detokenizer.flush()]
 
 
 TEXT = st.text(st.one_of(st.sampled_from("ab .é日👩\u200d👧\n"), st.characters(exclude_categories=["Cs"])), max_size=24)
@@ -98,7 +98,7 @@ def test_any_ids_give_valid_text_and_bounded_work(ids, name):
     """Junk, special tokens and ids that do not exist: nothing raises, and what is kept stays small."""
     detokenizer = Detokenizer(loaded(name))
     for token_id in ids * 3:
-        detokenizer.step(token_id).encode("utf-8")
+        detokenizer.add_token(token_id).encode("utf-8")
         assert len(detokenizer._pending) <= 8
         assert len(detokenizer._context) <= 9
     detokenizer.flush().encode("utf-8")
@@ -180,7 +180,7 @@ def run_stops(stops, pieces):
     """Text given out, and the stop string found."""
     matcher, out = StopStrings(stops), []
     for piece in pieces:
-        match = matcher.step(piece)
+        match = matcher.add_piece(piece)
         out.append(match.text)
         if match.stop is not None:
             return "".join(out), match.stop
@@ -206,7 +206,7 @@ def test_stop_strings_are_found_wherever_the_pieces_are_cut(stops, pieces):
 
 def test_only_a_possible_beginning_is_held_back():
     matcher = StopStrings(["STOP", "\n\n"])
-    assert [matcher.step(piece).text for piece in ("abc", "S", "TO", "x", "\n", "y")] == [
+    assert [matcher.add_piece(piece).text for piece in ("abc", "S", "TO", "x", "\n", "y")] == [
         "abc",
         "",
         "",

@@ -246,7 +246,7 @@ def test_discarded_work_is_not_committed() -> None:
     world = World(block_size=2)
     request = world.submit(make_request([1, 2, 0, 1, 2], 3))
     world.step()
-    world.scheduler.end(request.sequences[0], discard=True)
+    world.scheduler.end_sequence(request.sequences[0], discard=True)
     world.step()
     assert not world.cache.index
     assert request.sequences[0].state is SequenceState.ENDED

@@ -47,7 +47,7 @@ def test_a_batch_counts_as_its_sequences_one_by_one() -> None:
 
 def test_a_parent_has_the_uses_that_a_ghost_gave_its_child() -> None:
     history, ghosts, known = History(64, NUM_CLASSES), Ghosts(64, 64), hashes(1, 2, 3, 4)
-    ghosts.put(known[1:], np.array([5], np.uint8), np.array([3]), now=4)
+    ghosts.remember(known[1:], np.array([5], np.uint8), np.array([3]), now=4)
     found = history.record([use(1, 2, 3, 4)], ghosts, 4)
     assert history.uses[1:3].tolist() == [6, 6]
     assert sorted(found.uses.tolist()) == [0, 5]
@@ -67,7 +67,7 @@ def test_a_hash_tells_order_place_and_tenant_apart() -> None:
 
 def test_a_ghost_is_recognised_once() -> None:
     ghosts, known = Ghosts(64, 64), hashes(1, 2, 3, 4)
-    ghosts.put(known, np.array([2, 1], np.uint8), np.array([7, 8]), now=9)
+    ghosts.remember(known, np.array([2, 1], np.uint8), np.array([7, 8]), now=9)
     found = ghosts.pop(known, now=12)
     assert (found.uses.tolist(), found.stamps.tolist()) == ([2, 1], [7, 8])
     assert ghosts.pop(known, now=12).uses.tolist() == [0, 0]
@@ -76,7 +76,7 @@ def test_a_ghost_is_recognised_once() -> None:
 
 def test_stamps_of_ghosts_survive_their_few_bits() -> None:
     ghosts, known, now = Ghosts(64, 64), hashes(1, 2), 2**33 + 5
-    ghosts.put(known, np.array([1], np.uint8), np.array([2**33 - 3]), now=now)
+    ghosts.remember(known, np.array([1], np.uint8), np.array([2**33 - 3]), now=now)
     assert ghosts.pop(known, now=now).stamps.tolist() == [2**33 - 3]
 
 
@@ -85,7 +85,9 @@ def test_a_replaced_ghost_is_in_the_answer() -> None:
     rng = np.random.default_rng(0)
     lost = 0
     for now in range(1, 9):
-        replaced = ghosts.put(rng.integers(0, 2**63, 1024).astype(np.uint64), np.ones(1024, np.uint8), np.full(1024, now), now)
+        replaced = ghosts.remember(
+            rng.integers(0, 2**63, 1024).astype(np.uint64), np.ones(1024, np.uint8), np.full(1024, now), now
+        )
         lost += np.count_nonzero(replaced.uses)
     assert lost > 3 * 1024
 

@@ -94,7 +94,7 @@ def test_blocks_that_lose_their_entry_with_a_victim_come_free_at_once() -> None:
     pool = BlockPool(PoolConfig(num_blocks=5, block_size=1), PrefixIndex(5, 1), forget)
     blocks = pool.allocate(4)
     pool.indexed[[1, 2, 3]] = True
-    pool.drop(blocks[[0, 1, 2]], fenced=False)
+    pool.drop_references(blocks[[0, 1, 2]], fenced=False)
     assert (len(pool.free), pool.num_evictable) == (0, 3)
     pool.evict(1)
     assert (len(pool.free), pool.num_evictable) == (2, 1)
@@ -125,7 +125,7 @@ def test_a_stack_of_free_blocks_gives_each_once() -> None:
         assert len(set(held.tolist()) | {0}) == len(held) + 1
         rng.shuffle(held)
         cut = int(rng.integers(0, len(held) + 1))
-        pool.drop(held[:cut], fenced=False)
+        pool.drop_references(held[:cut], fenced=False)
         held = held[cut:]
     assert pool.num_referenced == len(held)
 

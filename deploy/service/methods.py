@@ -1,8 +1,8 @@
-"""The one way in: every call of a service passes through here, as bytes, and every refusal becomes a Status here.
+"""MethodRouter: routes each call of a service to its method, and turns each refusal into a Status.
 
-Owns message size limits, parsing, and the Status of each exception. Calls arrive as bytes, so that a wrong size or form is
-refused with a documented reason before anything is built from the message. Handlers take a message, return one or a stream, and
-raise the service's refusals; any other exception is a bug, which is logged here and answered without details.
+Owns message size limits, parsing, and the Status of each exception. Every call arrives here as bytes, so that a wrong size or
+form is refused with a documented reason before anything is built from the message. Methods take a message, return one or a
+stream, and raise the service's refusals; any other exception is a bug, which is logged here and answered without details.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Contract:
                 await self.refusals.abort(context, hidden)
 
 
-class Door(grpc.GenericRpcHandler):
+class MethodRouter(grpc.GenericRpcHandler):
     """The service's handlers by method name: those given, else the service's method of that name in snake case."""
 
     def __init__(self, contract: Contract, service: Any, given: Mapping[str, grpc.RpcMethodHandler] | None = None) -> None:
