@@ -31,7 +31,7 @@ class Reclaim:
         return bool(self._ended)
 
     def add_ended(self, owner: SessionState) -> None:
-        """The session has ended. What runs is given back from now on, as far as `at_once` goes; all else at once."""
+        """The session has ended. Its running sequences are given back, `at_once` blocks now; everything else at once."""
         slots = owner.ids.items()[1]
         self._publisher.forget_slots(slots.tolist())
         self._lifecycle.release(owner, slots[self._sequences.states[slots] != SequenceState.RUNNING].tolist())
