@@ -1,5 +1,5 @@
 """Calls beside the step: creating and updating sequences, prefixes, room, sessions and their ends, background work.
 
-Each file is one group of calls, a class over PoolState. May import step, inspection and all below. Of the groups only sessions
-and garbage use others: reclaim and maintenance.
+Owns the calls that are no step, each file one group of them, a class over PoolState. May import step, inspection and all below.
+Of the groups only sessions and garbage use others: reclaim and maintenance.
 """

@@ -19,7 +19,7 @@ class Reclaim:
     """Works off the ended sessions of one pool."""
 
     def __init__(self, state: PoolState, lifecycle: SequenceLifecycle) -> None:
-        self.at_once = AT_ONCE  # blocks given back with the end of a session; what is less than that never waits
+        self.at_once = AT_ONCE  # blocks given back with the end of a session; fewer never wait
         self._ended = state.ended_sessions
         self._sequences = state.sequences
         self._publisher = state.publisher

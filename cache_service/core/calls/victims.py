@@ -127,7 +127,7 @@ class VictimCalls:
         return chosen
 
     def _enough(self, order: list[int], num_blocks: int) -> Victims:
-        """The first that free so many blocks together; only for want of others those that share what they would free."""
+        """The first victims that free so many blocks together; victims that share their blocks come last."""
         order = sorted(order, key=lambda slot: self._alone(slot) == 0)
         freed = self._freed_by(order)
         count = next((at + 1 for at, num_freed in enumerate(freed) if num_freed >= num_blocks), len(order))

@@ -1,4 +1,5 @@
-"""Questions that change nothing: views, statistics, explanations of a match, and the audit of every invariant.
+"""Questions that change nothing.
 
-May import tables, tiers, pool_state and all below; nothing of calls or step.
+Owns views, statistics, explanations of a match, and the audit of every invariant. May import tables, tiers, pool_state and all
+below; nothing of calls or step.
 """

@@ -1,4 +1,5 @@
-"""What the items of a step do to block tables: look up, start, reserve, commit, fork, truncate, release.
+"""The items of a step that change block tables.
 
-Every operation takes lawful items and cannot fail. Each file is a part over PoolState. May import tiers, pool_state and below.
+Owns look-up, start, reservation, commit, fork, truncation and release. Each takes lawful items and cannot fail; each file is a
+part over PoolState. May import tiers, pool_state and below.
 """
