@@ -1,4 +1,4 @@
-"""Calls on cached prefixes: look-ups and their explanation, pins, stored logits, and forgetting all of them."""
+"""Calls on cached prefixes: look-up, explanation of a match, pins, stored logits, and clearing the prefix cache."""
 
 import secrets
 

@@ -2,7 +2,7 @@
 
 Only this module uses cuda-bindings, NVIDIA's own package, and imports it with the first call: a machine without a GPU does not
 need it. Pointers are plain integers. The runtime keeps a current device per thread, so every call names its device and makes it
-current first. The first call creates the process's context on the device, which takes some hundred megabytes of device memory.
+current first. The first call creates the process's context on the device, which takes hundreds of megabytes of device memory.
 Tests put another implementation in its place.
 """
 

@@ -1,6 +1,6 @@
 """Endpoint: one address and the grpc.aio server that answers there, with health and, if wanted, reflection.
 
-Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, whatever it waits for. The service's
+Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, also while it waits. The service's
 own name is readiness: SERVING while it takes requests.
 
 The service calls in this order: open, start, set_serving; and at its end: drain, stop, release. The address is given back last,

@@ -1,4 +1,4 @@
-"""What a call that failed at the cache service means for the engine: wait, open another session, or drop one request."""
+"""What the failure of a call to the cache service means for the engine: wait, open another session, or drop one request."""
 
 import grpc
 
@@ -14,7 +14,7 @@ def is_away(error: KvkeeperError) -> bool:
 
 
 def has_ended_session(error: KvkeeperError) -> bool:
-    """The session is over, through no fault of what was sent: the same requests can go on in another session."""
+    """The session is over, but not because of the message: the same requests can go on in another session."""
     return is_away(error) or error.reason in _SESSION_ENDED
 
 

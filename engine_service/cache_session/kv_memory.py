@@ -125,7 +125,7 @@ class KvMemory:
 
 
 def client_name(model: ServedModel, address: str) -> str:
-    """Which engine a session belongs to, for people who look at several: its model, where it listens, its process."""
+    """The session's name, which tells people to which engine it belongs: its model, address and process."""
     return f"kvkeeper-engine {model.model_id[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
 
 

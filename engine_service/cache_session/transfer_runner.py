@@ -70,7 +70,7 @@ class TransferRunner:
         return has_failed
 
     def take_moved(self) -> Moved:
-        """What the orders of the step that was computed have moved. The next call starts from zero."""
+        """The bytes that the computed step's orders have moved, and the seconds. The next call starts from zero."""
         moved = Moved(self._num_moved_bytes, self._moving_seconds()) if self._num_moved_bytes else Moved()
         self._num_moved_bytes = 0
         return moved
@@ -82,7 +82,7 @@ class TransferRunner:
         return ended
 
     def drop_blocks(self) -> None:
-        """View the arena no more; nothing can be run after it."""
+        """Release the views of the arena; no order can be run afterwards."""
         self._device_blocks = self._host_blocks = _NO_BLOCKS
 
 

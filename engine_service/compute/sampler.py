@@ -52,7 +52,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
 
 
 def taken(drawn: Drawn, *others: torch.Tensor) -> tuple[SampledTokens, list[npt.NDArray[np.int64]]]:
-    """The tokens on the host, and what else is wanted there, with one copy that waits for the device."""
+    """The tokens and the other tensors on the host, by one copy that waits for the device."""
     columns = (drawn.token_ids, drawn.is_finite, drawn.can_go_on, *others)
     flat = torch.cat([column.long() for column in columns]).cpu().numpy()
     token_ids, is_finite, can_go_on, *rest = np.split(flat, np.cumsum([len(column) for column in columns])[:-1])
@@ -88,7 +88,7 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
 
 
 def _with_sound_rows(logits: torch.Tensor, is_sound: torch.Tensor) -> torch.Tensor:
-    """Rows from which anything can be drawn, where what is drawn from the others means nothing."""
+    """Replace rows from which nothing can be drawn, so that every row can be sampled; their tokens mean nothing."""
     if logits.is_cpu and bool(is_sound.all()):
         return logits
     return torch.where(is_sound[:, None], logits, 0.0)
@@ -139,7 +139,7 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.
 
 
 def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with -inf for what must not be drawn: a copy if any row is constrained."""
+    """Logits with -inf for tokens that must not be drawn: a copy if any row is constrained."""
     constrained = [index for index, row in enumerate(rows) if row.constraint is not None]
     if not constrained:
         return logits
@@ -159,7 +159,7 @@ def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tor
 def _history_cells(
     rows: Sequence[SamplingRow], picked: Sequence[int], vocab_size: int, *, with_prompt: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Cells of the flat logits that the histories of some rows name, and for each the index into `picked`."""
+    """Cells of the flat logits that the histories of the picked rows name, and for each the index into `picked`."""
     histories = [rows[i].token_ids[0 if with_prompt else rows[i].num_prompt_tokens :] for i in picked]
     starts = np.asarray(picked, dtype=np.int64) * vocab_size
     cells = np.concatenate([history + start for history, start in zip(histories, starts, strict=True)])

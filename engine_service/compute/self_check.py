@@ -32,7 +32,7 @@ _SHORT, _LONG, _LEAST = 13, 256, 32  # tokens; of the long prompt where the conf
 _NUM_DECODED: Final = 3
 _NUM_COMPARED: Final = 96  # places of a prompt whose logits are compared
 _NUM_CHUNKS, _MOST_CHUNK = 3, 2048
-_MOST_FLOPS: Final = {"cpu": 4e12, "cuda": 1e15}  # to go past a length: about a minute of two cores, some seconds of a GPU
+_MOST_FLOPS: Final = {"cpu": 4e12, "cuda": 1e15}  # to exceed a length: about a minute of two cores, a few seconds of a GPU
 _USUAL_SHARE: Final = 1 / 4  # of them, where there is none to go past
 _MOST_BYTES: Final = 1 << 30  # of scores that the library makes at once, and of our K and V
 

@@ -1,4 +1,4 @@
-"""ServedModel: everything that the service needs to know of a model of any kind.
+"""ServedModel: everything that the service needs to know about a model of any kind.
 
 Loads a Hugging Face folder, or takes the hash toy, and says what identifies its KV: name, revision (SHA-256 over config
 and weights), shape, rope parameters, window. The tokenizer is not part of that: it does not change what KV means.
@@ -127,7 +127,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
 
 
 def _refuses_retention(model: Model) -> str:
-    """Why not, or empty. Retention rotates queries a second time, and needs a model whose queries see every token."""
+    """Why the model cannot use retention; empty: it can. Retention rotates queries a second time, and needs full attention."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
     return "a model with windows of its own" if any(model.config.windows) else ""
@@ -150,7 +150,7 @@ def _hash_toy() -> ServedModel:
 
 
 def _num_parameters(folder: Path, config: ModelConfig) -> int:
-    """Elements of the weight files; what is tied counts once, also where old files hold it twice."""
+    """Elements of the weight files; tied tensors count once, also where old files hold them twice."""
     return sum(
         num_elements
         for name, num_elements, _ in tensor_sizes(list_weight_files(folder))

@@ -52,7 +52,7 @@ class Computed:
 
 
 def copy_forward_sample(runner: Runner, work: Work, how: StepRows) -> Computed | None:
-    """A failure is logged, None says so, and the loop goes on.
+    """Compute a step. After a failure, which is logged, the answer is None and the loop goes on.
 
     The exception is not handed back, because its traceback holds views of the arena.
     """

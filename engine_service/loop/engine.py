@@ -144,7 +144,7 @@ class Engine:
         return None
 
     def _note_changes(self) -> None:
-        """Take over what other tasks did since the last step."""
+        """Apply the changes that other tasks made since the last step."""
         self._wake.loop.clear()
         if self._creator is not None:
             self._creator.proceed()
@@ -174,7 +174,7 @@ class Engine:
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
     async def _finish(self, memory: KvMemory) -> None:
-        """Wait for the step that is computed, and emit its tokens."""
+        """Wait for the computing step, and emit its tokens."""
         if (step := self._step_worker.in_flight) is None:
             return
         computed = await self._while_renewing(memory, step.computing)

@@ -33,11 +33,11 @@ class Iteration:
         return [task for task in self._tasks() if task.sequence in chosen]
 
     def preempted(self) -> list[Task]:
-        """The sequences whose blocks were taken back so that others could go on, and that are computed again."""
+        """The sequences that gave their blocks back so that others could go on, and that are computed again."""
         return [Task(sequence, 0, 0) for sequence in self.work.changes.preempted]
 
     def swapped_out(self) -> list[Task]:
-        """The sequences whose blocks were taken back, and whose K and V the host tier keeps."""
+        """The sequences that gave their blocks back while the host tier keeps their K and V."""
         return list(self.work.changes.swapped_out)
 
     def swapped_in(self) -> list[Task]:

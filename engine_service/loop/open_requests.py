@@ -66,7 +66,7 @@ class OpenRequests:
         self.generations[request_id].cancel()
 
     def fail_all(self, error: EngineError) -> None:
-        """End all open requests. While there is a session, their blocks are released with the next step."""
+        """End all open requests. If there is a session, the next step releases their blocks."""
         for generation in list(self.generations.values()):
             generation.fail(error)
 
@@ -82,7 +82,7 @@ class OpenRequests:
         return StepRows(sampled, searched)
 
     def progress(self) -> dict[Generation, tuple[int, int]]:
-        """Of each running request what grows with progress: tokens taken, and tokens computed of its running sequences."""
+        """For each running request its progress: output tokens, and computed tokens of its running sequences."""
         num_computed, found = self._scheduler.running.num_computed, {}
         for generation in self.generations.values():
             sequences = generation.request.sequences
@@ -92,12 +92,12 @@ class OpenRequests:
         return found
 
     def may_guess(self, sequence: Sequence) -> bool:
-        """Whether guessed tokens may be checked for it."""
+        """Whether tokens may be guessed for the sequence."""
         generation = self._by_request.get(sequence.request)
         return generation is not None and generation.is_open and not generation.constraints and generation.search is None
 
     def emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
-        """Take the computed tokens over, as text for the streams. The tokens that each of work.sampled got."""
+        """Turn the computed tokens into text for the streams. Answers the new tokens of each of work.sampled."""
         if computed is None:
             for sequence in self._scheduler.running.at(work.rows):
                 self.fail(sequence.request, RequestFailed("the forward pass failed"))
@@ -138,7 +138,7 @@ class OpenRequests:
                 break
 
     def _take_candidates(self, sequence: Sequence, candidates: Candidates | None) -> None:
-        """What may follow one list of a search. Once that is known of all its lists, the likeliest go on."""
+        """The candidates of one list of a search. Once all its lists have candidates, the likeliest go on."""
         generation = self._by_request.get(sequence.request)
         if generation is None or not generation.is_open:
             return None
@@ -154,13 +154,13 @@ class OpenRequests:
         return None
 
     def deliver(self) -> None:
-        """Push what was emitted to the streams. Their tasks then run beside the next forward pass, not before it."""
+        """Push the emitted chunks to the streams. Their tasks then run beside the next forward pass, not before it."""
         for generation in self._undelivered:
             generation.deliver()
         self._undelivered.clear()
 
     def end_closed(self) -> None:
-        """End the sequences of requests that ended. What a failed request computed last is not to be shared."""
+        """End the sequences of requests that ended. The last K and V of a failed request must not be shared."""
         for generation in self._closed:
             for sequence in generation.request.sequences:
                 if sequence.state is not SequenceState.ENDED:

@@ -39,7 +39,7 @@ class InFlight:
 
     @property
     def seconds(self) -> float:
-        """How long it has been computed."""
+        """Seconds since its computation began."""
         return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
 
 
@@ -76,7 +76,7 @@ class StepWorker:
         self._cache_wait = 0.0
 
     def take_step(self) -> InFlight:
-        """The step that was computed; the worker is idle from now on."""
+        """Hands over the computed step; the worker is idle from now on."""
         done, self.in_flight = self.in_flight, None
         assert done is not None
         self._idle_since = done.ended_at
@@ -87,11 +87,11 @@ class StepWorker:
         return done
 
     def rest(self) -> None:
-        """There is nothing to compute: idle time does not count from now on."""
+        """Nothing is there to compute: idle time does not count from now on."""
         self._idle_since = None
 
     def last_completed(self, step_id: int) -> int:
-        """Of the steps up to step_id, the last whose work is known to be done."""
+        """The last step up to step_id whose work is known to be done."""
         return step_id if self.in_flight is None else self.in_flight.step_id - 1
 
     async def wait_until_due(self, longest: float) -> None:

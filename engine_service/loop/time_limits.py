@@ -39,8 +39,8 @@ async def end_stalled(engine: Engine, stall_timeout: float) -> None:
 
 
 class StallWatch(Generic[K]):
-    """Finds what makes no progress. It counts looks, not time: a process that was stopped for an hour has missed looks, and its
-    requests go on.
+    """Finds requests without progress. It counts looks, not time: a process that was stopped for an hour has missed looks, so
+    its requests go on.
     """
 
     def __init__(self) -> None:

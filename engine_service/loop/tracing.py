@@ -1,4 +1,4 @@
-"""EngineTracing: the spans of requests, and of some of the steps that compute for them.
+"""EngineTracing: the spans of requests, and of a few of the steps that compute for them.
 
 A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
 every step would say little and cost much: a step has a span when a traced request starts with it, and every 64th step has one.
@@ -73,7 +73,7 @@ class EngineTracing:
             self._num_waiting += 1
 
     def end_request(self, generation: Generation) -> None:
-        """A request ended, in whatever way."""
+        """A request ended, for any reason."""
         traced = self._requests.pop(generation.request, None)
         if traced is None:
             return
@@ -119,7 +119,7 @@ class EngineTracing:
         return tracing.traceparent_of(span)
 
     def note_computing(self, sequences: SequenceOf[Sequence]) -> None:
-        """These sequences compute now, some of them for the first time."""
+        """These sequences compute now; a few may do so for the first time."""
         if not self._num_waiting:
             return
         for sequence in sequences:

@@ -50,7 +50,7 @@ class HashToyRunner:
         Args:
             config: of the toy.
             kv_view: KvLayout.view of the arena.
-            layout: config.kv_layout of some block size.
+            layout: config.kv_layout of any block size.
 
         Raises:
             KernelArgumentError: the arena's layout is not the toy's.

@@ -79,7 +79,7 @@ class RotaryTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _far_rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where some positions are beyond the table."""
+        """cos and sin where at least one position is beyond the table."""
         inside, is_near = positions.clamp(max=self._most - 1), (positions < self._most)[:, None]
         cos, sin = self._columns(positions.double()[:, None] * self._freqs.to(positions.device, torch.float64))
         near_cos, near_sin = self._cos.index_select(0, inside), self._sin.index_select(0, inside)

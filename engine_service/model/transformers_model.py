@@ -118,7 +118,7 @@ def load_transformers_model(
     Raises:
         UnsupportedModelError: the library is not installed or does not know the model; its attention cannot be paged, or gives
             other logits on the paged arena than by itself.
-        WeightsError: the weights do not load, or some are missing.
+        WeightsError: weights do not load or are missing.
     """
     try:
         import transformers

@@ -7,7 +7,7 @@ apart, and its tokens. A request that would exceed the limit is refused, and may
 from ..values.errors import TooMuchHeld
 
 TIMES_MESSAGE = 4  # the bytes that came, the same taken apart, and 4 bytes or more for a token of 1 to 4 bytes, twice
-EACH_BYTES = 4096  # of a request, whatever its message
+EACH_BYTES = 4096  # counted for a request beside its message
 
 
 class RequestMemory:

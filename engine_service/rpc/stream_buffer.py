@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..values.errors import EngineError, NotRead
 from ..values.output_chunk import OutputChunk, coalesce
 
-MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; some 20 MB
+MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
 
 
 class StreamBuffer:

@@ -18,7 +18,7 @@ from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
 from ..values.token_logprobs import TokenLogprobs
 
-_EACH_BYTES = 4096  # of a submission, whatever its results
+_EACH_BYTES = 4096  # counted for a submission beside its results
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
 
 Admit = Callable[[Callable[[OutputChunk | EngineError], None]], Awaitable[Generation]]

@@ -1,4 +1,4 @@
-"""DraftModel: a small model of the same vocabulary that guesses what the large one will say.
+"""DraftModel: a small model of the same vocabulary that guesses the large model's next tokens.
 
 It guesses greedily. Its K and V are shared with nothing and worth little, so they stay in memory of its own, a fixed run of
 blocks for each of a few sequences. Which part of them is still good is found by comparing tokens, so no end, preemption or

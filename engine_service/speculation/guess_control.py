@@ -42,7 +42,7 @@ def look_up(history: Int32Array, most: int) -> Int32Array:
 
 @dataclass(slots=True)
 class LookAhead:
-    """How far one sequence guesses: further while guesses are kept, less when they are not, and not at all for a while."""
+    """How many tokens one sequence guesses: more while guesses are kept, fewer when they are not, and none for a while."""
 
     num_ahead: int = FIRST_AHEAD
     num_failed: int = 0  # runs in a row without a kept guess
@@ -53,7 +53,7 @@ class LookAhead:
         return 0 if num_output < self.rests_until else self.num_ahead
 
     def note(self, num_guessed: int, num_kept: int, num_output: int) -> None:
-        """What became of a run of guesses."""
+        """Note the outcome of a run of guesses."""
         if num_kept == num_guessed:
             self.num_ahead = min(self.num_ahead + 2, MOST_AHEAD)
         elif num_kept * 2 < num_guessed:
@@ -118,7 +118,7 @@ class Switch:
         return self.num_kept / self.num_guessed if self.num_guessed else 0.0
 
     def note(self, num_guessed: int, num_kept: int, num_tokens: int, seconds: float, *, was_guessing: bool) -> None:
-        """A step that only decoded: what it guessed, kept, gave in all, and took, and whether it waited for guesses."""
+        """Note a step that only decoded: its guesses, kept guesses, tokens, seconds, and whether it waited for guesses."""
         self._num_steps += 1
         self.num_guessed += num_guessed
         self.num_kept += num_kept

@@ -1,4 +1,4 @@
-"""Speculator: which sequences are guessed for, and what came of it.
+"""Speculator: decides for which sequences tokens are guessed, and learns from the outcome.
 
 Asked before each step for guesses for the sequences that decode, told after it what was kept. Guessing is left to a Proposer;
 whether it pays is guess_control.py's to know. Sequences under a constraint are left alone: their masks are made token by token.
@@ -31,7 +31,7 @@ class Proposer(Protocol):
 
 
 class PromptLookUp:
-    """Guesses what followed the same tokens before."""
+    """Guesses the tokens that followed the same tokens earlier."""
 
     is_slow = False
 
@@ -68,7 +68,7 @@ class Speculator:
         return partial(self._propose, histories, most) if most else None
 
     def _propose(self, histories: Mapping[int, Int32Array], most: Mapping[int, int]) -> dict[int, Int32Array]:
-        """Guesses save time and decide nothing: where they cannot be had, the step goes on without."""
+        """Guesses save time and decide nothing: if the proposer fails, the step goes on without them."""
         try:
             return self._proposer.propose(histories, most)
         except Exception:
@@ -101,6 +101,6 @@ class Speculator:
                 num_kept += len(token_ids) - 1
                 if (ahead := self._ahead.get(sequence)) is not None:
                     ahead.note(len(guesses), len(token_ids) - 1, sequence.num_output)
-        if not work.num_prompt_tokens:  # what prompts cost would drown the difference
+        if not work.num_prompt_tokens:  # the cost of prompts would hide the difference
             num_tokens = int(np.sum([len(some) for some in taken], dtype=np.int64))
             self.switch.note(num_guessed, num_kept, num_tokens, seconds, was_guessing=was_guessing)

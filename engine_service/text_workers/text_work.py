@@ -1,8 +1,8 @@
 """TextWork: the work of the tokenizer, the chat template and the grammars of constraints, without blocking the loop.
 
 Short text is done at once, everything else in worker processes (workers.py). Text is bounded first: by the tokens that the
-model can take, each with more bytes than tokens usually have. A job that takes too much is refused, and nothing of it comes
-into this process; a constraint that passes is compiled here again, in a thread that releases the interpreter.
+model can take, each with more bytes than tokens usually have. A job that takes too much is refused, and no part of it enters
+this process; a constraint that passes is compiled here again, in a thread that releases the interpreter.
 """
 
 import asyncio

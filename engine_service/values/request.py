@@ -78,7 +78,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client asked for."""
+    """A client's request."""
 
     request_id: str
     prompt: Int32Array
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def max_len(self) -> int:
-        """Most tokens that one of its sequences can come to."""
+        """The most tokens that a sequence of the request can have."""
         return len(self.prompt) + self.max_new_tokens
 
     @property

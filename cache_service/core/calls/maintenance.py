@@ -1,4 +1,4 @@
-"""What a pool does by itself, in slices between its calls: publishing, and what falls due with time."""
+"""Background work of a pool, in slices between its calls: publishing, and everything that falls due with time."""
 
 from ..pool_state import PoolState
 from ..sequences.publisher import ALL_BLOCKS

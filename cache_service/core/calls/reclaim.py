@@ -19,7 +19,7 @@ class Reclaim:
     """Works off the ended sessions of one pool."""
 
     def __init__(self, state: PoolState, lifecycle: SequenceLifecycle) -> None:
-        self.at_once = AT_ONCE  # blocks given back with the end of a session; what is less than that never waits
+        self.at_once = AT_ONCE  # blocks given back with the end of a session; fewer never wait
         self._ended = state.ended_sessions
         self._sequences = state.sequences
         self._publisher = state.publisher
@@ -31,7 +31,7 @@ class Reclaim:
         return bool(self._ended)
 
     def add_ended(self, owner: SessionState) -> None:
-        """The session has ended. What runs is given back from now on, as far as `at_once` goes; all else at once."""
+        """The session has ended. Its running sequences are given back, `at_once` blocks now; everything else at once."""
         slots = owner.ids.items()[1]
         self._publisher.forget_slots(slots.tolist())
         self._lifecycle.release(owner, slots[self._sequences.states[slots] != SequenceState.RUNNING].tolist())

@@ -96,7 +96,7 @@ class SessionCalls:
             state.allocator.distrust(filling)
         if may_still_write:
             blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots)])
-            # No step writes an indexed block (R5), and what the session's steps still read matters to no one.
+            # No step writes an indexed block (R5), and reads by the session's last steps do no harm.
             blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
             pool.quarantine(blocks, fences=fences[~is_cached])
             state.quarantines[owner.session] = np.concatenate([blocks, fences[~is_cached]])

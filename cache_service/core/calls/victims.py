@@ -127,7 +127,7 @@ class VictimCalls:
         return chosen
 
     def _enough(self, order: list[int], num_blocks: int) -> Victims:
-        """The first that free so many blocks together; only for want of others those that share what they would free."""
+        """The first victims that free so many blocks together; victims that share their blocks come last."""
         order = sorted(order, key=lambda slot: self._alone(slot) == 0)
         freed = self._freed_by(order)
         count = next((at + 1 for at, num_freed in enumerate(freed) if num_freed >= num_blocks), len(order))
@@ -141,9 +141,9 @@ class VictimCalls:
         return Victims(chosen, total) if total[-1] else Victims([], [])
 
     def _alone(self, slot: int) -> int:
-        """Blocks that come free when it alone goes."""
+        """Blocks that come free when one sequence alone is preempted."""
         return self._freed_by([slot])[0]
 
     def _freed_by(self, slots: list[int]) -> list[int]:
-        """Blocks that come free by each and those before it."""
+        """Blocks that come free when each sequence and those before it are preempted."""
         return self._state.blocks_left.freed_by(self._state.sequences.held(slot) for slot in slots)

@@ -28,7 +28,7 @@ before its parent, compared by hit density as by age.
 Nothing is fitted to a workload: classes are counts, ages are octaves, and weights are those of a few requests and a few
 turnovers.
 
-What it costs. A step pays for little more than the stamps of its blocks: victims are chosen some hundreds ahead, and events are
+What it costs. A step pays for little more than the stamps of its blocks: victims are chosen hundreds ahead, and events are
 noted and counted in batches, after a step was answered (`prepare`) or when victims run out, because array operations cost the
 same for one block as for hundreds. So the counts are up to a sixty-fourth of the cache behind, which makes no difference to a
 curve over octaves of turnovers. No call does work in proportion to the pool; hit densities are computed anew every half

@@ -1,8 +1,8 @@
 """Traces of evicted blocks: enough to recognise a block that comes back, with the number and time of its uses.
 
-A block is recognised by a hash of its whole prefix, whatever block number it gets next. The table has no chains: a new entry
-replaces the entry at its place. Some entries are lost early; that does not harm a statistic that knows how long each block was
-watched, and it makes every operation one array operation.
+A block is recognised by a hash of its whole prefix, not by its block number. The table has no chains: a new entry replaces the
+entry at its place, which makes every operation one array operation. A few entries are lost early; that does not harm a
+statistic that knows how long each block was watched.
 
 An entry is 4 bytes: 13 bits of the hash, 4 of uses, 15 of the time in units of 1/256 of a turnover, which is finer than the
 half octaves in which ages are counted. A false match, one in 8192 looks at an occupied place, misleads a guess about the

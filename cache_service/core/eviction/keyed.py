@@ -32,7 +32,7 @@ class KeyedPolicy(ABC):
         self._sweeper = Sweeper()
         self._queues: dict[int, BlockQueue] = {}
         self._num_waiting: dict[int, int] = {}  # waiting blocks by key; as in _queues, keys without blocks are left out
-        self._order: list[int] = []  # heap of the keys in _queues, and of some former ones
+        self._order: list[int] = []  # heap of the keys in _queues, and of a few former keys
 
     def use(self, use: Use) -> None:
         if len(use.blocks):

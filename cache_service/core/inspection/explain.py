@@ -1,7 +1,7 @@
-"""Why a prompt's match ends where it ends: a question for people, that may take about a millisecond.
+"""Explains to people why a prompt's match ends where it ends; may take about a millisecond.
 
-Looks at the index, at what went from it lately (eviction_log.py) and at the sequences that run, all of the asking tenant only:
-what others store shows in nothing here, neither in the end nor in how much the nearest block has in common. Changes nothing.
+Looks at the index, at the nodes that left it lately (eviction_log.py) and at the running sequences, of the asking tenant only:
+nothing that other tenants store shows here, neither in the end nor in what the nearest block has in common. Changes nothing.
 """
 
 from dataclasses import dataclass

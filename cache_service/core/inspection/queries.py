@@ -102,7 +102,7 @@ class Queries:
         return pool_stats(self._state, self._swapper)
 
     def check_invariants(self) -> list[str]:
-        """What is wrong, one sentence each; empty when all is well."""
+        """The broken invariants, one sentence each; empty when all hold."""
         wrong = invariants.violations(self._state)
         if self._swapper is not None and not wrong:
             wrong = tier_invariants.violations(self._state, self._swapper)

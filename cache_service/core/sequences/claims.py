@@ -1,9 +1,9 @@
-"""Which sequences wait for blocks, and for which one blocks that come free are kept, so that what can run finishes.
+"""Claims: which sequences wait for blocks, and for which one free blocks are reserved, so that running sequences finish.
 
 Owns the claims of one pool: starts and reservations that steps were refused, and the one total order that decides between
 them: higher priority first, then the earlier arrival. Blocks are reserved for the oldest claim: no later arrival starts, no
 reservation of a later one takes them, and sessions that run later ones get a hint how many blocks to give back. Reservations
-claim as starts do: of two engines whose last sequences both want one more block, neither asks for a start.
+claim as starts do: when the last sequences of two engines both want one more block, neither engine asks for a start.
 
 A claim is forgotten when it is granted, when its sequence or session ends, and when it was not asked for again: by the
 session's next PATIENCE_STEPS steps, or for PATIENCE_SECONDS. So a client that gave up does not block the pool.
@@ -109,7 +109,7 @@ class Claims:
     # Told
 
     def add_claim(self, owner: SessionState, slot: int, num_blocks: int) -> None:
-        """A step of the session asked for so many blocks for this sequence, in vain."""
+        """A step of the session was refused so many blocks for this sequence."""
         assert num_blocks > 0, "what needs no block is not refused"
         self.forget_claim(slot)
         claim = self.claims[slot] = Claim(self.age(slot), owner.number, num_blocks, owner.step_id, self._clock.now)
@@ -145,7 +145,7 @@ class Claims:
                 self.forget_claim(slot)
 
     def check(self) -> list[str]:
-        """What is wrong with the claims, one sentence each; empty when all is well."""
+        """The broken invariants of the claims, one sentence each; empty when all hold."""
         seqs = self._sequences
         wrong: list[str] = []
         for slot, claim in self.claims.items():

@@ -1,6 +1,6 @@
 """When pins give way: to a sequence that runs alone and could not go on beside them.
 
-Owns this one rule. All else that holds blocks ends at some time, and fences are lifted soon, so pins give way to nothing else.
+Owns this one rule. Pins give way to nothing else, because all other holders of blocks end in time, and fences are lifted soon.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
-"""Putting committed blocks into the index, after the step that committed them was answered.
+"""Puts committed blocks into the index, after the step that committed them was answered.
 
 Owns which sequences are behind, the adoption of duplicates, and what tables know of the index. Rules: a commit only notes its
 slots; `publish` works them off in the order of the commits, in slices where it is told so; of content that is known already the
 indexed block goes into the table, and the session hears of it in its next reply; what it gives up waits for the steps that
-were told of it. Whoever cuts or releases a sequence publishes first. Does not know steps or sessions, only their Owner.
+were told of it. A caller that cuts or releases a sequence publishes first. Does not know steps or sessions, only SessionState.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ class Publisher:
         self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
     def note_commits(self, owner: SessionState, slots: Int64Array) -> None:
-        """These sequences were committed further, in a step that is not answered yet. All that it pays for publishing."""
+        """Notes commits of these sequences. A step that is not answered yet pays nothing more for publishing."""
         if not self._is_on:
             return
         if len(self._pending) == _MOST_PENDING:
@@ -115,7 +115,7 @@ class Publisher:
             self.set_published(slot, num_blocks, like=slot)
 
     def check(self) -> list[str]:
-        """What is wrong, for audits: all that is pending belongs to a living sequence of its session."""
+        """The broken invariants, for audits: every pending slot belongs to a living sequence of its session."""
         seqs, wrong = self._sequences, list[str]()
         for owner, slots in (*self._pending, *self._waiting):
             strange = (seqs.owners[slots] != owner.number) | (seqs.states[slots] == SequenceState.FREE_SLOT)

@@ -241,7 +241,7 @@ class StepApplier:
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
             if waits and (length := self._inflight.length_to_come(slot, max_hit, owners)):
-                self._claims.forget_claim(slot)  # it is not for want of blocks that it waits
+                self._claims.forget_claim(slot)  # it does not wait for blocks
                 self._counters.num_computing_answers += 1
                 log.computing_lens[slot] = length
                 results.append(StartResult.COMPUTING)

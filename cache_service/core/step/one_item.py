@@ -81,7 +81,7 @@ class OneItemCalls:
                 self._state.update_pressure()
                 return copies_from(log.copy_sources, log.copy_destinations, log.orders)
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
-        raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
+        raise OutOfBlocks(f"{requested} blocks are wanted, {available} are available", requested=requested, available=available)
 
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
@@ -149,7 +149,9 @@ class OneItemCalls:
             swapper = self._swapper
             num_blocks = np.count_nonzero(self._sequences.table(slot))
             requested, available = swapper.shortage(owner, slot) if swapper is not None else (int(num_blocks), 0)
-            raise OutOfHostBlocks(f"{requested} host blocks, {available} to be had", requested=requested, available=available)
+            raise OutOfHostBlocks(
+                f"{requested} host blocks are wanted, {available} are available", requested=requested, available=available
+            )
         return copies_of(reply)
 
     def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
@@ -163,7 +165,9 @@ class OneItemCalls:
             claims.forget_claim(slot)  # what is refused with an error leaves no trace
             requested, room = swapper.shortage_in(owner, slot, self._state.num_spare() + claims.num_kept_from(slot))
             available = max(room, 0)
-            raise OutOfBlocks(f"{requested} blocks asked for, {available} to be had", requested=requested, available=available)
+            raise OutOfBlocks(
+                f"{requested} blocks are wanted, {available} are available", requested=requested, available=available
+            )
         return copies_of(reply)
 
     def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:

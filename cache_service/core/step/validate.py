@@ -272,7 +272,7 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
 
 
 def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
-    """What is swapped in a step is not written in it: so a reservation of it is refused, whatever the answer to the swap."""
+    """A step does not write a sequence that it swaps, so its reservation is refused, also if the swap is refused."""
     _check_distinct_ids(batch.swap_out_ids, "swap_out_sequence_ids")
     for sequence_id in batch.swap_out_ids.tolist():
         target = look(sequence_id)

@@ -3,7 +3,7 @@
 Looked up when a start asks for it: the running sequences whose next block is the one wanted are found by one comparison of
 columns, and a pool in which no start asks pays nothing. Rules: a sequence counts only while it is still to publish the block: a
 step under way computes it, or it is committed and waits for a copy. One that idles on what it was granted once does not count.
-A start is told to wait so often at most while nothing comes of it, so that it goes on whatever the others do.
+A start is told to wait only a bounded number of times without progress, so that it never depends on other sequences for good.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the items of a step do to sequences that run: commit, fork, truncate, release.
+"""SequenceLifecycle: the items of a step that change running sequences: commit, fork, truncate, release.
 
 Owns the changes and their rules: sharing by forks, fences on what is dropped (R6), all or nothing per item (R7). Every method
 takes lawful items and cannot fail. Committed blocks come to be shared by publisher.py. Does not know how items arrive or what

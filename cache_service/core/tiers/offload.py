@@ -1,4 +1,4 @@
-"""What orders between the device and the host tier do to blocks and to the index.
+"""Offloader: the effect of orders between the device and the host tier on blocks and on the index.
 
 Owns issuing and ending them: copies to the host for sequences that are swapped out and for cached blocks that are evicted
 (demotion), loads for sequences that come back and for hits (promotion). Rules: both ends of an order in flight are kept from

@@ -68,7 +68,7 @@ class SequenceSwapper:
         self.end_reported_orders(self.at_once)
 
     def end_reported_orders(self, max_orders: int) -> bool:
-        """What up to so many of the reported orders mean for blocks and sequences. Whether any are left."""
+        """Applies the ends of up to so many reported orders to blocks and sequences. Answers whether any are left."""
         transfers = self.offloader.transfers
         while max_orders > 0 and (reported := transfers.take_reported_orders(max_orders)) is not None:
             orders, ok = reported
@@ -203,7 +203,7 @@ class SequenceSwapper:
     def _join(
         self, owner: SessionState, hosts: Int32Array, blocks: Int32Array, *, any_session: bool
     ) -> list[tuple[TransferOrder, int]]:
-        """Of a load that another session runs only a start may wait: a shorter hit is all that its failure means."""
+        """Only a start may wait for a load that another session runs: if the load fails, the hit is merely shorter."""
         joined: list[tuple[TransferOrder, int]] = []
         if self.offloader.loads:
             any_session &= owner.executor is Executor.ENGINE  # a session that is answered at once waits for no other
@@ -271,7 +271,7 @@ class SequenceSwapper:
                     self._leave_device(move)
 
     def _conclude(self, move: Move) -> bool:
-        """All that the move waited for has ended; or part of it has failed. Whether the sequence runs now."""
+        """All orders of the move have ended, or one has failed. Answers whether the sequence runs now."""
         seqs, slot = self._sequences, move.slot
         if move.towards == SequenceState.SWAPPED:
             self._return_to_device(move)

@@ -75,8 +75,8 @@ export class Transport {
   }
 
   /**
-   * Answers of a server stream as they come; leaving the loop cancels it. Not repeated: the caller has seen some. The request is
-   * a checked one.
+   * Answers of a server stream as they come; leaving the loop cancels it. Not repeated: the caller has seen
+   * a part. The request is a checked one.
    */
   async *stream(method, request, timeoutMs = this.timeoutMs) {
     const call = this.client[method](request, { deadline: Date.now() + timeoutMs });

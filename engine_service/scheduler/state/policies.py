@@ -1,8 +1,8 @@
 """Policies: in which order waiting sequences start.
 
-A policy gives each a rank: the moment, in seconds of the engine's clock, at which it counts as having come; the earlier
-starts earlier. All waiting age alike, so ranks stay as they are while time passes: the queue is sorted when something joins it,
-never because a step looks at it. And none starves: whatever comes later than a sequence's rank stands behind it.
+A policy ranks each waiting sequence: the rank is the moment, in seconds of the engine's clock, at which the sequence counts as
+having arrived, and the smallest rank starts first. All sequences age alike, so ranks do not change with time: the queue is
+sorted when a sequence joins it, never by a step. No sequence starves: those that arrive after its rank stand behind it.
 
 Ordering is what a queue asks: one policy for good, or Adaptive's choice, which follows the load that is measured. Pure.
 """
@@ -35,7 +35,7 @@ class Policy(Protocol):
 
     @property
     def has_levels(self) -> bool:
-        """Whether level tells sequences apart."""
+        """Whether sequences differ in level."""
 
     def level(self, sequence: Sequence, waited: float) -> int:
         """With fair shares: only among those of the highest level does the tenant's share decide. waited: seconds."""
@@ -54,10 +54,10 @@ class FirstComeFirstServed:
 
 
 class ShortestJobFirst:
-    """By what there is to compute, as if nothing were cached: a job comes later by so much for each of its tokens.
+    """By the tokens to compute, as if nothing were cached: each token of a job makes it count as arriving a little later.
 
-    But by MOST_JOB_SECONDS at most: it is never overtaken by what comes later than that. A sequence that had its turn, and was
-    refused a start or gave its blocks back, counts from its arrival, so that no later one overtakes it.
+    A job counts as later by MOST_JOB_SECONDS at most; jobs that arrive after that never overtake it. A sequence that had its
+    turn, and was refused a start or gave its blocks back, counts from its arrival, so that no later one overtakes it.
     """
 
     name, has_levels = "sjf", False

@@ -1,9 +1,9 @@
-"""What it costs to take a sequence's blocks away and to bring it back: computed again, or moved to the host tier and back.
+"""The cost of taking a sequence's blocks and bringing it back: computed again, or moved to the host tier and back.
 
-Both are seconds that the device is busy with nothing new. A swap also frees its blocks, and has them back, some steps later
-than a release and a start do, and a row's part of these steps is lost. The rates are measured and come in as values: tokens
-that prompts were computed at, bytes that transfer orders moved, seconds of a step, and how much of what preempted sequences
-left in the prefix cache was still there when they started again. Where blocks are short, it may be evicted by then. Pure.
+Both cost seconds in which the device computes nothing new. A swap also frees its blocks, and gets them back, a few steps later
+than a release and a start, and a row's share of these steps is lost. The rates are measured elsewhere and come in as values:
+tokens per second of prompts, bytes per second of transfer orders, seconds of a step, and the share of a preempted sequence's
+cached tokens that were still there when it started again; they may be evicted when blocks are short. Pure.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FORGETS = 1 / 32  # of what is known of hits, with every swap: then one is comp
 
 
 class Preemption(StrEnum):
-    """How sequences give their blocks back. Without a host tier they are computed again, whatever is asked for."""
+    """How sequences give their blocks back. Without a host tier they are always computed again."""
 
     AUTO = "auto"  # whichever takes less time
     RECOMPUTE = "recompute"
@@ -45,18 +45,18 @@ class Moved:
 
 
 def recompute_seconds(victim: Victim, tokens_per_second: float, hit_share: float) -> float:
-    """To compute what is not hit."""
+    """Seconds to compute the tokens that are not hit."""
     return (victim.num_computed - hit_share * victim.num_shareable) / tokens_per_second
 
 
 def swap_seconds(victim: Victim, block_bytes: int, bytes_per_second: float, step_seconds: float) -> float:
-    """To move all blocks out, and in again, and to wait for it."""
+    """Seconds to move all blocks out and in again, and to wait for that."""
     waiting = _NUM_LATE_STEPS * step_seconds / victim.num_running
     return 2 * victim.num_blocks * block_bytes / bytes_per_second + waiting
 
 
 class Rate:
-    """Amounts per second, lately: in the sums, what is old fades."""
+    """Recent amounts per second: older measurements fade from the sums."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
@@ -72,7 +72,7 @@ class Rate:
 
 
 class Costs:
-    """The rates, and the decision made of them."""
+    """The rates, and the decision that follows from them."""
 
     def __init__(self) -> None:
         self.compute = Rate()  # tokens
@@ -90,12 +90,12 @@ class Costs:
             self.compute.note(num_tokens, max(seconds - moved.seconds, 0.0))
 
     def note_restart(self, num_hit: int, num_shareable: int) -> None:
-        """A sequence that was to be computed again has started, and hit so many of the tokens that it may."""
+        """A sequence that is computed again has started, and hit so many of its shareable tokens."""
         if num_shareable:
             self.hit_share += _SMOOTHING * (min(num_hit / num_shareable, 1.0) - self.hit_share)
 
     def prefers_swap(self, victim: Victim, preemption: Preemption, num_host_blocks: int, block_bytes: int) -> bool:
-        """Whether it is to be swapped out. num_host_blocks: that the host tier has, the null block included; 0 without one."""
+        """Whether to swap the sequence out. num_host_blocks: of the host tier, null block included; 0 without a host tier."""
         if preemption is Preemption.RECOMPUTE or not victim.num_computed or victim.num_blocks >= num_host_blocks:
             return False
         if preemption is Preemption.AUTO and not self._is_swap_cheaper(victim, block_bytes):

@@ -21,7 +21,7 @@ _Head = tuple[int, float, tuple[float, int, int], int, str | None]
 
 
 class TenantLanes:
-    """Waiting sequences in lanes, one for each tenant where shares are fair. shares: None where tenants do not matter."""
+    """Waiting sequences in lanes, one per tenant with fair shares. shares: None where tenants do not matter."""
 
     def __init__(self, ordering: Ordering, shares: FairShare | None) -> None:
         self._ordering = ordering
@@ -29,7 +29,7 @@ class TenantLanes:
         self._lanes: dict[str | None, list[Sequence]] = {}  # none is empty; None: the one before the tenants'
 
     def add(self, sequence: Sequence) -> None:
-        """At its place. What its rank depends on must not change until it is removed."""
+        """Insert the sequence at its place. Its rank must not change until it is removed."""
         sequence.place = (self._ordering.policy.rank(sequence), sequence.request.arrival, sequence.index)
         bisect.insort(self._lanes.setdefault(self._lane_of(sequence), []), sequence, key=_place)
 
@@ -53,7 +53,7 @@ class TenantLanes:
             self.add(sequence)
 
     def in_order(self, now: float) -> Iterator[Sequence]:
-        """Each as if those before it had started: their tokens count for the shares of the rest."""
+        """The sequences in order, each as if those before it had started: their tokens count for the shares of the rest."""
         policy, shares = self._ordering.policy, self._shares
         if shares is None or not policy.has_levels:
             yield from self._lanes.get(None, ())
@@ -79,7 +79,7 @@ class TenantLanes:
                 heapq.heapreplace(heads, self._head(tenant, lane, at + 1, 0, served + len(lane[at].token_ids)))
 
     def _head(self, tenant: str | None, lane: list[Sequence], at: int, waited: float, served: float) -> _Head:
-        """What decides between lanes: the smallest is next."""
+        """The key of a lane; the lane with the smallest key is next."""
         return -self._ordering.policy.level(lane[at], waited), served, lane[at].place, at, tenant
 
     def _lane_of(self, sequence: Sequence) -> str | None:

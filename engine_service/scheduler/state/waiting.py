@@ -1,7 +1,7 @@
-"""The waiting sequences, in the order of the policy in force, and how far the cache service knows of them.
+"""The waiting sequences, in the order of the policy in force, and which of them the cache service knows.
 
-A sequence is stored there (CreateSequence) while it waits, so that its start is one item of a step. The slots for that
-are bounded; sequences that run, or are to be forked from one that runs, have them first. Pure.
+A sequence is created in the cache service (CreateSequence) while it waits, so that its start is one item of a step. The slots
+for that are bounded; running sequences and forks of running sequences have precedence. Pure.
 """
 
 from collections.abc import Container, Iterator
@@ -17,7 +17,7 @@ class WaitingSequences:
     """The queue, the ids of sequences, and the count of those that the cache service knows."""
 
     def __init__(self, ordering: Ordering | None = None, shares: FairShare | None = None) -> None:
-        """ordering: by arrival by default. shares: None where all tenants are as one."""
+        """ordering: by arrival by default. shares: None where tenants do not matter."""
         self.ordering = ordering or Ordering()
         self.shares = shares
         self.now = 0.0  # seconds of the callers' clock; as of the last arrival or step
@@ -31,7 +31,7 @@ class WaitingSequences:
         self._next_id = 1
 
     def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
-        """Queue it at its place. A sequence that is not new had its turn, and is not overtaken by later ones."""
+        """Queue the sequence at its place. One that is not new had its turn, and later ones do not overtake it."""
         if not is_new:
             move_to(sequence, SequenceState.NEW)
         sequence.sequence_id, sequence.had_turn = None, not is_new
@@ -39,14 +39,14 @@ class WaitingSequences:
         self._new.add(sequence)
 
     def put_swapped(self, sequence: Sequence) -> None:
-        """Queue one that was swapped out; the cache service still knows it by its id."""
+        """Queue a swapped-out sequence; the cache service still knows its id."""
         move_to(sequence, SequenceState.SWAPPED)
         sequence.had_turn = True
         self._join(sequence, 0)
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It starts, or ends; its state is still that of a waiting one."""
+        """The sequence starts or ends; its state is still that of a waiting one."""
         del self.sequences[sequence]
         self.num_tokens -= 0 if sequence.state is SequenceState.SWAPPED else len(sequence.token_ids)
         if self.shares is not None:
@@ -63,11 +63,11 @@ class WaitingSequences:
             self.shares.join(sequence.request.tenant, self.now)
 
     def in_order(self) -> Iterator[Sequence]:
-        """Those that may start, each as if those before it had."""
+        """The sequences that may start, each as if those before it had started."""
         return self._waiting.in_order(self.now)
 
     def start_refused(self, sequence: Sequence) -> None:
-        """There was no room for its start: it keeps its place."""
+        """There was no room for the sequence's start: it keeps its place."""
         if not sequence.had_turn:
             self._waiting.remove(sequence)
             sequence.had_turn = True
@@ -86,7 +86,7 @@ class WaitingSequences:
         return sequence_id
 
     def next_to_create(self, max_known: int, among: Container[Request] | None = None) -> Sequence | None:
-        """The first that the cache service should be told of, now CREATING under a fresh id; None for now."""
+        """The first sequence to create in the cache service, now CREATING under a fresh id; None: none for now."""
         if self.num_known and self.num_known >= max_known:
             return None
         new = self._new.in_order(self.now)
@@ -99,13 +99,13 @@ class WaitingSequences:
         return sequence
 
     def is_creating(self, max_known: int) -> bool:
-        """Whether the cache service is being told of one, or is about to be: not while it has no slot."""
+        """Whether a sequence is being created in the cache service, or can be: not while it has no slot."""
         states = {sequence.state for sequence in self.sequences}
         has_slot = not self._found_no_slot and (not self.num_known or self.num_known < max_known)
         return SequenceState.CREATING in states or (SequenceState.NEW in states and has_slot)
 
     def created(self, sequence: Sequence) -> None:
-        """The cache service knows it; it may have ended meanwhile."""
+        """The cache service knows the sequence, which may have ended meanwhile."""
         self._found_no_slot = False
         if sequence.state is SequenceState.CREATING:
             move_to(sequence, SequenceState.WAITING)
@@ -115,7 +115,7 @@ class WaitingSequences:
             self.releases.append(sequence.sequence_id)
 
     def create_refused(self, sequence: Sequence, *, try_again: bool) -> None:
-        """The cache service does not know it: there is nothing to release. Without try_again its request is to end."""
+        """The sequence was not created: there is nothing to release. Without try_again the caller ends its request."""
         self.num_known -= 1
         self._found_no_slot = try_again
         sequence.sequence_id = None
@@ -124,7 +124,7 @@ class WaitingSequences:
             self._new.add(sequence)
 
     def forget_session(self) -> None:
-        """The cache service knows nothing any more."""
+        """The cache service knows no sequence any more."""
         self._new.clear()
         self._waiting.clear()
         self.num_tokens = sum(len(sequence.token_ids) for sequence in self.sequences)

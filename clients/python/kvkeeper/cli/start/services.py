@@ -1,7 +1,7 @@
 """`kvkeeper cache` and `kvkeeper engine`: hand over to the services, which are imported when they are to run.
 
 A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that parent
-has ended, for whatever reason.
+has ended, for any reason.
 """
 
 import importlib
