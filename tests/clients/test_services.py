@@ -119,7 +119,7 @@ def test_a_refused_request_says_which_field(services: Services) -> None:
             list(client.generate("x", GenerateOptions(sampling=Sampling(top_p=2.0))))
         assert caught.value.reason == "INVALID_FIELD"
         with pytest.raises(KvkeeperError) as caught:
-            client.cancel("nobody")
+            client.cancel("unknown")
         assert caught.value.reason == "UNKNOWN_REQUEST"
 
 

@@ -56,7 +56,7 @@ async def test_a_crowd(world: Services, options: dict[str, int], num_engines: in
     async with asyncio.timeout(2 * DEADLINE_S):
         ends = await asyncio.gather(*(one(clients[seed % num_engines], seed) for seed in range(NUM_REQUESTS)))
     assert set(ends) == {"ended", "left"}
-    # A request alone, whose forks find slots and blocks: in a crowd with few of both it may be that none does.
+    # A request alone: its forks find slots and blocks, while in a crowd with few of both none may.
     assert (await generate(clients[0], [0, 1, 2, 0, 1], 4, n=2)).token_ids == [toy_output([0, 1, 2, 0, 1], 4)] * 2
     pool = await world.wait_idle()
     assert pool.num_referenced_blocks == 0

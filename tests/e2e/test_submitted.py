@@ -135,7 +135,7 @@ async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(
     assert forgotten.value.reason == "UNKNOWN_REQUEST"
 
 
-async def test_a_submission_that_is_never_admitted_is_nobody_s() -> None:
+async def test_a_submission_that_is_never_admitted_has_no_request() -> None:
     submissions = Submissions(10, 600, 1 << 20)
     started = asyncio.Event()
 

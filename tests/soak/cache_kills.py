@@ -1,4 +1,4 @@
-"""Row 17: the cache service is killed under load, again and again, and nobody who asked an engine loses anything.
+"""Row 17: the cache service is killed under load, again and again, and no client of an engine loses anything.
 
 Real processes. Each time the service is started again on its address, serves within three seconds of its own start, and every
 engine comes back by itself and goes on with what it had, waiting or running. Some kills come while the engines are still

@@ -1,8 +1,8 @@
 """Row 18: one of several engines is killed under load, and it harms its own clients alone.
 
-Those without resubmit_s are told UNAVAILABLE before anybody starts the engine again; those with it, of the asyncio client and
+Those without resubmit_s are told UNAVAILABLE before the engine is started again; those with it, of the asyncio client and
 of the blocking one, get the rest of their tokens from the engine that is started again at the address, which finds what its
-predecessor had computed in the prefix cache. Nobody at another engine notices.
+predecessor had computed in the prefix cache. Clients of other engines notice nothing.
 """
 
 import asyncio

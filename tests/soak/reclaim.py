@@ -1,4 +1,4 @@
-"""Row 15: what is dead or hangs is reclaimed in time, and nobody else ever is.
+"""Row 15: a session that is dead or hangs is reclaimed in time, and no other ever is.
 
 Deaths are real: processes that map the arena are killed or stopped at random moments while a lively session beside them keeps
 renewing. Patience is virtual: thirty days in which sessions do nothing but renew as late as they may, with a clock that also

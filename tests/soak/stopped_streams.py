@@ -149,7 +149,7 @@ class _Crowd:
                 group.create_task(self._repeat(asked, expected))
 
     async def until_tokens(self, count: int) -> None:
-        """So many more, or there is nobody left to give any."""
+        """So many more tokens, or until no stream is left to give any."""
         wanted = self.num_tokens + count
         async with asyncio.timeout(DEADLINE_S):
             while self.num_tokens < wanted and self._num_running:

@@ -1,8 +1,8 @@
 """Clients that ask the engines of a fleet without a pause, and check every token the moment it comes.
 
 The hash toy's output is a function of the prompt alone, so a wrong, missing or repeated token shows at its place in the stream,
-whatever was killed meanwhile. Rule: what was acknowledged, by a first message or by an answer to SubmitRequest, ends well; a
-Load tells who may nevertheless be cut, and with which reasons a request may be refused before that.
+also when services were killed meanwhile. Rule: what was acknowledged, by a first message or by an answer to SubmitRequest, ends
+well; a Load tells which clients may nevertheless be cut, and with which reasons a request may be refused before that.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Asked:
     prompt: tuple[int, ...]
     num_tokens: int
     n: int
-    num_beams: int = 0  # of a beam search, whose likeliest list is what the toy says greedily; 0: none
+    num_beams: int = 0  # of a beam search: its likeliest list is the toy's greedy output; 0: none
     got: dict[int, int] = field(default_factory=dict)  # tokens by continuation
     num_faults: int = 0  # that came between its first and its last token
 
@@ -85,7 +85,7 @@ class Load:
     """Workers on a fleet. They run in the task group until stop; the first wrong token ends the group."""
 
     def __init__(self, fleet: Fleet, rng: random.Random, group: asyncio.TaskGroup, refusals: frozenset[str]) -> None:
-        """refusals: reasons with which the service may refuse what it has not acknowledged; empty for nobody there."""
+        """refusals: reasons with which the service may refuse what it has not acknowledged; empty for no service there."""
         self.fleet = fleet
         self.open: set[Asked] = set()  # acknowledged and not ended, by plain streams, streams that resubmit and submissions
         self.num_pieces: Counter[int] = Counter()  # by engine

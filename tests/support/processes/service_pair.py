@@ -83,7 +83,7 @@ class Services:
         return engine
 
     async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:
-        """An engine whose steps wait for the gate, where they compute a GATE_TOKEN."""
+        """An engine with steps that wait for the gate, where they compute a GATE_TOKEN."""
         gate = threading.Event()
         engine = await self.start_engine(odd_model(gate), **options)
         self._stack.callback(gate.set)

@@ -1,4 +1,4 @@
-"""A world whose sessions may also use the one-item calls, with writes that happen at once.
+"""A world with sessions that may also use the one-item calls, with writes that happen at once.
 
 Owns the choice of calls and their retries: every call that the protocol calls retry-safe is sometimes sent twice, and must
 change nothing the second time.
@@ -14,7 +14,7 @@ from tests.support.worlds.world import World
 
 
 class CallsWorld(World):
-    """See the module."""
+    """A World with sessions of one-item calls too: it chooses the calls, and sends the retry-safe ones again."""
 
     naive: NaiveCalls
 
@@ -22,7 +22,7 @@ class CallsWorld(World):
         super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
         self.naive = NaiveCalls(driver.config)
         self.naive.reclaim_at_once = driver.reclaim_at_once
-        self.one_item: list[SessionId] = []  # in the order they were opened, whatever their ids
+        self.one_item: list[SessionId] = []  # in the order they were opened, not that of their ids
         self.num_refused = 0
 
     def open_for_calls(self) -> SessionId:

@@ -166,7 +166,7 @@ class EngineDays:
         assert stall < STALL_SECONDS, f"no token for {stall:.1f} virtual seconds, at {self.now:.1f}"
 
     def _lose_session(self, world: World) -> None:
-        """As an engine does whose lease has ended: everything starts again on a new session, from the tokens it holds."""
+        """As an engine does after the end of its lease: everything starts again on a new session, from the tokens it holds."""
         self.counts.num_lost_sessions += 1
         world.lose_session(self._make_cache)
 

@@ -189,7 +189,7 @@ class World:
         device.is_known = True
 
     def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
-        """Blocks hit must hold the prompt right now, whatever is in flight (R4, R6). Answers the blocks behind them."""
+        """Blocks hit must hold the prompt before anything in flight has run (R4, R6). Answers the blocks behind them."""
         num_hit = hit // self.config.block_size
         wanted = self.contents.spell(q.tenant, q.tokens[:hit])
         if not self.memory.spells(q.table[:num_hit], wanted):
@@ -308,7 +308,7 @@ class World:
             self.refused("UNKNOWN_LOGITS", lambda: self.driver.read_logits(session, q.sequence_id))
 
     def pass_time(self, seconds: float) -> None:
-        """At most a second at a time: so long it may take until somebody looks at what falls due."""
+        """At most a second at a time: a service may take so long until it looks at what falls due."""
         while seconds > 0:
             self.driver.advance(min(seconds, 1.0))
             self.naive.pass_time(min(seconds, 1.0))
