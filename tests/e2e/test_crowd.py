@@ -22,14 +22,14 @@ async def one(client: AsyncEngineClient, seed: int) -> str:
     options = GenerateOptions(n=n, priority=rng.randrange(3), request_id=str(seed), sampling=sampling)
     generation = client.generate(prompt, options)
     tokens: list[list[int]] = [[] for _ in range(n)]
-    num_pieces = 0
+    num_chunks = 0
     async for chunk in generation:
         tokens[chunk.index] += chunk.token_ids
-        num_pieces += 1
-        if num_pieces == leave_after:
+        num_chunks += 1
+        if num_chunks == leave_after:
             generation.close()
             return "left"
-        if leave_after == 0 and num_pieces == 2:
+        if leave_after == 0 and num_chunks == 2:
             with contextlib.suppress(KvkeeperError):  # it may have ended meanwhile
                 await client.cancel(str(seed))
     expected = toy_output(prompt, num_new)

@@ -32,9 +32,9 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
     async with fleet(num_engines, {"num_blocks": _NUM_BLOCKS}) as services:
         async with load_on(services, rng, frozenset()) as load:
             load.start(**_WORKERS)
-            await load.until_pieces(1, *range(num_engines))
+            await load.until_chunks(1, *range(num_engines))
             for kill in range(num_kills):
-                await load.until_pieces(rng.choice([1, 10, 100, 300]))
+                await load.until_chunks(rng.choice([1, 10, 100, 300]))
                 victim = kill % num_engines
                 await _kill(services, load, victim)
             await load.stop()
@@ -52,10 +52,10 @@ async def _kill(services: Fleet, load: Load, victim: int) -> None:
     services.engines[victim].process.kill()
     await load.until(lambda: not load.acknowledged(victim, "plain"))
     await services.engines[victim].end()
-    await load.until_pieces(1, *others)
+    await load.until_chunks(1, *others)
     cached = load.num_cached[victim]
     await services.start_engine(victim)
-    await load.until_pieces(1, victim)
+    await load.until_chunks(1, victim)
     load.note_start(victim)
     await load.until(lambda: not load.resumed(victim))
     assert load.num_cached[victim] > cached, "the second start found nothing in the cache"

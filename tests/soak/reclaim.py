@@ -99,7 +99,7 @@ async def _idle(rng: random.Random) -> Counts:
     num_faults = 0
     async with serving(clock=clock) as api:
         sessions = [await api.open(ttl_ms=int(1000 * _LEASE)) for _ in range(3)]
-        keeper = api.server.session_manager
+        manager = api.server.session_manager
         ids = [(session.opened.session_id, session.opened.epoch) for session in sessions]
         end = clock.time() + DAYS * _DAY
         while clock.time() < end:
@@ -108,9 +108,9 @@ async def _idle(rng: random.Random) -> Counts:
                 num_faults += 1
             clock.advance(rng.uniform(0.5, 0.999) * _LEASE)
             for session_id, epoch in ids:
-                keeper.require(session_id, epoch)  # raises where it was reaped
+                manager.require(session_id, epoch)  # raises where it was reaped
             num_faults += 1
-        assert keeper.num_reaped == 0
+        assert manager.num_reaped == 0
         async with asyncio.timeout(DEADLINE):
             await sessions[0].call("RenewSession")
             clock.advance(_LEASE / 2)

@@ -32,7 +32,7 @@ from tests.support.processes.service_pair import toy_output
 _NUM_PROMPTS = 12
 _LONGEST_OUTPUT = 80
 _LONGEST_SEARCH = 25
-_LATE_BY_PIECES = 200
+_LATE_BY_CHUNKS = 200
 _OPTIONS = CallOptions(timeout_s=DEADLINE_S, retry_s=0)  # so that each refusal is seen
 _TIMEOUT_MS = 900_000  # of a request: that of a whole unit
 _PAUSE_S = 0.02  # of a client that was refused, where the service names none
@@ -88,7 +88,7 @@ class Load:
         """refusals: reasons with which the service may refuse what it has not acknowledged; empty for no service there."""
         self.fleet = fleet
         self.open: set[Asked] = set()  # acknowledged and not ended, by plain streams, streams that resubmit and submissions
-        self.num_pieces: Counter[int] = Counter()  # by engine
+        self.num_chunks: Counter[int] = Counter()  # by engine
         self.num_cached: Counter[int] = Counter()  # cached tokens of requests that ended, by engine
         self.num_ended: Counter[str] = Counter()  # by kind of worker
         self.refused: Counter[str] = Counter()  # by reason
@@ -141,14 +141,14 @@ class Load:
                 self._news.clear()
                 await self._news.wait()
 
-    async def until_pieces(self, count: int, *numbers: int) -> None:
+    async def until_chunks(self, count: int, *numbers: int) -> None:
         """So many more from each of these engines, or from all together where none is named."""
         if numbers:
-            before = self.num_pieces.copy()
-            await self.until(lambda: all(self.num_pieces[number] - before[number] >= count for number in numbers))
+            before = self.num_chunks.copy()
+            await self.until(lambda: all(self.num_chunks[number] - before[number] >= count for number in numbers))
         else:
-            total = self.num_pieces.total()
-            await self.until(lambda: self.num_pieces.total() - total >= count)
+            total = self.num_chunks.total()
+            await self.until(lambda: self.num_chunks.total() - total >= count)
 
     def acknowledged(self, number: int, kind: str) -> list[Asked]:
         """Requests under way at an engine by one kind of worker."""
@@ -219,16 +219,16 @@ class Load:
             assert error.retry_after, "a refusal for now says when to come again"
         self.refused[error.reason] += 1
 
-    def _note_piece(self, asked: Asked) -> None:
+    def _note_chunk(self, asked: Asked) -> None:
         self.open.add(asked)
-        self.num_pieces[asked.number] += 1
+        self.num_chunks[asked.number] += 1
         self._news.set()
 
     async def _plain(self, asked: Asked, resubmit_s: float = 0.0) -> Usage | None:
         stream = self._clients[asked.number].generate(asked.prompt, asked.options(resubmit_s))
-        async for piece in stream:
-            asked.take(piece.index, piece.token_ids)
-            self._note_piece(asked)
+        async for chunk in stream:
+            asked.take(chunk.index, chunk.token_ids)
+            self._note_chunk(asked)
         return stream.usage
 
     async def _resubmitting(self, asked: Asked) -> Usage | None:
@@ -240,22 +240,22 @@ class Load:
 
         def run() -> Usage | None:
             stream = self._blocking[asked.number].generate(asked.prompt, asked.options(DEADLINE_S))
-            for piece in stream:
-                asked.take(piece.index, piece.token_ids)
-                loop.call_soon_threadsafe(self._note_piece, asked)
+            for chunk in stream:
+                asked.take(chunk.index, chunk.token_ids)
+                loop.call_soon_threadsafe(self._note_chunk, asked)
             return stream.usage
 
         return await asyncio.to_thread(run)
 
     async def _late(self, asked: Asked) -> Usage | None:
         """Submits, and comes for the results when its engine has been asked to stop and refuses others, or after a while."""
-        num_pieces, num_refused = self.num_pieces.total(), self.refused["DRAINING"]
+        num_chunks, num_refused = self.num_chunks.total(), self.refused["DRAINING"]
         return await self._submitting(
             asked,
             lambda: (
                 self.refused["DRAINING"] > num_refused
                 if asked.number in self._draining
-                else self.num_pieces.total() > num_pieces + _LATE_BY_PIECES
+                else self.num_chunks.total() > num_chunks + _LATE_BY_CHUNKS
             ),
         )
 

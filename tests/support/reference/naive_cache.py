@@ -205,8 +205,8 @@ class NaiveCache:
         Behind its holes a sequence holds blocks without their parents.
         """
         keys = [key for key, held in self.index.items() if held == block]
-        gone = [key for key, held in self.index.items() if held in self.victims] if keys and self.victims else []
-        return any(not any(k[0] == g[0] and k[1][: len(g[1])] == g[1] for g in gone) for k in keys)
+        evicted = [key for key, held in self.index.items() if held in self.victims] if keys and self.victims else []
+        return any(not any(k[0] == g[0] and k[1][: len(g[1])] == g[1] for g in evicted) for k in keys)
 
     def commit_bound(self, q: NaiveSequence, num_new: int) -> int:
         completed = self.sessions[q.session].completed
@@ -357,8 +357,8 @@ class NaiveCache:
             num_freed += len(cached) - len(set(cached) & set(self.index.values()))
         require(num_chosen <= needed <= num_freed, f"{what}: {num_chosen} evicted to free {num_freed}, {needed} were needed")
         self.num_evicted += num_freed
-        gone = [block for block in extra if block in self.index.values()]
-        require(not gone, f"{what}: {gone} left the index for nothing")
+        left = [block for block in extra if block in self.index.values()]
+        require(not left, f"{what}: {left} left the index for nothing")
         self.victims = []
 
     def quota(self) -> int:

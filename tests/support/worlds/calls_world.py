@@ -142,7 +142,7 @@ class CallsWorld(World):
         for _ in range(1 + choose(2)):  # idempotent
             self.driver.truncate(session, q.sequence_id, length)
         self.naive.truncate_one(known, length)
-        q.gone = {block_idx for block_idx in q.gone if block_idx * self.config.block_size < length}
+        q.holes = {block_idx for block_idx in q.holes if block_idx * self.config.block_size < length}
         del q.tokens[length:]
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)

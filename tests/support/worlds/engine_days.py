@@ -138,7 +138,7 @@ class EngineDays:
         requests = OpenRequests(world.scheduler, EngineStats(), EngineTracing(None), 10**6, lambda: None)
         num_waiting = world.scheduler.num_waiting
         try:
-            requests.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda piece: None))
+            requests.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda chunk: None))
         except NeverFits:
             self.counts.num_impossible += 1
         assert world.scheduler.num_waiting == num_waiting, "a request that can never run was queued"

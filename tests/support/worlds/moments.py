@@ -38,11 +38,11 @@ def check_contents(world: TierWorld) -> None:
 def check_crash(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that the engine still fills or writes to."""
     twin = copy.deepcopy(world.manager)
-    swapping = twin.swapper
-    assert swapping is not None
+    swapper = twin.swapper
+    assert swapper is not None
     twin.close_session(session, may_still_write=True)
     device, host = in_flight(world, session)
-    for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapping.host.pool, host)):
+    for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapper.host.pool, host)):
         exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
         assert not exposed, f"{name}blocks {exposed} could be had, or are shared, while an engine that died writes them"
     assert not (wrong := twin.check_invariants()), wrong

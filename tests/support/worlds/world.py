@@ -244,11 +244,9 @@ class World:
     def _evict(self, session: SessionId, num_free: int, call: Callable[[], int]) -> None:
         self.naive.clock += 1
         num_evicted = self.driver.evict_blocks(session, num_free)
-        self.naive.evict_to(num_free, num_evicted, self.gone(session))
+        self.naive.evict_to(num_free, num_evicted, self.left_index(session))
         num_evicted = call()
-        gone = [block for (tenant, tokens), block in self.naive.index.items()
-                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
-        self.naive.evict_to(num_free, num_evicted, gone)
+        self.naive.evict_to(num_free, num_evicted, self.left_index(session))
 
     # Pins and time
 
@@ -319,9 +317,9 @@ class World:
     def enforced(self, max_blocks: int) -> None:
         """The pool has evicted what was above its limits, or so many blocks of it."""
         if self.naive.excess() > 0:
-            self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
+            self.naive.enforce(max_blocks, self.left_index(next(iter(self.engines), SessionId(""))))
 
-    def gone(self, session: SessionId) -> list[int]:
+    def left_index(self, session: SessionId) -> list[int]:
         """Blocks of which the reference says that they are indexed, and the pool that they are not."""
         return [block for (tenant, tokens), block in self.naive.index.items()
                 if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index import eviction_log as gone
+from kvkeeper.cache_service.core.index import eviction_log
 from kvkeeper.cache_service.core.index.eviction_log import EvictionLog
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
 from kvkeeper.cache_service.core.values.clock import Clock
@@ -206,7 +206,7 @@ def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
 
 
 def test_the_eviction_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gone, "CAPACITY", 8)
+    monkeypatch.setattr(eviction_log, "CAPACITY", 8)
     clock = Clock()
     memory = EvictionLog(num_nodes=100, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)
