@@ -1,4 +1,4 @@
-"""Sessions whose copies the cache service runs: done before the answer, also when they take their time."""
+"""Sessions with copies run by the cache service: done before the answer, however long they take."""
 
 import asyncio
 import threading

@@ -218,7 +218,7 @@ async def test_lists_page_over_sessions(api: Api) -> None:
         ({"page_token": "?"}, "INVALID_FIELD"),
         ({"page_token": "YWJj"}, "INVALID_FIELD"),
         ({"page_token": "x" * 2000}, "INVALID_FIELD"),
-        ({"session_id": "nobody"}, "UNKNOWN_SESSION"),
+        ({"session_id": "unknown"}, "UNKNOWN_SESSION"),
     ],
 )
 async def test_lists_that_are_refused(api: Api, fields: dict[str, object], reason: str) -> None:

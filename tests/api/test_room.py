@@ -1,4 +1,4 @@
-"""The calls by which blocks are had, and what is told of age and of being owed some, over the wire."""
+"""The calls that make room, the order of arrivals, and the blocks reserved for the oldest claim, over the wire."""
 
 import pytest
 
@@ -20,20 +20,20 @@ async def test_a_place_in_the_order_of_arrivals_is_told_and_kept(api: Api) -> No
 
 async def test_blocks_are_asked_back_in_steps_and_renewals() -> None:
     async with serving(num_blocks=5, clock=ManualClock()) as api:
-        elder, younger = await api.open(), await api.open()
-        await elder.create(1, 8)
-        await younger.create(1, 8, first=100)
-        for session in (elder, younger):
+        earlier, later = await api.open(), await api.open()
+        await earlier.create(1, 8)
+        await later.create(1, 8, first=100)
+        for session in (earlier, later):
             assert int32s((await session.step(1, **starts(1, may_wait=0))).start_results) == [pb.START_RESULT_STARTED]
         grow = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(9), "reserve_max_tokens": le32(9)}
-        assert (await elder.step(2, **grow)).num_reclaim_hint_blocks == 0
-        assert (await younger.step(2)).num_reclaim_hint_blocks == 1
-        assert (await younger.call("RenewSession")).num_reclaim_hint_blocks == 1
-        assert (await elder.call("RenewSession")).num_reclaim_hint_blocks == 0
+        assert (await earlier.step(2, **grow)).num_reclaim_hint_blocks == 0
+        assert (await later.step(2)).num_reclaim_hint_blocks == 1
+        assert (await later.call("RenewSession")).num_reclaim_hint_blocks == 1
+        assert (await earlier.call("RenewSession")).num_reclaim_hint_blocks == 0
         (pool,) = (await api.stats()).pools
         assert (pool.num_claimed_blocks, pool.pressure, pool.num_pressure_changes) == (1, pb.PRESSURE_LEVEL_CRITICAL, 1)
-        await younger.step(3, release_sequence_ids=le64(1))
-        assert int32s((await elder.step(3, **grow)).reserve_num_reserved_tokens) == [9]
+        await later.step(3, release_sequence_ids=le64(1))
+        assert int32s((await earlier.step(3, **grow)).reserve_num_reserved_tokens) == [9]
         await api.audit()
 
 
@@ -46,7 +46,7 @@ def starts(sequence_id: int, may_wait: int) -> dict[str, bytes]:
     }
 
 
-async def test_a_start_that_may_wait_is_told_of_who_computes_its_prefix(api: Api) -> None:
+async def test_a_start_that_may_wait_is_told_that_its_prefix_is_being_computed(api: Api) -> None:
     session, other = await api.open(), await api.open()
     await session.create(1, 12)
     await session.step(1, **starts(1, may_wait=1))

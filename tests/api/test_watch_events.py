@@ -211,7 +211,7 @@ async def test_draining_ends_the_watches_and_lets_the_sessions_close() -> None:
         await draining
 
 
-async def test_a_reader_that_never_reads_is_cut_off_and_delays_nobody(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_never_reads_is_cut_off_and_delays_no_other(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_WAITING_NAMES", 100)
     session = await api.open()
     storer = Storer(session)

@@ -53,8 +53,8 @@ async def _compare(client: AsyncEngineClient, model: torch.nn.Module, num_reques
 async def _search(client: AsyncEngineClient, prompt: np.ndarray) -> None:
     sampling = Sampling(max_tokens=_NUM_NEW, repetition_penalty=1.0, ignore_eos=True)
     options = GenerateOptions(beam_search=BeamSearch(_NUM_BEAMS), sampling=sampling, skip_look_up=True)
-    async with client.generate(prompt, options) as pieces:
-        assert sum([len(piece.token_ids) async for piece in pieces]) == _NUM_NEW
+    async with client.generate(prompt, options) as chunks:
+        assert sum([len(chunk.token_ids) async for chunk in chunks]) == _NUM_NEW
 
 
 def _their_rate(model: torch.nn.Module, prompts: torch.Tensor) -> float:

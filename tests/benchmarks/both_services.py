@@ -44,10 +44,10 @@ async def ask(
     sampling = Sampling(max_tokens=num_new, temperature=temperature, seed=seed, repetition_penalty=1.0, ignore_eos=True)
     options = GenerateOptions(sampling=sampling)
     begin, first, count = time.perf_counter(), 0.0, 0
-    async with client.generate(prompt, options) as pieces:
-        async for piece in pieces:
+    async with client.generate(prompt, options) as chunks:
+        async for chunk in chunks:
             first = first or time.perf_counter() - begin
-            count += len(piece.token_ids)
+            count += len(chunk.token_ids)
     assert count == num_new, "every token was asked for"
     return Reply(first, time.perf_counter() - begin)
 

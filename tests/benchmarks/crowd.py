@@ -63,7 +63,7 @@ async def open_session(client: AsyncCacheClient) -> AsyncCacheSession:
 
 
 async def ready_session(client: AsyncCacheClient, load: Growing, seed: int) -> AsyncCacheSession:
-    """A session whose sequences have started. Prompts of two seeds have nothing in common."""
+    """A session with sequences that have started. Prompts of two seeds share nothing."""
     session = await open_session(client)
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
         await session.create_sequence(sequence_id, (prompt + 32_000 * seed).astype(np.int32))

@@ -1,7 +1,7 @@
 """Steps on a pool of which every block is cached, so that each block granted is one evicted; LRU and `adaptive` side by side.
 
 `grow`: 256 sequences grow by a token a step, staggered, so that 16 blocks are evicted each step. `turnover`: the same, and one
-of them ends each step while another begins, half of whose prompt the last one that ended left cached. Both policies take the
+of them ends each step while another begins: the one that ended left half of the new prompt cached. Both policies take the
 same steps in turn, a few dozen at a time. `ratio` compares CPU time, all of it: what is put off until a step is answered
 counts, what other processes do does not. Medians and percentiles are of single steps, by the clock, until they are answered.
 """

@@ -1,7 +1,7 @@
 """Tokens a second of 16 requests with the demo model: both services, against transformers' generate on a padded batch.
 
 The same prompts, the same number of greedy tokens, one thread each; the two take turns. Ours includes tokenising, both
-gRPC services and streaming every piece; the baseline gets its ids ready-made.
+gRPC services and streaming every chunk; the baseline gets its ids ready-made.
 """
 
 import asyncio
@@ -70,9 +70,9 @@ async def _ours(client: AsyncEngineClient) -> float:
 async def _stream(client: AsyncEngineClient, prompt: np.ndarray) -> int:
     sampling = Sampling(max_tokens=_NUM_NEW, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
     count = 0
-    async with client.generate(prompt, GenerateOptions(sampling=sampling, skip_look_up=True)) as pieces:
-        async for piece in pieces:
-            count += len(piece.token_ids)
+    async with client.generate(prompt, GenerateOptions(sampling=sampling, skip_look_up=True)) as chunks:
+        async for chunk in chunks:
+            count += len(chunk.token_ids)
     return count
 
 

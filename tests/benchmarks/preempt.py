@@ -1,6 +1,6 @@
 """A load that a pool has room for a third of, with the 32 M parameter Llama: what swapping saves over computing again.
 
-The same requests, new ones every round, with --preemption recompute, swap and auto; the three take turns, so that whatever the
+The same requests, new ones every round, with --preemption recompute, swap and auto; the three take turns, so that all that the
 machine does meets all of them. With prefix caching what a preempted sequence had committed may still be there, in the pool or
 in the host tier, when it starts again; without it all of it is computed again.
 """

@@ -1,8 +1,8 @@
 """What sharing saves where there is a prefix to share, and what it costs where there is none, with the 32 M parameter Llama.
 
 Off means that the cache service runs without prefix caching: no look-up, no digests, nothing published. Both are up at once and
-take turns, first one and then the other first, on prompts that are new every round; so whatever the machine does meets both.
-The first rounds do not count: with prefix caching they fill the pool, whose memory costs time when it is touched first, and
+take turns, first one and then the other first, on prompts that are new every round; so all that the machine does meets both.
+The first rounds do not count: with prefix caching they fill the pool, where the first touch of memory costs time, and
 from then on every new block takes the place of a cached one.
 """
 

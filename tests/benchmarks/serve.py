@@ -2,7 +2,7 @@
 
 Same weights and dtype, the same prompts (new ones every round), greedy, one thread each for the forward pass; they take turns.
 The baseline pads groups of 16 in order of arrival and runs each to its longest member; of what it generates, the tokens that
-were asked for count. Ours includes both gRPC services and streaming every piece to the client. The bound is bare_products.py's,
+were asked for count. Ours includes both gRPC services and streaming every chunk to the client. The bound is bare_products.py's,
 for the batches that the engine really computed in the round, measured right after it. The share of the iterations that waited
 for the cache service is of the last 256 of each round.
 """

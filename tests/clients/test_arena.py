@@ -98,7 +98,7 @@ def test_the_memory_is_shared_both_ways_until_close(memfd: int, attach_socket) -
         _ = arena.array
 
 
-def test_an_arena_whose_memory_is_still_viewed_stays_attached(memfd: int, attach_socket) -> None:  # type: ignore[no-untyped-def]
+def test_an_arena_with_views_of_its_memory_stays_attached(memfd: int, attach_socket) -> None:  # type: ignore[no-untyped-def]
     service = attach_socket(hand_over(memfd))
     arena = attach_arena(service.path, TOKEN, NUM_BYTES, 5)
     view = arena.array[:4]

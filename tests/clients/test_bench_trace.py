@@ -1,4 +1,4 @@
-"""`kvkeeper bench trace`: the same hits in the core and over gRPC, one line for whatever is wrong, nothing left behind."""
+"""`kvkeeper bench trace`: the same hits in the core and over gRPC, one line for each error, nothing left behind."""
 
 import asyncio
 import importlib.util

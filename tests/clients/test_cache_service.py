@@ -139,7 +139,7 @@ def grow(num_tokens: int) -> StepItems:
     return StepItems(reserve_ids=np.array([1], np.int64), reserve_min=length, reserve_max=length)
 
 
-async def test_a_step_whose_answer_was_lost_is_applied_once(cache_server: RunningServer, spec: pb.KvSpec) -> None:
+async def test_a_step_that_lost_its_answer_is_applied_once(cache_server: RunningServer, spec: pb.KvSpec) -> None:
     async with (
         cutting(cache_server.address) as proxy,
         AsyncCacheClient(cache_server.address) as watcher,

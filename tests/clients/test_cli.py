@@ -1,4 +1,4 @@
-"""The command line against a real cache service and against nobody: what it prints, where, and its exit code."""
+"""The command line against a real cache service and against none: what it prints, where, and its exit code."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from kvkeeper.cli.console.tables import facts, size, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.service import VERSION
 
-NOBODY = "127.0.0.1:1"
+NO_SERVICE = "127.0.0.1:1"
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
 @pytest.mark.parametrize(
     ("argv", "service"),
     [
-        (["stats", "--cache", NOBODY, "--engine", NOBODY], "cache"),
-        (["sequences", "--cache", NOBODY], "cache"),
-        (["sequences", "--cache", NOBODY, "--json"], "cache"),
-        (["requests", "--engine", NOBODY], "engine"),
-        (["generate", "hello", "--engine", NOBODY], "engine"),
-        (["explain", "hello", "--engine", NOBODY, "--cache", NOBODY], "engine"),
-        (["generate", "hello", "--engine", NOBODY, "--json"], "engine"),
+        (["stats", "--cache", NO_SERVICE, "--engine", NO_SERVICE], "cache"),
+        (["sequences", "--cache", NO_SERVICE], "cache"),
+        (["sequences", "--cache", NO_SERVICE, "--json"], "cache"),
+        (["requests", "--engine", NO_SERVICE], "engine"),
+        (["generate", "hello", "--engine", NO_SERVICE], "engine"),
+        (["explain", "hello", "--engine", NO_SERVICE, "--cache", NO_SERVICE], "engine"),
+        (["generate", "hello", "--engine", NO_SERVICE, "--json"], "engine"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -64,7 +64,7 @@ async def test_a_service_that_is_down_is_one_line_that_says_what_to_start(argv: 
         assert (told["reason"], told["metadata"]) == ("SERVICE_DOWN", {})
         line = f"kvkeeper: {told['message']}"
     assert line == (
-        f"kvkeeper: the {service} service does not answer at {NOBODY};"
+        f"kvkeeper: the {service} service does not answer at {NO_SERVICE};"
         f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`"
     )
     assert len(outcome.err.splitlines()) == (2 if argv[0] == "stats" else 1)
@@ -122,7 +122,7 @@ async def test_a_service_told_its_own_help_shows_its_own_flags() -> None:
 async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, text in (("missing", "cannot be read: No such file"), ("binary", "is not UTF-8")):
-        outcome = await kvkeeper("generate", "--prompt-file", str(tmp_path / name), "--engine", NOBODY)
+        outcome = await kvkeeper("generate", "--prompt-file", str(tmp_path / name), "--engine", NO_SERVICE)
         assert (outcome.exit_code, outcome.out) == (2, "")
         assert text in outcome.err
 
@@ -131,13 +131,13 @@ async def test_a_prompt_file_that_cannot_be_read_is_wrong_usage(tmp_path) -> Non
 @pytest.mark.parametrize("flag", ["--n", "--beams", "--max-tokens", "--top-k", "--seed", "--priority", "--timeout-ms"])
 def test_a_number_that_no_message_holds_is_wrong_usage(flag: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["generate", "hello", "--engine", NOBODY, f"{flag}={number}"])
+        main(["generate", "hello", "--engine", NO_SERVICE, f"{flag}={number}"])
     assert f"argument {flag}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--length-penalty", "2"), ("--early-stopping",)])
 async def test_what_belongs_to_a_beam_search_is_wrong_usage_without_one(flags: tuple[str, ...]) -> None:
-    outcome = await kvkeeper("generate", "hello", *flags, "--engine", NOBODY)
+    outcome = await kvkeeper("generate", "hello", *flags, "--engine", NO_SERVICE)
     assert (outcome.exit_code, outcome.out) == (2, "")
     assert "go with --beams" in outcome.err
 
@@ -149,19 +149,19 @@ async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
         (("generate", "hello", "--stop", broken), "argument --stop: not UTF-8 text"),
         (("generate", "hello", "--tenant", broken), "argument --tenant: not UTF-8 text"),
     ):
-        outcome = await kvkeeper(*argv, "--engine", NOBODY)
+        outcome = await kvkeeper(*argv, "--engine", NO_SERVICE)
         assert outcome.exit_code == 2
         assert outcome.err.endswith(said + "\n")
-    outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin=b"abc \xff\xfe def")
+    outcome = await kvkeeper("generate", "-", "--engine", NO_SERVICE, stdin=b"abc \xff\xfe def")
     assert (outcome.exit_code, outcome.err) == (2, "kvkeeper: stdin is not UTF-8 text\n")
-    outcome = await kvkeeper("generate", "-", "--engine", NOBODY, stdin="naïve".encode())
+    outcome = await kvkeeper("generate", "-", "--engine", NO_SERVICE, stdin="naïve".encode())
     assert outcome.exit_code == 3  # it was read, and got as far as asking the engine
 
 
 def test_metadata_is_written_as_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     for pair in ("novalue", "=x"):
         with pytest.raises(SystemExit, match="2"):
-            main(["generate", "hello", "--engine", NOBODY, "--metadata", pair])
+            main(["generate", "hello", "--engine", NO_SERVICE, "--metadata", pair])
         assert f"argument --metadata: KEY=VALUE, not '{pair}'" in capsys.readouterr().err
 
 
@@ -194,7 +194,7 @@ def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_output_that_cannot_be_written_is_one_line() -> None:
-    command = (sys.executable, "-m", "kvkeeper.cli", "status", "--json", "--cache", NOBODY, "--engine", NOBODY)
+    command = (sys.executable, "-m", "kvkeeper.cli", "status", "--json", "--cache", NO_SERVICE, "--engine", NO_SERVICE)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -213,18 +213,18 @@ def test_an_engine_that_does_not_answer_in_time_is_named(
         raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded")
 
     monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient", stuck)
-    assert main(["generate", "hello", "--engine", NOBODY]) == 3
-    assert capsys.readouterr().err == f"kvkeeper: the engine service at {NOBODY} takes too long to answer; is it stuck?\n"
+    assert main(["generate", "hello", "--engine", NO_SERVICE]) == 3
+    assert capsys.readouterr().err == f"kvkeeper: the engine service at {NO_SERVICE} takes too long to answer; is it stuck?\n"
 
 
-async def test_status_shows_who_is_up_and_who_is_not(cache_server: RunningServer, spec: pb.KvSpec) -> None:
-    addresses = ("--cache", cache_server.address, "--engine", NOBODY)
+async def test_status_shows_which_services_are_up_and_which_are_not(cache_server: RunningServer, spec: pb.KvSpec) -> None:
+    addresses = ("--cache", cache_server.address, "--engine", NO_SERVICE)
     async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec):
         outcome = await kvkeeper("status", *addresses)
         assert outcome.exit_code == 3
         cache_row, engine_row = (line.split() for line in outcome.out.splitlines()[2:4])
         assert cache_row[:3] == ["cache", "up", cache_server.address]
-        assert engine_row[:3] == ["engine", "down", NOBODY]
+        assert engine_row[:3] == ["engine", "down", NO_SERVICE]
         assert "for tiny" in outcome.out
         assert "start it with `kvkeeper engine`" in outcome.err
 
@@ -253,10 +253,10 @@ async def test_stats_and_sequences_show_what_the_service_holds(cache_server: Run
         assert (refused.exit_code, refused.out) == (1, "")
         assert "UNKNOWN_SESSION" in refused.err
 
-        outcome = await kvkeeper("stats", *flag, "--engine", NOBODY)
+        outcome = await kvkeeper("stats", *flag, "--engine", NO_SERVICE)
         assert outcome.exit_code == 3  # for the engine; the cache service's counts are shown nevertheless
         assert "waiting, running, loading, swapped  0, 1, 0, 0" in outcome.out
-        report = json.loads((await kvkeeper("stats", *flag, "--engine", NOBODY, "--json")).out)
+        report = json.loads((await kvkeeper("stats", *flag, "--engine", NO_SERVICE, "--json")).out)
         assert report["cache"]["pools"][0]["num_running_sequences"] == 1
         assert report["cache"]["epoch"] < session.epoch
 

@@ -16,8 +16,8 @@ SCHEMA = '{"type": "integer"}'
 class Engine:
     """What `generate` is asked with, and what it answers."""
 
-    def __init__(self, *pieces: OutputChunk) -> None:
-        self.pieces = pieces
+    def __init__(self, *chunks: OutputChunk) -> None:
+        self.chunks = chunks
         self.asked: list[tuple[Any, GenerateOptions]] = []
         self.request_id = "r"
         self.usage = Usage(1, 0, 2, 0, 0)
@@ -36,7 +36,7 @@ class Engine:
         pass
 
     def __iter__(self) -> Any:
-        return iter(self.pieces)
+        return iter(self.chunks)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_time_out_names_the_flag(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_what_came_before_a_time_limit_is_shown_and_the_flag_named(
     engine: Engine, capsys: pytest.CaptureFixture[str], reason: str, code: int, said: str
 ) -> None:
-    engine.pieces = (OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason))
+    engine.chunks = (OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason))
     assert main(["generate", "x", "--timeout-ms", "50"]) == code
     shown = capsys.readouterr()
     assert shown.out == "so far\n"

@@ -16,7 +16,7 @@ from kvkeeper.cli.start.services import NAMES
 from kvkeeper.client import KvkeeperError
 from kvkeeper.service import VERSION
 
-NOBODY = "127.0.0.1:1"
+NO_SERVICE = "127.0.0.1:1"
 CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "demo", "bench", "completion"})
 
 
@@ -63,12 +63,12 @@ def test_help_and_version_import_no_command_and_no_client() -> None:
     "argv",
     [
         ["status", "--help"],
-        ["status", "--cache", NOBODY, "--engine", NOBODY],
-        ["stats", "--cache", NOBODY, "--engine", NOBODY],
-        ["sequences", "--cache", NOBODY],
-        ["requests", "--engine", NOBODY],
-        ["generate", "hello", "--engine", NOBODY],
-        ["explain", "hello", "--engine", NOBODY],
+        ["status", "--cache", NO_SERVICE, "--engine", NO_SERVICE],
+        ["stats", "--cache", NO_SERVICE, "--engine", NO_SERVICE],
+        ["sequences", "--cache", NO_SERVICE],
+        ["requests", "--engine", NO_SERVICE],
+        ["generate", "hello", "--engine", NO_SERVICE],
+        ["explain", "hello", "--engine", NO_SERVICE],
     ],
     ids=lambda argv: " ".join(argv[:2]),
 )
@@ -76,7 +76,7 @@ def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str])
     modules = imported_by(*argv)
     assert {MODULES[argv[0]], "grpc"} <= modules
     others = {MODULES[name] for name in COMMANDS.keys() - {argv[0]}}
-    others -= {MODULES["status"]} if argv[0] == "stats" else set()  # whose line about a pool it shows
+    others -= {MODULES["status"]} if argv[0] == "stats" else set()  # it shows the line of status about a pool
     heavy = {"numpy", "torch", "rich", "tqdm", "triton", "transformers", "opentelemetry.sdk", "jinja2", "structlog", "shtab"}
     assert not modules & (heavy | others)
     assert not [name for name in modules if name.startswith(("kvkeeper.cache_service", "kvkeeper.engine_service"))]
@@ -144,7 +144,7 @@ def test_with_json_a_refusal_is_one_object_with_its_reason_and_facts(
 
 
 def test_with_json_status_says_in_json_what_is_down(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--cache", NOBODY, "--engine", NOBODY, "--json"]) == 3
+    assert main(["status", "--cache", NO_SERVICE, "--engine", NO_SERVICE, "--json"]) == 3
     errors = [json.loads(line)["error"] for line in capsys.readouterr().err.splitlines()]
     assert [error["reason"] for error in errors] == ["SERVICE_DOWN", "SERVICE_DOWN"]
 

@@ -7,12 +7,12 @@ from kvkeeper.client import OutputChunk, Usage
 
 
 class Cut:
-    """A generation that gives one piece and then ends for a reason."""
+    """A generation that gives one chunk and then ends for a reason."""
 
     request_id, usage = "mine", Usage(3, 0, 1, 0, 0)
 
     def __init__(self, reason: str) -> None:
-        self.pieces = [OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason)]
+        self.chunks = [OutputChunk(0, "so far", (5,), None), OutputChunk(0, "", (), reason)]
 
     def __enter__(self) -> "Cut":
         return self
@@ -21,7 +21,7 @@ class Cut:
         pass
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self.pieces)
+        return iter(self.chunks)
 
 
 @pytest.mark.parametrize(("reason", "code"), [("timed_out", 1), ("stalled", 1), ("length", 0)])

@@ -1,4 +1,4 @@
-"""The Node client, whose own tests run against real services."""
+"""Runs the Node client's own tests against real services."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Whatever the asyncio client can do, the synchronous one can, with the same arguments."""
+"""The synchronous client can do all that the asyncio one can, with the same arguments."""
 
 import inspect
 import subprocess

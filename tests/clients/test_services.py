@@ -82,22 +82,22 @@ async def test_an_empty_stop_text_is_refused_with_its_unit(services: Services) -
 
 async def test_both_clients_stream_the_same_text(services: Services) -> None:
     options = GenerateOptions(sampling=GREEDY)
-    async with AsyncEngineClient(services.engine) as client, client.generate(PROMPT, options) as pieces:
-        text = "".join([piece.text async for piece in pieces])
+    async with AsyncEngineClient(services.engine) as client, client.generate(PROMPT, options) as chunks:
+        text = "".join([chunk.text async for chunk in chunks])
         token_ids = await client.tokenize(PROMPT)
-        usage = pieces.usage
-        assert pieces.request_id
+        usage = chunks.usage
+        assert chunks.request_id
     assert usage is not None
     assert (usage.prompt_tokens, usage.new_tokens) == (len(token_ids), 12)
     with EngineClient(services.engine) as client:
         with client.generate(PROMPT, options) as generation:
             again = list(generation)
-        assert "".join(piece.text for piece in again) == text
-        assert [piece.finish_reason for piece in again if piece.finish_reason] == ["length"]
+        assert "".join(chunk.text for chunk in again) == text
+        assert [chunk.finish_reason for chunk in again if chunk.finish_reason] == ["length"]
         assert generation.usage is not None
         assert 0 < generation.usage.cached_tokens < len(token_ids)  # what the first one computed
         with client.generate(token_ids, options) as generation:
-            assert "".join(piece.text for piece in generation) == text
+            assert "".join(chunk.text for chunk in generation) == text
         assert client.detokenize(token_ids) == PROMPT
 
 
@@ -105,8 +105,8 @@ async def test_a_generation_that_is_left_is_cancelled(services: Services) -> Non
     endless = GenerateOptions(request_id="left", sampling=Sampling(max_tokens=200, ignore_eos=True))
     async with AsyncEngineClient(services.engine) as client:
         before = (await client.stats()).num_cancelled_requests
-        async with client.generate(PROMPT, endless) as pieces:
-            async for _ in pieces:
+        async with client.generate(PROMPT, endless) as chunks:
+            async for _ in chunks:
                 break
         while any(request.request_id == "left" for request in await client.list_requests()):
             pass
@@ -119,7 +119,7 @@ def test_a_refused_request_says_which_field(services: Services) -> None:
             list(client.generate("x", GenerateOptions(sampling=Sampling(top_p=2.0))))
         assert caught.value.reason == "INVALID_FIELD"
         with pytest.raises(KvkeeperError) as caught:
-            client.cancel("nobody")
+            client.cancel("unknown")
         assert caught.value.reason == "UNKNOWN_REQUEST"
 
 

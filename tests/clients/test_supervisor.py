@@ -38,7 +38,7 @@ class Process:
 
 
 class World:
-    """A supervisor of two, whose processes are here."""
+    """A supervisor of two processes that run here."""
 
     def __init__(self, on_start: Callable[[Process], None] = lambda process: None) -> None:
         self.started: list[Process] = []
@@ -76,7 +76,7 @@ def test_one_that_lived_long_begins_again_with_the_first_pause(monkeypatch: pyte
     assert pauses == [0.25, 0.5, 0.25, 0.5, 1.0, 2.0, None]
 
 
-async def test_who_dies_at_once_again_and_again_is_given_up_and_the_other_ended() -> None:
+async def test_a_service_that_keeps_dying_at_once_is_given_up_and_the_other_ended() -> None:
     world = World()
     await world.supervisor.start()
     world._on_start = lambda process: process.die()

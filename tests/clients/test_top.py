@@ -18,7 +18,7 @@ from kvkeeper.cli.show.top_view import Bar, History, Sample, frame, widths
 from kvkeeper.client import AsyncCacheClient
 from tests.support.processes.signals import hear_interrupts
 
-NOBODY = "127.0.0.1:1"
+NO_SERVICE = "127.0.0.1:1"
 DEADLINE = 30
 
 
@@ -78,9 +78,9 @@ def test_a_service_that_started_anew_has_no_rates_from_before() -> None:
 
 
 def test_trouble_is_told_above_what_was_seen_last() -> None:
-    assert shown(History(), "nobody there").splitlines()[1].rstrip() == "nobody there"
-    text = shown(history_of((0.0, answer(1))), "nobody there")
-    assert text.index("nobody there; below are the last counts received") < text.index("for tiny")
+    assert shown(History(), "no answer").splitlines()[1].rstrip() == "no answer"
+    text = shown(history_of((0.0, answer(1))), "no answer")
+    assert text.index("no answer; below are the last counts received") < text.index("for tiny")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_trouble_is_told_above_what_was_seen_last() -> None:
         ((50, 25, 25), 8, [4, 2, 2]),
     ],
 )
-def test_whatever_is_there_has_a_cell_of_the_bar(counts: tuple[int, ...], width: int, cells: list[int]) -> None:
+def test_every_kind_of_block_there_is_has_a_cell_of_the_bar(counts: tuple[int, ...], width: int, cells: list[int]) -> None:
     assert widths(counts, width) == cells
 
 
@@ -113,7 +113,7 @@ async def start(*argv: str, **streams: Any) -> asyncio.subprocess.Process:
 
 
 async def test_a_service_that_never_answered_is_one_line_and_exit_code_3() -> None:
-    process = await start("--cache", NOBODY)
+    process = await start("--cache", NO_SERVICE)
     out, err = await asyncio.wait_for(process.communicate(), DEADLINE)
     assert (process.returncode, out) == (3, b"")
     assert err.startswith(b"kvkeeper: the cache service does not answer at ")
@@ -121,7 +121,7 @@ async def test_a_service_that_never_answered_is_one_line_and_exit_code_3() -> No
 
 @pytest.mark.parametrize("flag", ["--interval=0", "--interval=nan", "--interval=x", "--frames=0"])
 async def test_wrong_numbers_are_wrong_usage(flag: str) -> None:
-    process = await start(flag, "--cache", NOBODY)
+    process = await start(flag, "--cache", NO_SERVICE)
     _, err = await asyncio.wait_for(process.communicate(), DEADLINE)
     assert process.returncode == 2
     assert b"argument --" in err

@@ -65,7 +65,7 @@ def without_opentelemetry(code: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", blocked], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_nothing_is_needed_where_nobody_traces() -> None:
+def test_nothing_is_needed_without_tracing() -> None:
     done = without_opentelemetry(
         "import kvkeeper.cli.commands, kvkeeper.client, kvkeeper.cache_service.server, kvkeeper.tracing as tracing\n"
         "print(tracing.tracer(), tracing.outgoing(), tracing.serving('a/b', ()).__enter__())"
@@ -89,7 +89,7 @@ def test_without_a_provider_there_is_no_tracer() -> None:
     assert tracing.outgoing() is None
 
 
-def test_who_does_not_trace_does_not_wait_for_what_could() -> None:
+def test_without_tracing_no_time_is_spent_on_looking_for_it() -> None:
     code = "import sys, kvkeeper.client, kvkeeper.cli.commands; print('opentelemetry' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)

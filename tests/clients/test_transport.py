@@ -86,7 +86,7 @@ async def test_what_is_cancelled_here_is_cancelled(fake: FakeCache, ends: str) -
     transport.close()
 
 
-async def test_nobody_at_the_address_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
+async def test_an_address_without_a_listener_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
     options = CallOptions(timeout_s=2, retry_s=0)
     async with AsyncCacheClient(f"127.0.0.1:{unused_tcp_port}", options) as client:
         with pytest.raises(KvkeeperError) as caught:

@@ -22,7 +22,7 @@ def written(name: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_generated_page_is_current(name: str) -> None:
-    is_current = PAGES[name]() == written(name)  # not in the assert, whose difference would be the whole page
+    is_current = PAGES[name]() == written(name)  # not in the assert: it would print the whole page as the difference
     assert is_current, f"docs/{name} is not what the sources give: run `make docs` and commit it"
 
 

@@ -1,4 +1,4 @@
-"""Beam search through both services: the token lists and scores of transformers' generate, whatever happens on the way."""
+"""Beam search through both services: the token lists and scores of transformers' generate, through preemption and faults."""
 
 import asyncio
 from collections.abc import Sequence

@@ -22,14 +22,14 @@ async def one(client: AsyncEngineClient, seed: int) -> str:
     options = GenerateOptions(n=n, priority=rng.randrange(3), request_id=str(seed), sampling=sampling)
     generation = client.generate(prompt, options)
     tokens: list[list[int]] = [[] for _ in range(n)]
-    num_pieces = 0
+    num_chunks = 0
     async for chunk in generation:
         tokens[chunk.index] += chunk.token_ids
-        num_pieces += 1
-        if num_pieces == leave_after:
+        num_chunks += 1
+        if num_chunks == leave_after:
             generation.close()
             return "left"
-        if leave_after == 0 and num_pieces == 2:
+        if leave_after == 0 and num_chunks == 2:
             with contextlib.suppress(KvkeeperError):  # it may have ended meanwhile
                 await client.cancel(str(seed))
     expected = toy_output(prompt, num_new)
@@ -56,7 +56,7 @@ async def test_a_crowd(world: Services, options: dict[str, int], num_engines: in
     async with asyncio.timeout(2 * DEADLINE_S):
         ends = await asyncio.gather(*(one(clients[seed % num_engines], seed) for seed in range(NUM_REQUESTS)))
     assert set(ends) == {"ended", "left"}
-    # A request alone, whose forks find slots and blocks: in a crowd with few of both it may be that none does.
+    # A request alone: its forks find slots and blocks, while in a crowd with few of both none may.
     assert (await generate(clients[0], [0, 1, 2, 0, 1], 4, n=2)).token_ids == [toy_output([0, 1, 2, 0, 1], 4)] * 2
     pool = await world.wait_idle()
     assert pool.num_referenced_blocks == 0

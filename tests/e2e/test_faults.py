@@ -105,9 +105,7 @@ async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
     ids=lambda wanted: "-".join(wanted),
 )
 @pytest.mark.parametrize("place", [1, 5])
-async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
-    world: Services, wanted: dict[str, Any], place: int
-) -> None:
+async def test_logits_that_are_not_finite_end_their_request_alone(world: Services, wanted: dict[str, Any], place: int) -> None:
     """Where the prompt is computed in chunks, and in its first one or its last."""
     await world.start_cache()
     client = await world.client(await world.start_engine(odd_model(), chunk_size=4))
@@ -124,7 +122,7 @@ async def test_whatever_is_wanted_logits_that_are_not_finite_end_it_alone(
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
-async def test_what_was_computed_of_logits_that_are_not_finite_is_shared_with_nobody(world: Services) -> None:
+async def test_blocks_behind_logits_that_are_not_finite_are_not_shared(world: Services) -> None:
     await world.start_cache()
     client = await world.client(await world.start_engine(odd_model()))
     with pytest.raises(KvkeeperError) as failed:
@@ -184,7 +182,7 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
     assert (await client.stats()).num_cancelled_requests == 2
 
 
-async def test_log_probabilities_of_a_long_prompt_hold_nobody_up(world: Services, tmp_path: Path) -> None:
+async def test_log_probabilities_of_a_long_prompt_hold_up_no_other_request(world: Services, tmp_path: Path) -> None:
     (kind,) = (model for model in TINY_MODELS if model.name == "llama")
     model = load_served_model(
         EngineConfig(model=str(build_model_folder(tmp_path, kind)), progress=False, block_size=BLOCK_SIZE)

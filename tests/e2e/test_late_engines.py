@@ -73,7 +73,7 @@ class _Late:
 
 
 async def _under_way(world: Services) -> tuple[_Late, "asyncio.Task[Output]"]:
-    """A request whose first step has been granted, and the next one too, and which does not end before the gate opens."""
+    """A request with its first two steps granted, that does not end before the gate opens."""
     cache_clock = ManualClock()
     cache = await world.start_cache(clock=cache_clock, num_blocks=12)
     engine, gate = await world.start_gated_engine(lease_ms=int(1000 * LEASE_S))

@@ -81,7 +81,7 @@ def test_a_preempted_prompt_tells_each_position_once() -> None:
 
     made = [TokenLogprobsOf(position) for position in range(1, 6)]
     request = Request("r", np.arange(6, dtype=np.int32), 4)
-    generation = Generation(request, GREEDY, 0, StopRules(), [], lambda news: None)
+    generation = Generation(request, GREEDY, 0, StopRules(), [], lambda chunk: None)
     for first, count in ((1, 2), (1, 2), (3, 1), (1, 5)):
         generation.take_prompt_logprobs(first, made[first - 1 : first - 1 + count])  # type: ignore[arg-type]
     assert generation._prompt_logprobs == made

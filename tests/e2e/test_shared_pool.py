@@ -5,7 +5,7 @@ import asyncio
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output
 
 
-async def test_two_engines_whose_requests_do_not_fit_together_both_finish_them(world: Services) -> None:
+async def test_two_engines_with_requests_that_do_not_fit_together_both_finish_them(world: Services) -> None:
     await world.start_cache(num_blocks=13)
     clients = [await world.client(await world.start_engine()) for _ in range(2)]
     prompts = [[seed, *range(20 + seed, 32 + seed)] for seed in range(8)]

@@ -23,7 +23,7 @@ async def test_a_new_prefix_is_computed_once(world: Services, num_engines: int) 
     assert pool.num_referenced_blocks == 0
 
 
-async def test_nobody_waits_for_who_was_cancelled(world: Services) -> None:
+async def test_no_request_waits_for_a_cancelled_one(world: Services) -> None:
     await world.start_cache(num_blocks=200)
     client = await world.client(await world.start_engine(chunk_size=4, token_budget=8))
     first = asyncio.create_task(generate(client, [*PREFIX, 1], 4, request_id="first"))

@@ -74,7 +74,7 @@ class SometimesRight:
 async def test_the_tokens_are_the_same_to_the_last(
     world: Services, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the toy, whose logits are exact whatever the batch: with a real model, rounding may tip a draw either way."""
+    """On the toy, where logits are exact in every batch: with a real model, rounding may tip a draw either way."""
     monkeypatch.setattr(server, "PromptLookUp", SometimesRight)
     await world.start_cache(num_blocks=200)
     plain = await world.client(await world.start_engine())

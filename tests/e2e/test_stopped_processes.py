@@ -1,4 +1,4 @@
-"""A cache service whose process is stopped for longer than a lease: a live engine goes on as if nothing had happened."""
+"""A cache service with a process that stops for longer than a lease: a live engine goes on as if nothing had happened."""
 
 import grpc
 import pytest

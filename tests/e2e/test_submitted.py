@@ -135,7 +135,7 @@ async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(
     assert forgotten.value.reason == "UNKNOWN_REQUEST"
 
 
-async def test_a_submission_that_is_never_admitted_is_nobody_s() -> None:
+async def test_a_submission_that_is_never_admitted_has_no_request() -> None:
     submissions = Submissions(10, 600, 1 << 20)
     started = asyncio.Event()
 
@@ -153,7 +153,7 @@ async def test_a_submission_that_is_never_admitted_is_nobody_s() -> None:
     assert [type(result).__name__ for result in results] == ["CancelledError", "UnknownRequest"]
 
 
-async def test_callbacks_hear_every_piece_and_the_end_once(world: Services) -> None:
+async def test_callbacks_hear_every_chunk_and_the_end_once(world: Services) -> None:
     await world.start_cache()
     engine = await world.start_engine()
     client = await world.client(engine)

@@ -87,7 +87,7 @@ async def test_the_end_of_sequence_is_not_part_of_the_output(world: Services, de
     assert (await generate(client, PROMPT, 40, FREE)).token_ids == free.token_ids
 
 
-async def test_every_piece_is_text_by_itself(client: AsyncEngineClient) -> None:
+async def test_every_chunk_is_text_by_itself(client: AsyncEngineClient) -> None:
     prompt = "# naïve café — 日本語 🙂\n"
     options = GenerateOptions(sampling=Sampling(max_tokens=60, temperature=3.0, top_k=0, top_p=1.0, seed=1))
     tokens, chunks = [], []

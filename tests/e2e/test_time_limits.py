@@ -114,10 +114,10 @@ async def test_without_a_time_out_nothing_ends_what_makes_progress(world: Servic
     assert (await client.model()).stall_timeout_ms == 300_000
 
 
-async def test_a_stream_without_a_deadline_ends_where_nobody_answers(
+async def test_a_stream_without_a_deadline_ends_without_an_answer(
     world: Services, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    """As with an engine that was stopped, or whose machine has failed."""
+    """As with an engine that was stopped, or a machine that has failed."""
     quick = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.ping_timeout_ms", 200)]
     options = [option for option in transport._CHANNEL_OPTIONS if option[0] not in dict(quick)]
     assert len(options) == len(transport._CHANNEL_OPTIONS) - len(quick)

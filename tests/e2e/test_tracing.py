@@ -113,7 +113,7 @@ async def test_an_error_is_told_by_its_reason_alone(world: Services, spans: Span
     with pytest.raises(KvkeeperError):
         await generate(client, [NAN_TOKEN])
     with pytest.raises(KvkeeperError):
-        await client.cancel("nobody")
+        await client.cancel("unknown")
     await world.wait_idle()
     for name in (CALL, RPC, REQUEST):
         span = spans.one(name)

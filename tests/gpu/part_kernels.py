@@ -41,7 +41,7 @@ def _guarded(name: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
     label = f"{name}_{str(dtype).removeprefix('torch.')}"
     try:
         error = case()
-    except Exception as failure:  # a kernel that does not compile or launch, whatever it raises: the others are still told
+    except Exception as failure:  # a kernel that does not compile or launch may raise anything; the others are still told
         return Check(label, False, note=text_of(failure))
     return Check(label, error <= _MOST_ERROR[dtype], {"max_error": error})
 

@@ -95,9 +95,9 @@ async def _all_tokens(services: Fleet, prompts: list[np.ndarray], new_tokens: in
 async def _tokens(client: AsyncEngineClient, prompt: np.ndarray, new_tokens: int) -> list[int]:
     sampling = Sampling(max_tokens=new_tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
     tokens: list[int] = []
-    async with client.generate(prompt, GenerateOptions(sampling=sampling)) as pieces:
-        async for piece in pieces:
-            tokens += piece.token_ids
+    async with client.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
+        async for chunk in chunks:
+            tokens += chunk.token_ids
     return tokens
 
 

@@ -37,7 +37,7 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def write_model(folder: Path, shape: Shape, device: str) -> Path:
-    """The folder of a model whose weights are drawn on the device, in bfloat16."""
+    """The folder of a model with weights drawn on the device, in bfloat16."""
     path = folder / shape.name
     path.mkdir()
     config = {

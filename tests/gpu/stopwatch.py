@@ -23,7 +23,7 @@ class Ceilings:
 
 
 class Stopwatch:
-    """device is "cuda", or "cpu" for a rehearsal, whose times mean nothing."""
+    """device is "cuda", or "cpu" for a rehearsal, where times mean nothing."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -289,7 +289,7 @@ class Simulation:
         engine.session = None
 
     def _reap(self) -> None:
-        """Leases and graces that ran out; what the dead still do to the memory; quarantines whose process is gone."""
+        """Leases and graces that ran out; writes of dead engines; quarantines of processes that have ended."""
         for gate in self.driver.table.expired(self.driver.now):
             require(gate.deadline <= self.driver.now or gate.grace_deadline is not None, "a live session was reaped")
             self.world.close(gate.id, may_still_write=True)

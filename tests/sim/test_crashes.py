@@ -1,4 +1,4 @@
-"""Engines that overlap steps, fork, move what they fork, and die at any moment: what they still write is nobody's."""
+"""Engines that overlap steps, fork, move what they fork, and die at any moment: they write into no other's block."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Simulated pools with watches on them: whatever engines do, and in which tier, readers have what the index has."""
+"""Simulated pools with watches on them: readers have what the index has, in each tier, at all times."""
 
 import random
 from collections.abc import Callable

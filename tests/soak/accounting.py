@@ -15,7 +15,7 @@ from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 
 CHANGES_PER_SEED = 3000
-MOST_IDLE_TICKS = 20_000  # about 20 virtual minutes in which nobody gets anything done
+MOST_IDLE_TICKS = 20_000  # about 20 virtual minutes in which no engine gets anything done
 _EXAMPLES_PER_SEED = 20
 
 

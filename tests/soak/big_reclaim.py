@@ -1,4 +1,4 @@
-"""Row 16: the end of a session with a million blocks delays nobody by more than 50 ms.
+"""Row 16: the end of a session with a million blocks delays no other session by more than 50 ms.
 
 Another session steps without a pause meanwhile. What it waits for is counted in the time that the loop's thread computes,
 because a machine that gives the thread no time is no fault of the service. The objects that stand before the first step are

@@ -1,4 +1,4 @@
-"""Row 17: the cache service is killed under load, again and again, and nobody who asked an engine loses anything.
+"""Row 17: the cache service is killed under load, again and again, and no client of an engine loses anything.
 
 Real processes. Each time the service is started again on its address, serves within three seconds of its own start, and every
 engine comes back by itself and goes on with what it had, waiting or running. Some kills come while the engines are still
@@ -44,7 +44,7 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
                 await services.start_cache()
                 slowest = max(slowest, services.cache.ready_after)
                 assert slowest <= SERVING_WITHIN_S, f"serving after {slowest:.1f} s"
-            await load.until_pieces(1, *range(num_engines))
+            await load.until_chunks(1, *range(num_engines))
             await load.stop()
         await check_nothing_is_left(services)
     return Counts(num_kills, load.num_survived, slowest)
@@ -53,8 +53,8 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
 async def _wait(services: Fleet, load: Load, rng: random.Random, kill: int, num_opened: list[int]) -> None:
     """Until the time of a kill: mostly all engines are at work, some have just come back, or not yet."""
     if kill % 2 == 0:
-        await load.until_pieces(1, *range(len(services.engines)))
-        await load.until_pieces(rng.choice([1, 10, 100, 300]))
+        await load.until_chunks(1, *range(len(services.engines)))
+        await load.until_chunks(rng.choice([1, 10, 100, 300]))
     elif kill % 4 == 1:
         number = rng.randrange(len(services.engines))
         await services.engines[number].until("session_opened", num_opened[number] + 1)

@@ -66,7 +66,7 @@ async def _cancel_everything(rng: random.Random) -> int:
             num_before = (await client.stats()).num_cancelled_requests
             await part()
             await cancels.check()
-            if part in (cancels.handlers, cancels.clients):  # whom the others hit is a matter of time
+            if part in (cancels.handlers, cancels.clients):  # which requests the others hit is a matter of time
                 assert (await client.stats()).num_cancelled_requests > num_before, "a cancelled call's request went on"
             await until(lambda: _is_back(before))
         return cancels.count

@@ -21,7 +21,7 @@ _NUM_KEYS = 1500
 
 
 class CutDict(dict[Any, Any]):
-    """A dictionary whose keys hash to 8 bits. num_collisions: keys of equal hash that the comparison told apart."""
+    """A dictionary with keys that hash to 8 bits. num_collisions: keys of equal hash that the comparison told apart."""
 
     def __init__(self) -> None:
         super().__init__()

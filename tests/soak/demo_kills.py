@@ -109,9 +109,9 @@ class _Crowd:
 
     async def _one(self, output: _Output, prompt: str, sampling: Sampling) -> None:
         options = GenerateOptions(timeout_ms=int(3000 * DEADLINE_S), skip_look_up=True, sampling=sampling)
-        async for piece in self._client.generate(prompt, options):
-            output.token_ids += piece.token_ids
-            output.gaps += [one.top[0][1] - one.top[1][1] for one in piece.logprobs]
+        async for chunk in self._client.generate(prompt, options):
+            output.token_ids += chunk.token_ids
+            output.gaps += [one.top[0][1] - one.top[1][1] for one in chunk.logprobs]
             self._news.set()
         output.is_complete = True
         assert len(output.token_ids) == len(output.gaps) == sampling.max_tokens

@@ -39,12 +39,12 @@ async def _run(rng: random.Random, num_engines: int, num_rounds: int) -> Counts:
             load.start(**_WORKERS)
             for _ in range(num_rounds):
                 for number in range(num_engines):
-                    await load.until_pieces(1, *range(num_engines))
-                    await load.until_pieces(rng.choice([1, 10, 100, 300]))
+                    await load.until_chunks(1, *range(num_engines))
+                    await load.until_chunks(rng.choice([1, 10, 100, 300]))
                     await _drain_engine(services, load, number)
-                await load.until_pieces(1, *range(num_engines))
+                await load.until_chunks(1, *range(num_engines))
                 await _drain_cache(services, load)
-            await load.until_pieces(1, *range(num_engines))
+            await load.until_chunks(1, *range(num_engines))
             await load.stop()
         await check_nothing_is_left(services)
     num_drains = num_rounds * (num_engines + 1)

@@ -1,8 +1,8 @@
 """Row 18: one of several engines is killed under load, and it harms its own clients alone.
 
-Those without resubmit_s are told UNAVAILABLE before anybody starts the engine again; those with it, of the asyncio client and
+Those without resubmit_s are told UNAVAILABLE before the engine is started again; those with it, of the asyncio client and
 of the blocking one, get the rest of their tokens from the engine that is started again at the address, which finds what its
-predecessor had computed in the prefix cache. Nobody at another engine notices.
+predecessor had computed in the prefix cache. Clients of other engines notice nothing.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
     async with fleet(num_engines, {"num_blocks": _NUM_BLOCKS}) as services:
         async with load_on(services, rng, frozenset()) as load:
             load.start(**_WORKERS)
-            await load.until_pieces(1, *range(num_engines))
+            await load.until_chunks(1, *range(num_engines))
             for kill in range(num_kills):
-                await load.until_pieces(rng.choice([1, 10, 100, 300]))
+                await load.until_chunks(rng.choice([1, 10, 100, 300]))
                 victim = kill % num_engines
                 await _kill(services, load, victim)
             await load.stop()
@@ -52,10 +52,10 @@ async def _kill(services: Fleet, load: Load, victim: int) -> None:
     services.engines[victim].process.kill()
     await load.until(lambda: not load.acknowledged(victim, "plain"))
     await services.engines[victim].end()
-    await load.until_pieces(1, *others)
+    await load.until_chunks(1, *others)
     cached = load.num_cached[victim]
     await services.start_engine(victim)
-    await load.until_pieces(1, victim)
+    await load.until_chunks(1, victim)
     load.note_start(victim)
     await load.until(lambda: not load.resumed(victim))
     assert load.num_cached[victim] > cached, "the second start found nothing in the cache"

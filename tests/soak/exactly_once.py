@@ -23,7 +23,7 @@ _thread: LoopThread | None = None
 
 
 class LossyDriver(GrpcDriver):
-    """A driver whose steps cross the layer."""
+    """A driver with steps that cross the layer."""
 
     def __init__(self, config: PoolConfig, thread: LoopThread, rng: random.Random) -> None:
         super().__init__(config, thread)
@@ -60,7 +60,7 @@ class LossyDriver(GrpcDriver):
         return answer
 
     async def _abandon(self, raw: bytes) -> None:
-        """The call is given up somewhere on its way: nobody knows whether it was carried out."""
+        """The call is given up on its way: its sender cannot know whether it was carried out."""
         call = self.api.raw_step(raw, timeout=DEADLINE)
         for _ in range(self.rng.randrange(12)):
             await asyncio.sleep(0)

@@ -32,7 +32,7 @@ class _Branch:
 
 
 class ForkTree:
-    """A session of one-item calls whose branches fork, write, shrink and end."""
+    """A session of one-item calls with branches that fork, write, shrink and end."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

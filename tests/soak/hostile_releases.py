@@ -51,7 +51,7 @@ class _Victim:
         if len(wrong) == 1 and rng.random() < 0.3:
             self.manager.release(session, wrong[0])
         else:
-            self.manager.step(rng.choice([session, session, SessionId("nobody")]), batch)
+            self.manager.step(rng.choice([session, session, SessionId("unknown")]), batch)
 
     def step(self, session: SessionId, **items: list) -> None:  # type: ignore[type-arg]
         self.manager.step(session, step_batch(self.step_ids[session] + 1, self.step_ids[session], **items))

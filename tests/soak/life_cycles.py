@@ -1,6 +1,6 @@
 """Row 3: nothing leaks. Life cycles of sequences over gRPC that finish, abort, get preempted, are cancelled or disconnected.
 
-A service in this process, whose time the unit moves, must hold nothing after each round, and in the end as many file
+A service in this process, with its time moved by the unit, must hold nothing after each round, and in the end as many file
 descriptors and tasks as after the warm-up. Memory is that of a service in a process of its own, and without cancelled calls:
 grpcio 1.85.1 leaves about 250 bytes of each in a server that does nothing but answer, and 800 in the client.
 """

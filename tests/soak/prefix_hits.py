@@ -1,6 +1,6 @@
 """Row 5: a prefix hit is never wrong, and a full hit leaves a token to compute.
 
-Several engines generate on one pool at once, from prompts whose lengths lie around block edges and that share their
+Several engines generate on one pool at once, from prompts that end around block edges and share their
 beginnings; every output is compared with the one that the model makes without a cache.
 """
 

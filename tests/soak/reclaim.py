@@ -1,4 +1,4 @@
-"""Row 15: what is dead or hangs is reclaimed in time, and nobody else ever is.
+"""Row 15: a session that is dead or hangs is reclaimed in time, and no other ever is.
 
 Deaths are real: processes that map the arena are killed or stopped at random moments while a lively session beside them keeps
 renewing. Patience is virtual: thirty days in which sessions do nothing but renew as late as they may, with a clock that also
@@ -99,7 +99,7 @@ async def _idle(rng: random.Random) -> Counts:
     num_faults = 0
     async with serving(clock=clock) as api:
         sessions = [await api.open(ttl_ms=int(1000 * _LEASE)) for _ in range(3)]
-        keeper = api.server.session_manager
+        manager = api.server.session_manager
         ids = [(session.opened.session_id, session.opened.epoch) for session in sessions]
         end = clock.time() + DAYS * _DAY
         while clock.time() < end:
@@ -108,9 +108,9 @@ async def _idle(rng: random.Random) -> Counts:
                 num_faults += 1
             clock.advance(rng.uniform(0.5, 0.999) * _LEASE)
             for session_id, epoch in ids:
-                keeper.require(session_id, epoch)  # raises where it was reaped
+                manager.require(session_id, epoch)  # raises where it was reaped
             num_faults += 1
-        assert keeper.num_reaped == 0
+        assert manager.num_reaped == 0
         async with asyncio.timeout(DEADLINE):
             await sessions[0].call("RenewSession")
             clock.advance(_LEASE / 2)

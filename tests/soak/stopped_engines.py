@@ -1,8 +1,8 @@
 """Rows 13 and 14: engines that are stopped past their lease, and wake up.
 
-Real processes, stopped and continued by signals. While they sleep their leases end and somebody else takes every block there
+Real processes, stopped and continued by signals. While they sleep their leases end and another session takes every block there
 is; when they wake they go on writing into the arena, and send every call of their life again. Nothing that they send may
-change anything, and nothing that they write may be found in a block of somebody else.
+change anything, and nothing that they write may be found in a block of another session.
 """
 
 import asyncio

@@ -124,10 +124,10 @@ def _request(rng: random.Random, *, has_searches: bool) -> _Asked:
 async def _outputs(client: AsyncEngineClient, asked: _Asked) -> list[_Output]:
     """What each continuation gives, to the end."""
     found = [_Output() for _ in range(asked.options.n or 1)]
-    async for piece in client.generate(asked.prompt, asked.options):
-        found[piece.index].token_ids += piece.token_ids
-        found[piece.index].logprobs += [one.logprob for one in piece.logprobs]
-        found[piece.index].gaps += [one.top[0][1] - one.top[1][1] for one in piece.logprobs]
+    async for chunk in client.generate(asked.prompt, asked.options):
+        found[chunk.index].token_ids += chunk.token_ids
+        found[chunk.index].logprobs += [one.logprob for one in chunk.logprobs]
+        found[chunk.index].gaps += [one.top[0][1] - one.top[1][1] for one in chunk.logprobs]
     return found
 
 
@@ -149,7 +149,7 @@ class _Crowd:
                 group.create_task(self._repeat(asked, expected))
 
     async def until_tokens(self, count: int) -> None:
-        """So many more, or there is nobody left to give any."""
+        """So many more tokens, or until no stream is left to give any."""
         wanted = self.num_tokens + count
         async with asyncio.timeout(DEADLINE_S):
             while self.num_tokens < wanted and self._num_running:
@@ -165,11 +165,11 @@ class _Crowd:
 
     async def _one(self, asked: _Asked, expected: list[_Output]) -> None:
         outputs = [_Comparison(output) for output in expected]
-        async for piece in self._client.generate(asked.prompt, asked.options):
-            logprobs = [one.logprob for one in piece.logprobs] or [None] * len(piece.token_ids)
-            for token_id, logprob in zip(piece.token_ids, logprobs, strict=True):
-                outputs[piece.index].take(token_id, logprob)
-            self.num_tokens += len(piece.token_ids)
+        async for chunk in self._client.generate(asked.prompt, asked.options):
+            logprobs = [one.logprob for one in chunk.logprobs] or [None] * len(chunk.token_ids)
+            for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
+                outputs[chunk.index].take(token_id, logprob)
+            self.num_tokens += len(chunk.token_ids)
             self._news.set()
         assert all(output.is_complete for output in outputs)
         self.largest_gap = max(self.largest_gap, *(output.gap for output in outputs))

@@ -1,4 +1,4 @@
-"""The soak itself: it goes on where it stopped, calls nothing a pass that is not, and ends whatever a unit does."""
+"""The soak itself: it goes on where it stopped, calls nothing a pass that is not, and outlives units that hang or crash."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Row 9: nothing is reused with a copy in flight, whatever becomes of it.
+"""Row 9: nothing is reused with a copy in flight, however the copy ends.
 
 Engines on a pool with a host tier report their orders late, twice, as failed or never, and die with orders in flight that run
 all the same. The content oracle of both tiers sees a block that was granted before its copy was over.

@@ -22,7 +22,7 @@ _NUM_BLOCKS = 24
 
 @dataclass
 class _Writer:
-    """Session A with one sequence, whose device work is run by events."""
+    """Session A with one sequence; events run its device work."""
 
     pool: CorePool
     prompt: list[int]
@@ -126,7 +126,7 @@ def _release(pool: CorePool, session: SessionId, sequence_id: int) -> None:
 
 
 def _check_no_leak(pool: CorePool, abort: str) -> None:
-    """With nobody left, every block is free or cached."""
+    """With no session left, every block is free or cached."""
     if abort == "truncate":
         _release(pool, A, 1)
     elif abort == "release":

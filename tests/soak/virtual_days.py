@@ -1,7 +1,7 @@
 """Row 11: what can run ends, what cannot is refused at once, for days of virtual time on a pool that is full.
 
 The real schedulers of several engines and the real core of the cache service, driven step by step without a wire or a model. In
-bursts the pool is full and everybody wants more; the quiet between them is most of the time, and skipped.
+bursts the pool is full and every engine wants more; the quiet between them is most of the time, and skipped.
 """
 
 from tests.soak.row import Counts

@@ -119,7 +119,7 @@ class NumericsCase:
 
     Attributes:
         tokens: the whole sequence; every token's logits are compared.
-        hit_len: leading tokens, whole blocks, whose blocks are those of `parent` (0: none).
+        hit_len: leading tokens, whole blocks, in the blocks of `parent` (0: none).
         fork_len: leading tokens shared with `parent` by a fork; a partial last block is copied on write (0: none).
         parent: index of an earlier case, computed before this one.
         preempt_at: after this many tokens the sequence loses its blocks and starts again in others (None: never).

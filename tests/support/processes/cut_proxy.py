@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts connections: for calls whose answer is lost on the way although they were carried out."""
+"""A TCP proxy that cuts connections: for calls that are carried out but lose their answer on the way."""
 
 import asyncio
 import contextlib

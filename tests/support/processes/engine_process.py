@@ -51,7 +51,7 @@ class Writer:
 
 
 class Engine:
-    """See the module."""
+    """A session of its own: it steps, renews and writes, and remembers every call that it sent."""
 
     def __init__(self, address: str, ttl_ms: int) -> None:
         self._client = CacheClient(address)
@@ -91,7 +91,7 @@ class Engine:
         return Writer([arena[block] for block in blocks])
 
     def _start(self) -> list[int]:
-        """A sequence whose first tokens are committed, and a fork of it; answers the block that each goes on writing."""
+        """A sequence with its first tokens committed, and a fork of it; answers the block that each goes on writing."""
         self._num_sequences += 1
         first, number = 100_000 * self._num_sequences, 2 * self._num_sequences
         session = self._session

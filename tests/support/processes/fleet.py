@@ -101,7 +101,7 @@ def _core_wait_s(pid: str) -> float:
 
 
 class Fleet:
-    """See the module."""
+    """One cache service and several engines as processes, and the folder of their addresses."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Clients that ask the engines of a fleet without a pause, and check every token the moment it comes.
 
 The hash toy's output is a function of the prompt alone, so a wrong, missing or repeated token shows at its place in the stream,
-whatever was killed meanwhile. Rule: what was acknowledged, by a first message or by an answer to SubmitRequest, ends well; a
-Load tells who may nevertheless be cut, and with which reasons a request may be refused before that.
+also when services were killed meanwhile. Rule: what was acknowledged, by a first message or by an answer to SubmitRequest, ends
+well; a Load tells which clients may nevertheless be cut, and with which reasons a request may be refused before that.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from tests.support.processes.service_pair import toy_output
 _NUM_PROMPTS = 12
 _LONGEST_OUTPUT = 80
 _LONGEST_SEARCH = 25
-_LATE_BY_PIECES = 200
+_LATE_BY_CHUNKS = 200
 _OPTIONS = CallOptions(timeout_s=DEADLINE_S, retry_s=0)  # so that each refusal is seen
 _TIMEOUT_MS = 900_000  # of a request: that of a whole unit
 _PAUSE_S = 0.02  # of a client that was refused, where the service names none
@@ -48,7 +48,7 @@ class Asked:
     prompt: tuple[int, ...]
     num_tokens: int
     n: int
-    num_beams: int = 0  # of a beam search, whose likeliest list is what the toy says greedily; 0: none
+    num_beams: int = 0  # of a beam search: its likeliest list is the toy's greedy output; 0: none
     got: dict[int, int] = field(default_factory=dict)  # tokens by continuation
     num_faults: int = 0  # that came between its first and its last token
 
@@ -85,10 +85,10 @@ class Load:
     """Workers on a fleet. They run in the task group until stop; the first wrong token ends the group."""
 
     def __init__(self, fleet: Fleet, rng: random.Random, group: asyncio.TaskGroup, refusals: frozenset[str]) -> None:
-        """refusals: reasons with which the service may refuse what it has not acknowledged; empty for nobody there."""
+        """refusals: reasons with which the service may refuse what it has not acknowledged; empty for no service there."""
         self.fleet = fleet
         self.open: set[Asked] = set()  # acknowledged and not ended, by plain streams, streams that resubmit and submissions
-        self.num_pieces: Counter[int] = Counter()  # by engine
+        self.num_chunks: Counter[int] = Counter()  # by engine
         self.num_cached: Counter[int] = Counter()  # cached tokens of requests that ended, by engine
         self.num_ended: Counter[str] = Counter()  # by kind of worker
         self.refused: Counter[str] = Counter()  # by reason
@@ -141,14 +141,14 @@ class Load:
                 self._news.clear()
                 await self._news.wait()
 
-    async def until_pieces(self, count: int, *numbers: int) -> None:
+    async def until_chunks(self, count: int, *numbers: int) -> None:
         """So many more from each of these engines, or from all together where none is named."""
         if numbers:
-            before = self.num_pieces.copy()
-            await self.until(lambda: all(self.num_pieces[number] - before[number] >= count for number in numbers))
+            before = self.num_chunks.copy()
+            await self.until(lambda: all(self.num_chunks[number] - before[number] >= count for number in numbers))
         else:
-            total = self.num_pieces.total()
-            await self.until(lambda: self.num_pieces.total() - total >= count)
+            total = self.num_chunks.total()
+            await self.until(lambda: self.num_chunks.total() - total >= count)
 
     def acknowledged(self, number: int, kind: str) -> list[Asked]:
         """Requests under way at an engine by one kind of worker."""
@@ -219,16 +219,16 @@ class Load:
             assert error.retry_after, "a refusal for now says when to come again"
         self.refused[error.reason] += 1
 
-    def _note_piece(self, asked: Asked) -> None:
+    def _note_chunk(self, asked: Asked) -> None:
         self.open.add(asked)
-        self.num_pieces[asked.number] += 1
+        self.num_chunks[asked.number] += 1
         self._news.set()
 
     async def _plain(self, asked: Asked, resubmit_s: float = 0.0) -> Usage | None:
         stream = self._clients[asked.number].generate(asked.prompt, asked.options(resubmit_s))
-        async for piece in stream:
-            asked.take(piece.index, piece.token_ids)
-            self._note_piece(asked)
+        async for chunk in stream:
+            asked.take(chunk.index, chunk.token_ids)
+            self._note_chunk(asked)
         return stream.usage
 
     async def _resubmitting(self, asked: Asked) -> Usage | None:
@@ -240,22 +240,22 @@ class Load:
 
         def run() -> Usage | None:
             stream = self._blocking[asked.number].generate(asked.prompt, asked.options(DEADLINE_S))
-            for piece in stream:
-                asked.take(piece.index, piece.token_ids)
-                loop.call_soon_threadsafe(self._note_piece, asked)
+            for chunk in stream:
+                asked.take(chunk.index, chunk.token_ids)
+                loop.call_soon_threadsafe(self._note_chunk, asked)
             return stream.usage
 
         return await asyncio.to_thread(run)
 
     async def _late(self, asked: Asked) -> Usage | None:
         """Submits, and comes for the results when its engine has been asked to stop and refuses others, or after a while."""
-        num_pieces, num_refused = self.num_pieces.total(), self.refused["DRAINING"]
+        num_chunks, num_refused = self.num_chunks.total(), self.refused["DRAINING"]
         return await self._submitting(
             asked,
             lambda: (
                 self.refused["DRAINING"] > num_refused
                 if asked.number in self._draining
-                else self.num_pieces.total() > num_pieces + _LATE_BY_PIECES
+                else self.num_chunks.total() > num_chunks + _LATE_BY_CHUNKS
             ),
         )
 

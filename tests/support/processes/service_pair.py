@@ -83,7 +83,7 @@ class Services:
         return engine
 
     async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:
-        """An engine whose steps wait for the gate, where they compute a GATE_TOKEN."""
+        """An engine with steps that wait for the gate, where they compute a GATE_TOKEN."""
         gate = threading.Event()
         engine = await self.start_engine(odd_model(gate), **options)
         self._stack.callback(gate.set)
@@ -141,11 +141,11 @@ async def generate(
     n = options.get("n") or 1
     token_ids: list[list[int]] = [[] for _ in range(n)]
     texts, reasons = [""] * n, [None] * n
-    async for piece in generation:
-        token_ids[piece.index] += piece.token_ids
-        texts[piece.index] += piece.text
-        assert reasons[piece.index] is None, "nothing comes after the end of a continuation"
-        reasons[piece.index] = piece.finish_reason
+    async for chunk in generation:
+        token_ids[chunk.index] += chunk.token_ids
+        texts[chunk.index] += chunk.text
+        assert reasons[chunk.index] is None, "nothing comes after the end of a continuation"
+        reasons[chunk.index] = chunk.finish_reason
     assert generation.usage is not None
     return Output(token_ids, texts, reasons, generation.usage)
 

@@ -62,7 +62,7 @@ def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder whose path leaves room for a socket's name, which pytest's own do not."""
+    """A folder with a path short enough for a socket's name, which pytest's own are not."""
     with tempfile.TemporaryDirectory(prefix="kvk-") as name:
         yield Path(name)
 
@@ -73,7 +73,7 @@ def sockets_in(folder: Path) -> tuple[str, str]:
 
 
 def free_ports() -> tuple[str, str]:
-    """Two loopback addresses that nobody listens on."""
+    """Two loopback addresses without a listener."""
     with socket.socket() as first, socket.socket() as second:
         addresses = []
         for listener in (first, second):

@@ -86,14 +86,14 @@ def _search(network: Any, tokenizer: Any, case: SearchCase) -> list[Found]:
     return found
 
 
-def check_told(case: SearchCase, pieces: Sequence[OutputChunk], expected: Sequence[Found]) -> None:
+def check_told(case: SearchCase, chunks: Sequence[OutputChunk], expected: Sequence[Found]) -> None:
     """The same lists in the same order, with the same sums; what ended one is not told."""
     wanted = []
     for found in expected:
         is_ended = found.token_ids[-1] in case.eos_token_ids
         wanted.append((found.token_ids[:-1] if is_ended else found.token_ids, "stop" if is_ended else "length"))
-    assert [(piece.token_ids, piece.finish_reason) for piece in pieces] == wanted, case
-    assert [piece.index for piece in pieces] == list(range(case.num_told))
-    for piece, found in zip(pieces, expected, strict=True):
-        assert piece.cumulative_logprob is not None
-        assert abs(piece.cumulative_logprob - found.logprob) < 2e-4, case
+    assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == wanted, case
+    assert [chunk.index for chunk in chunks] == list(range(case.num_told))
+    for chunk, found in zip(chunks, expected, strict=True):
+        assert chunk.cumulative_logprob is not None
+        assert abs(chunk.cumulative_logprob - found.logprob) < 2e-4, case

@@ -67,7 +67,7 @@ class NaiveSequence:
 
     priority: int = 0
     start_number: int = 0
-    claim: Any = None  # see naive_progress
+    claim: Any = None  # see naive_claims
     num_waits: int = 0  # answers COMPUTING since it could last hit more than before
     longest_hit: int = 0  # that it could have had when it asked
 
@@ -107,7 +107,7 @@ class NaiveCache:
         self.promised: dict[tuple[str, int], tuple[int, bytes]] = {}  # sequence: the step of its start, logits
         self.now = 0.0
         self.ages: dict[int, int] = {}  # cached block: the operation since which it could be evicted
-        self.tenants: dict[int, str | None] = {}  # block: whose tokens it held last; None: nobody knows
+        self.tenants: dict[int, str | None] = {}  # block: the tenant of the tokens that it held last; None: unknown
         self.seen_tenants: set[str] = set()
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
@@ -202,11 +202,11 @@ class NaiveCache:
     def is_still_indexed(self, block: int) -> bool:
         """In the index, and not below a block that this operation has evicted already and `evict` has yet to judge.
 
-        Behind its holes a sequence holds blocks whose parents it does not.
+        Behind its holes a sequence holds blocks without their parents.
         """
         keys = [key for key, held in self.index.items() if held == block]
-        gone = [key for key, held in self.index.items() if held in self.victims] if keys and self.victims else []
-        return any(not any(k[0] == g[0] and k[1][: len(g[1])] == g[1] for g in gone) for k in keys)
+        evicted = [key for key, held in self.index.items() if held in self.victims] if keys and self.victims else []
+        return any(not any(k[0] == g[0] and k[1][: len(g[1])] == g[1] for g in evicted) for k in keys)
 
     def commit_bound(self, q: NaiveSequence, num_new: int) -> int:
         completed = self.sessions[q.session].completed
@@ -255,9 +255,9 @@ class NaiveCache:
                 q.published = 0
 
     def publish(self, max_blocks: int = 10**9, told_now: str = "") -> bool:
-        """Full committed blocks become shareable; of a block whose content is known already the known one is taken.
+        """Full committed blocks become shareable; where the content is indexed already, the indexed block is taken.
 
-        Whether more is left but for what waits for a copy. told_now: the session whose reply is yet to be written.
+        Whether more is left but for what waits for a copy. told_now: the session with a reply that is yet to be written.
         """
         group = -1
         for q in list(self.pending):
@@ -357,8 +357,8 @@ class NaiveCache:
             num_freed += len(cached) - len(set(cached) & set(self.index.values()))
         require(num_chosen <= needed <= num_freed, f"{what}: {num_chosen} evicted to free {num_freed}, {needed} were needed")
         self.num_evicted += num_freed
-        gone = [block for block in extra if block in self.index.values()]
-        require(not gone, f"{what}: {gone} left the index for nothing")
+        left = [block for block in extra if block in self.index.values()]
+        require(not left, f"{what}: {left} left the index for nothing")
         self.victims = []
 
     def quota(self) -> int:

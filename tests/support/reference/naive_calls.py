@@ -1,4 +1,4 @@
-"""What the reference model makes of the one-item calls: each a step of one item whose device work is complete at once.
+"""What the reference model makes of the one-item calls: each a step of one item with device work that is complete at once.
 
 A call answers no table, so each method is shown the table that the pool shows afterwards and judges whether it may be so.
 """
@@ -18,9 +18,9 @@ class NaiveCalls(NaiveSteps):
     def fits(self, q: NaiveSequence, num_tokens: int, *, look_up: bool) -> bool:
         """Whether an extend to num_tokens gets its blocks, all of them."""
         match, num_short = self._shortage(q, num_tokens, look_up=look_up)
-        if self.is_younger(q):
+        if self.is_later(q):
             num_needed = num_short + self.num_available()
-            return q.running and num_needed <= max(0, self.num_available() - self.owed())
+            return q.running and num_needed <= max(0, self.num_available() - self.num_reserved())
         return num_short <= 0 or self.can_give_way(q, num_short, match)
 
     def extend(

@@ -72,11 +72,11 @@ class NaiveKeeping(NaiveCache):
             excess = max(excess, len(cached) - self.config.max_cached_blocks)
         return excess
 
-    def enforce(self, max_blocks: int, gone: list[int]) -> None:
-        """The core has looked at its limits, and these entries are gone: of tenants above their quota first."""
+    def enforce(self, max_blocks: int, left: list[int]) -> None:
+        """The core has looked at its limits, and these blocks left the index: of tenants above their quota first."""
         self.clock += 1
-        self.victims, self.num_granted = [block for block in gone if block in self.ages], min(self.excess(), max_blocks)
-        self.evict("limits", gone)
+        self.victims, self.num_granted = [block for block in left if block in self.ages], min(self.excess(), max_blocks)
+        self.evict("limits", left)
         self.settle()
 
     def store_logits(self, key: Key, logits: bytes) -> None:
@@ -141,13 +141,13 @@ class NaiveKeeping(NaiveCache):
         self.settle()
         return num_cached, num_entries
 
-    def evict_to(self, num_free: int, answered: int, gone: list[int]) -> None:
-        """The core says it evicted so many, and these entries are gone."""
+    def evict_to(self, num_free: int, answered: int, left: list[int]) -> None:
+        """The core says it evicted so many, and these blocks left the index."""
         states = self.states()
         wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
         expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in gone if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        oldest_first = sorted((b for b in left if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
         require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
         self.victims, self.num_granted = oldest_first, wanted
-        self.evict("eviction on demand", gone)
+        self.evict("eviction on demand", left)
         self.settle()

@@ -1,7 +1,7 @@
 """What the reference model makes of each operation: a Step, the one-item calls, the end of a session.
 
 Rules: operations are applied in the protocol's order, items in list order; every answer of the core is compared. A batch
-given to `step` is one that the protocol allows; refusals of the others are checked by whoever made them wrong.
+given to `step` is one that the protocol allows; the test that breaks the protocol checks the refusal.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from kvkeeper.cache_service.core.values.sequence_args import Retention, Sequence
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ItemResult, StartResult
 from tests.support.reference.naive_cache import NaiveSequence, NaiveSession, expect, require
-from tests.support.reference.naive_progress import NaiveProgress
+from tests.support.reference.naive_claims import NaiveClaims
 
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
-class NaiveSteps(NaiveProgress):
+class NaiveSteps(NaiveClaims):
     """The reference model, with its operations."""
 
     num_opened = 0
@@ -268,12 +268,12 @@ class NaiveSteps(NaiveProgress):
         size, limit = self.block_size, min(max_hit, len(q.tokens) - 1)
         logits = self.full_hit(q, max_hit)
         match = self.hit(q, limit + (logits is not None))
-        if logits is None and not self.is_younger(q):
+        if logits is None and not self.is_later(q):
             self.give_way(q, 1 - self.room_beside(match) + self.watermark(), match)
         room = self.room_beside(match) - self.watermark() if logits is None else 1  # a full hit takes no new block
         wanted = min(len(match) * size + max_new, len(q.tokens))
         granted = min(wanted, (len(match) + room) * size)
-        if room <= 0 or self.is_younger(q):
+        if room <= 0 or self.is_later(q):
             self.num_kept += room > 0
             apart = self.num_available() - self.room_beside(match) + self.watermark()
             self.claim(q, max(1, self.num_blocks(wanted) - len(match) + apart))
@@ -306,7 +306,7 @@ class NaiveSteps(NaiveProgress):
         blocked = False
         for item, (sequence_id, least, most, answer) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             if sequence_id in refused:
-                expect(answer, 0, f"reservation of {sequence_id}, whose fork was refused")
+                expect(answer, 0, f"reservation of {sequence_id} after its refused fork")
                 continue
             q = self.sequences[session, sequence_id]
             of_item = reply.new_block_item_idx == item
@@ -336,8 +336,8 @@ class NaiveSteps(NaiveProgress):
         target = max(q.reserved, most)
         copied_idx = self.must_copy(q, target)
         needed = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)
-        has_right = bool(self.claimants()) and not self.is_younger(q)
-        if has_right or not (blocked or self.is_younger(q)):
+        has_right = bool(self.claimants()) and not self.is_later(q)
+        if has_right or not (blocked or self.is_later(q)):
             self.give_way(q, needed - self.num_available(), [])
         available = self.num_available()
         room = 0 if blocked and not has_right else max(0, available - self.kept_from(q))

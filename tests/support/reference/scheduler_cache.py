@@ -1,6 +1,6 @@
 """NaiveCache: the cache service's Step on dicts and lists, for tests of the scheduler alone.
 
-As plain as can be: holders are counted by looking at all tables, evictions take the longest prefix. It refuses whatever
+As plain as can be: holders are counted by looking at all tables, evictions take the longest prefix. It refuses all that
 breaks the protocol, and counts what the scheduler's tests ask about.
 """
 
@@ -181,7 +181,7 @@ class NaiveCache:
 
     def _reserve(self, item: int, sequence_id: int, least: int, most: int, starved: bool, answer: FakeAnswer) -> bool:
         """Whether later items may have new blocks."""
-        if sequence_id not in self.sequences:  # a child whose fork was refused
+        if sequence_id not in self.sequences:  # a child of a refused fork
             answer.reserve_reserved.append(0)
             return not starved
         sequence = self.sequences[sequence_id]

@@ -2,7 +2,7 @@
 
 Owns: one content id per slot, the steps that were issued and have not run, and the ids that say what a slot must hold.
 Rules: a content id stands for (tenant, whole token prefix), so a block that is wrong, stale, torn, shifted or another
-tenant's never spells a sequence by accident; a block that is granted holds garbage until somebody writes to it; a step
+tenant's never spells a sequence by accident; a block that is granted holds garbage until it is written to; a step
 first copies, then reads, then writes, and the steps of one session run in order. Knows nothing of the cache service.
 """
 
@@ -68,7 +68,7 @@ class ShadowMemory:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """These blocks were granted: whatever they held is worth nothing from now on."""
+        """These blocks were granted: what they held is garbage from now on."""
         for block in blocks:
             first = block * self.block_size
             self._slots[first : first + self.block_size] = [GARBAGE] * self.block_size
@@ -93,7 +93,7 @@ class ShadowMemory:
         return filled | {slot // self.block_size for step in steps for slot, _ in step.writes}
 
     def run_one(self, session: str, *, ended: bool = False) -> list[str]:
-        """The eldest step of a session runs on the device. What an ended session reads is of no interest."""
+        """The oldest step of a session runs on the device. What an ended session reads is of no interest."""
         steps = self._in_flight.get(session)
         if not steps or not (steps[0].is_known or ended):
             return []
@@ -131,7 +131,7 @@ class ShadowMemory:
         return [fault for read in reads if (fault := self._fault(slots, read))]
 
     def spells(self, blocks: list[int], contents: list[int]) -> bool:
-        """Whether blocks hold these contents right now, whatever is in flight: what a prefix hit relies on."""
+        """Whether blocks hold these contents right now, before anything in flight has run: what a prefix hit relies on."""
         return not self._fault(self._slots, Read("", blocks, contents))
 
     def last_issued(self, session: str) -> DeviceStep:

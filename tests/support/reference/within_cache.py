@@ -18,7 +18,7 @@ def load_network(folder: Path) -> Any:
 
 @torch.no_grad()
 def within_cache_logits(network: Any, tokens: Sequence[int], num_sink: int, num_window: int) -> torch.Tensor:
-    """[T, vocab_size]. For families whose layers are norm, attention, sum, norm, MLP, sum, without windows of their own."""
+    """[T, vocab_size]. For families with layers of norm, attention, sum, norm, MLP, sum, without windows of their own."""
     config = network.config
     frequencies = network.model.rotary_emb.inv_freq.double()
     caches: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in network.model.layers]

@@ -50,7 +50,7 @@ class Refusal:
 
 
 class FakeCache:
-    """requests holds what came, per method; num_cancelled counts calls whose client went away unanswered."""
+    """requests holds what came, per method; num_cancelled counts calls that lost their client before the answer."""
 
     def __init__(self) -> None:
         self.script: dict[str, list[Message | Refusal | Fault]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 One object is one process. It keeps the rules that a device has and that are easily broken: an allocation cannot be opened where
 it was made, is mapped once per process however often it is opened, one close ends that, and what was freed cannot be opened
-any more, while whoever has it mapped still has its bytes.
+any more, while processes that have it mapped still have its bytes.
 """
 
 import ctypes

@@ -14,7 +14,10 @@ from tests.support.worlds.engine_model import Choose, unread
 
 
 class TierAnswers:
-    """See the module. faults: one order in so many fails, and one in four times as many is never reported."""
+    """A manager, the content oracle of both tiers, and the checks of every answer.
+
+    faults: one order in so many fails, and one in four times as many is never reported.
+    """
 
     def __init__(self, config: PoolConfig, alphabet: int, faults: int) -> None:
         self.config, self.alphabet, self.faults = config, alphabet, faults
@@ -156,7 +159,7 @@ class TierAnswers:
             elif sequence_id not in ready and q.state is not SequenceState.RUNNING:
                 q.state = SequenceState.LOADING
         for q in engine.sequences.values():
-            # The load of a swap-in failed, and nobody is told but who asks again.
+            # The load of a swap-in failed, and an engine learns it only by asking again.
             if before.get(q.id) is SequenceState.LOADING and not q.is_start and q.id not in ready and q.id not in items.ins:
                 q.state = self.manager.view(engine.session, SequenceId(q.id)).state
                 assert q.state in (SequenceState.LOADING, SequenceState.SWAPPED)
@@ -207,7 +210,7 @@ class TierAnswers:
         return [PASSED if position in passed else content for position, content in enumerate(contents)]
 
     def _check_hit(self, q: TierSequence, table: list[int], hit: int) -> None:
-        """Blocks hit hold the prompt right now, whatever is in flight (R4, R6)."""
+        """Blocks hit hold the prompt right now, before anything in flight has run (R4, R6)."""
         assert hit % self.config.block_size == 0
         assert hit < len(q.tokens)
         fault = self.memory.fault(f"hit of {q.id}", table, self.contents.spell(q.tenant, q.tokens[:hit]))

@@ -1,6 +1,6 @@
 """A pool of the core with a host tier, for tests that say what happens; the blocks of both tiers hold one number each.
 
-Owns the bytes: `step` runs no orders by itself; `run` does, and a block that nobody has filled holds 0.
+Owns the bytes: `step` runs no orders by itself; `run` does, and a block that was never filled holds 0.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class TierPool(CorePool):
         return self.view(sequence_id, session=session).state
 
     def scribble(self) -> None:
-        """Whatever is on no table of a running sequence and not cached loses what it held."""
+        """A block on no table of a running sequence, and not cached, loses what it held."""
         for block in range(1, len(self.device)):
             if self.state(block).value == "free":
                 self.device[block] = 0

@@ -1,8 +1,8 @@
 """A tiny pool with a host tier, its engines, and the content oracle of both tiers around it.
 
-Owns the sessions: each steps with whatever its sequences allow, and its device work runs as late as the protocol lets it, or
-after its end. Rules: `audit` after every operation, `drain` at the end. Who chooses is the Hypothesis machine, the simulation
-or a long run.
+Owns the sessions: each steps with what its sequences allow, and its device work runs as late as the protocol lets it, or
+after its end. Rules: `audit` after every operation, `drain` at the end. The Hypothesis machine, the simulation or a long run
+makes the choices.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ TENANTS = ("", "other")
 
 
 class TierWorld(TierAnswers):
-    """See the module."""
+    """A pool with a host tier and its engines, each operation checked by the content oracle of both tiers."""
 
     def __init__(
         self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8, at_once: int = 10**9
@@ -63,7 +63,7 @@ class TierWorld(TierAnswers):
             self.memory.in_flight.pop(session, None)
 
     def run_ended(self, session: SessionId) -> None:
-        """A step of a dead session runs: whoever reads what it tears has been given it too early."""
+        """A step of a dead session runs: a sequence that reads what it tears was given the block too early."""
         queue = self.memory.in_flight.get(session)
         if queue:
             queue[0].reads.clear()

@@ -24,7 +24,7 @@ class ScheduledRow:
 
     Attributes:
         token_ids: [Q] token ids to compute, at least one.
-        context_len: tokens before them whose K and V are in the cache; the first one's position.
+        context_len: tokens before them with K and V in the cache; the first one's position.
         block_table: [>= ceil((context_len + Q) / block_size)] block ids, the whole sequence's.
     """
 

@@ -214,7 +214,7 @@ async def read_all(session: Session, sequence_id: int, **fields: object) -> np.n
 
 
 class MemoryOf(SharedMemory):
-    """Memory whose arenas a test makes."""
+    """Memory with arenas that a test makes."""
 
     def __init__(self, allocate: Callable[[int], SharedMemoryArena]) -> None:
         self.allocate = allocate  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A world whose sessions may also use the one-item calls, with writes that happen at once.
+"""A world with sessions that may also use the one-item calls, with writes that happen at once.
 
 Owns the choice of calls and their retries: every call that the protocol calls retry-safe is sometimes sent twice, and must
 change nothing the second time.
@@ -14,7 +14,7 @@ from tests.support.worlds.world import World
 
 
 class CallsWorld(World):
-    """See the module."""
+    """A World with sessions of one-item calls too: it chooses the calls, and sends the retry-safe ones again."""
 
     naive: NaiveCalls
 
@@ -22,7 +22,7 @@ class CallsWorld(World):
         super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
         self.naive = NaiveCalls(driver.config)
         self.naive.reclaim_at_once = driver.reclaim_at_once
-        self.one_item: list[SessionId] = []  # in the order they were opened, whatever their ids
+        self.one_item: list[SessionId] = []  # in the order they were opened, not that of their ids
         self.num_refused = 0
 
     def open_for_calls(self) -> SessionId:
@@ -142,7 +142,7 @@ class CallsWorld(World):
         for _ in range(1 + choose(2)):  # idempotent
             self.driver.truncate(session, q.sequence_id, length)
         self.naive.truncate_one(known, length)
-        q.gone = {block_idx for block_idx in q.gone if block_idx * self.config.block_size < length}
+        q.holes = {block_idx for block_idx in q.holes if block_idx * self.config.block_size < length}
         del q.tokens[length:]
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)

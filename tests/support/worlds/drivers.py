@@ -33,7 +33,7 @@ class Driver(Protocol):
     """A pool with sessions. Every method raises the CacheError that the call was refused with."""
 
     config: PoolConfig
-    publishes_itself: bool  # what steps commit, after the reply and before anybody can tell
+    publishes_itself: bool  # what steps commit, after the reply and before another call
     reclaim_at_once: int  # blocks given back with the end of a session; the rest by `reclaim`
 
     def memory(self) -> ShadowMemory:
@@ -109,7 +109,7 @@ class Driver(Protocol):
 
 
 class CoreDriver:
-    """The pure core behind its own exactly-once gate; `now` is the virtual clock of whoever drives it."""
+    """The pure core behind its own exactly-once gate; `now` is the virtual clock of its test."""
 
     publishes_itself = False
 

@@ -138,7 +138,7 @@ class EngineDays:
         requests = OpenRequests(world.scheduler, EngineStats(), EngineTracing(None), 10**6, lambda: None)
         num_waiting = world.scheduler.num_waiting
         try:
-            requests.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda piece: None))
+            requests.submit(Generation(request, SamplingParams(), 0, StopRules(), [], send=lambda chunk: None))
         except NeverFits:
             self.counts.num_impossible += 1
         assert world.scheduler.num_waiting == num_waiting, "a request that can never run was queued"
@@ -166,7 +166,7 @@ class EngineDays:
         assert stall < STALL_SECONDS, f"no token for {stall:.1f} virtual seconds, at {self.now:.1f}"
 
     def _lose_session(self, world: World) -> None:
-        """As an engine does whose lease has ended: everything starts again on a new session, from the tokens it holds."""
+        """As an engine does after the end of its lease: everything starts again on a new session, from the tokens it holds."""
         self.counts.num_lost_sessions += 1
         world.lose_session(self._make_cache)
 

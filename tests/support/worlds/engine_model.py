@@ -48,28 +48,28 @@ class EngineSequence:
     num_computed: int = 0  # written, or to be written by steps already issued
     computed_at: dict[int, int] = field(default_factory=dict)  # num_computed after each step
     retention: Retention | None = None
-    gone: set[int] = field(default_factory=set)  # table indices of the holes
+    holes: set[int] = field(default_factory=set)  # table indices of the holes
 
     def drop(self, block_size: int) -> None:
         """A commit makes holes of the blocks of which nothing is read any more."""
         passed = unread(self.retention, self.committed)
         if len(passed):
-            self.gone.update(range(-(-passed.start // block_size), passed.stop // block_size))
+            self.holes.update(range(-(-passed.start // block_size), passed.stop // block_size))
 
     def least_cut(self, length: int, block_size: int) -> int:
         """The least length from this one on that the sequence can be cut to, or forked at."""
-        while self.gone and length < self.committed:
+        while self.holes and length < self.committed:
             passed = unread(self.retention, length)
-            if all(position in passed or position // block_size not in self.gone for position in range(length)):
+            if all(position in passed or position // block_size not in self.holes for position in range(length)):
                 break
             length += 1
         return length
 
     def forked(self, child_id: int, length: int, block_size: int) -> "EngineSequence":
-        gone = {block_idx for block_idx in self.gone if block_idx * block_size < length}
+        holes = {block_idx for block_idx in self.holes if block_idx * block_size < length}
         counters = (length, length, length)  # committed, reserved, computed
         return EngineSequence(child_id, self.tenant, self.tokens[:length], length, self.max_tokens, True, *counters,
-                              retention=self.retention, gone=gone)  # fmt: skip
+                              retention=self.retention, holes=holes)  # fmt: skip
 
     def certain_at(self, completed: int) -> int:
         """Computed tokens that were there when step `completed` ended, and that nothing has touched since."""
@@ -211,7 +211,7 @@ class EngineModel:
 
     def _truncate(self, choose: Choose, q: EngineSequence) -> int:
         length = q.least_cut(self.length(choose, min(len(q.tokens) + 1, q.max_tokens)), self.block_size)
-        q.gone = {block_idx for block_idx in q.gone if block_idx * self.block_size < length}
+        q.holes = {block_idx for block_idx in q.holes if block_idx * self.block_size < length}
         del q.tokens[max(length, 0) :]
         q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
         q.reserved = min(q.reserved, length)
@@ -226,5 +226,5 @@ class EngineModel:
         if choose(2):
             most = min(q.max_tokens, max(q.reserved, q.num_computed) + 1)
         least = (most, 1, min(most, q.committed + 1))[choose(3)]
-        least = min(least, (self.num_usable_blocks + len(q.gone)) * self.block_size)  # what fits at once
+        least = min(least, (self.num_usable_blocks + len(q.holes)) * self.block_size)  # what fits at once
         return q.sequence_id, least, most

@@ -35,7 +35,7 @@ def names_in(index: PrefixIndex, tenant: str) -> dict[bytes, Tier]:
 
 @dataclass
 class EventReader:
-    """Applies events in order; whatever cannot be applied is a fault of the feed."""
+    """Applies events in order; an event that cannot be applied is a fault of the feed."""
 
     tenant: str
     watch: Watch

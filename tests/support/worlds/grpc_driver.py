@@ -91,7 +91,7 @@ class ArenaMemory(ShadowMemory):
         self._slots = []
 
     def spoil(self, blocks: Any) -> None:
-        """Nothing: real memory keeps what it held, and whoever reads it before writing reads another prefix."""
+        """Nothing: real memory keeps what it held, and a read before a write sees another prefix."""
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Nothing: the service has copied."""

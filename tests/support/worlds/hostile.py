@@ -101,15 +101,15 @@ def _reserve(ids: list[int], least: int, most: int) -> Columns:
 
 
 def _unknown(scene: Scene) -> Defect:
-    """Nobody's id, id 0, a negative and a huge one, in every list."""
-    nobody = scene.any([MAX_ID, 0, -1, -(2**63), 2**63 - 1])
+    """An unknown id, id 0, a negative and a huge one, in every list."""
+    unknown = scene.any([MAX_ID, 0, -1, -(2**63), 2**63 - 1])
     lists: list[Columns] = [
-        _commit(nobody, 1, []),
-        _fork(nobody, MAX_ID - 1, 1),
-        _truncate([nobody], [1]),
-        {"release_ids": int64([nobody])},
-        _start([nobody]),
-        _reserve([nobody], 1, 1),
+        _commit(unknown, 1, []),
+        _fork(unknown, MAX_ID - 1, 1),
+        _truncate([unknown], [1]),
+        {"release_ids": int64([unknown])},
+        _start([unknown]),
+        _reserve([unknown], 1, 1),
     ]
     return scene.any(lists), (*UNKNOWN, *INVALID)
 
@@ -197,7 +197,7 @@ def _fork_wrong(scene: Scene) -> Defect:
 
 
 def _cut_into_holes(scene: Scene) -> Defect:
-    """A fork or a truncate whose window would need what retention has dropped."""
+    """A fork or a truncate with a window that would need what retention has dropped."""
     cuts = [(q, length) for q in scene.running for length in range(1, q.committed)
             if not q.can_be_cut(length, scene.block_size)]  # fmt: skip
     if not cuts:
@@ -216,7 +216,7 @@ def _more_than_the_pool(scene: Scene) -> Defect:
 
 
 def _lengths_wrong(scene: Scene) -> Defect:
-    """Truncates, starts and reservations whose lengths cannot be."""
+    """Truncates, starts and reservations with impossible lengths."""
     if scene.waiting and scene.choose(2):
         q = scene.waiting[0].sequence_id
         return (_start([q], max_new=-scene.choose(2)), INVALID) if scene.choose(2) else (_start([q], max_hit=-1), INVALID)

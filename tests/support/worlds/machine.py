@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stepping())
     @rule(data=st.data())
     def run_device(self, data: st.DataObject) -> None:
-        """The eldest step in flight of a session runs."""
+        """The oldest step in flight of a session runs."""
         session = self.any_of(self.stepping(), chooser(data))
         self.world.fail_on(self.world.memory.run_one(session))
 

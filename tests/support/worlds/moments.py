@@ -1,9 +1,9 @@
-"""What must hold of a pool at any moment, whatever its engines have in flight, and what the end of a session must leave.
+"""What must hold of a pool at any moment, with anything in flight, and what the end of a session must leave.
 
 Asked between two operations of a TierWorld; changes nothing. `check_contents`: all that could be found, or read by its owner,
 is there right now. `check_crash`: an engine that dies goes on with all that it was told to copy, to load and to write, so none
-of that may be in blocks that somebody else has, or could get. `check_residue`: what an engine was told and will never do has
-left no other tenant's content behind where nobody would clear it (R8). The session ends in a twin of the pool.
+of that may be in blocks that another session has, or could get. `check_residue`: what an engine was told and will never do has
+left no other tenant's content behind where it would not be cleared (R8). The session ends in a twin of the pool.
 """
 
 import copy
@@ -38,11 +38,11 @@ def check_contents(world: TierWorld) -> None:
 def check_crash(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that the engine still fills or writes to."""
     twin = copy.deepcopy(world.manager)
-    swapping = twin.swapper
-    assert swapping is not None
+    swapper = twin.swapper
+    assert swapper is not None
     twin.close_session(session, may_still_write=True)
     device, host = in_flight(world, session)
-    for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapping.host.pool, host)):
+    for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapper.host.pool, host)):
         exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
         assert not exposed, f"{name}blocks {exposed} could be had, or are shared, while an engine that died writes them"
     assert not (wrong := twin.check_invariants()), wrong
@@ -52,7 +52,7 @@ def check_crash(world: TierWorld, session: SessionId) -> int:
 
 
 def check_residue(world: TierWorld, session: SessionId) -> int:
-    """Answers the number of blocks that would be cleared for whoever gets them."""
+    """Answers the number of blocks that would be cleared for their next owner."""
     twin = copy.deepcopy(world.manager)
     twin.close_session(session, may_still_write=False)
     pool = twin.state.pool

@@ -259,7 +259,7 @@ class World:
         return self._in_flight is not None and self._in_flight[0].batch is not None
 
     def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
-        """As an engine does whose session has ended: on a new one all that lives starts again, from the tokens it holds."""
+        """As an engine does after the end of its session: on a new one all requests start again, from the tokens they hold."""
         self._in_flight = None
         self.cache.close()
         self.cache = make_cache(self.num_usable_blocks + 1, self.limits.block_size, self.limits.max_known_sequences)

@@ -189,7 +189,7 @@ class World:
         device.is_known = True
 
     def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
-        """Blocks hit must hold the prompt right now, whatever is in flight (R4, R6). Answers the blocks behind them."""
+        """Blocks hit must hold the prompt before anything in flight has run (R4, R6). Answers the blocks behind them."""
         num_hit = hit // self.config.block_size
         wanted = self.contents.spell(q.tenant, q.tokens[:hit])
         if not self.memory.spells(q.table[:num_hit], wanted):
@@ -244,11 +244,9 @@ class World:
     def _evict(self, session: SessionId, num_free: int, call: Callable[[], int]) -> None:
         self.naive.clock += 1
         num_evicted = self.driver.evict_blocks(session, num_free)
-        self.naive.evict_to(num_free, num_evicted, self.gone(session))
+        self.naive.evict_to(num_free, num_evicted, self.left_index(session))
         num_evicted = call()
-        gone = [block for (tenant, tokens), block in self.naive.index.items()
-                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
-        self.naive.evict_to(num_free, num_evicted, gone)
+        self.naive.evict_to(num_free, num_evicted, self.left_index(session))
 
     # Pins and time
 
@@ -308,7 +306,7 @@ class World:
             self.refused("UNKNOWN_LOGITS", lambda: self.driver.read_logits(session, q.sequence_id))
 
     def pass_time(self, seconds: float) -> None:
-        """At most a second at a time: so long it may take until somebody looks at what falls due."""
+        """At most a second at a time: a service may take so long until it looks at what falls due."""
         while seconds > 0:
             self.driver.advance(min(seconds, 1.0))
             self.naive.pass_time(min(seconds, 1.0))
@@ -319,9 +317,9 @@ class World:
     def enforced(self, max_blocks: int) -> None:
         """The pool has evicted what was above its limits, or so many blocks of it."""
         if self.naive.excess() > 0:
-            self.naive.enforce(max_blocks, self.gone(next(iter(self.engines), SessionId(""))))
+            self.naive.enforce(max_blocks, self.left_index(next(iter(self.engines), SessionId(""))))
 
-    def gone(self, session: SessionId) -> list[int]:
+    def left_index(self, session: SessionId) -> list[int]:
         """Blocks of which the reference says that they are indexed, and the pool that they are not."""
         return [block for (tenant, tokens), block in self.naive.index.items()
                 if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip

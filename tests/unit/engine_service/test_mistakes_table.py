@@ -13,7 +13,7 @@ PAST_E2E = "e2e/test_past_mistakes.py"
 REQUESTS = "e2e/test_requests.py"
 
 MISTAKES = {
-    "only the first chunk of a prompt computed": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
+    "only the first chunk of a prompt computed": (SCHEDULER, "test_every_prompt_token_is_computed_once_for_every_chunk_size"),
     "equal-priority requests preempting each other": (PAST, "test_equals_do_not_take_turns"),
     "a request that can never fit blocking the queue": (REQUESTS, "test_what_can_never_fit_is_refused_with_the_limit"),
     "a request that fits no longer blocking the queue": (
@@ -24,7 +24,7 @@ MISTAKES = {
     "a client that went away leaves its request running": (REQUESTS, "test_a_client_that_goes_away_cancels"),
     "end-of-sequence ignored": ("e2e/test_text.py", "test_the_end_of_sequence_is_not_part_of_the_output"),
     "a decode position off by one": (SCHEDULER, "test_one_request_is_prefilled_in_chunks_and_decoded"),
-    "the last prompt token fed twice": (SCHEDULER, "test_every_prompt_token_is_computed_once_whatever_the_chunk"),
+    "the last prompt token fed twice": (SCHEDULER, "test_every_prompt_token_is_computed_once_for_every_chunk_size"),
     "swapped requests still decoded": (
         "unit/engine_service/scheduler/test_swap.py",
         "test_what_is_swapped_out_is_not_computed",
@@ -33,7 +33,7 @@ MISTAKES = {
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
         PAST,
-        "test_who_gives_way_computes_nothing_from_then_on",
+        "test_a_preempted_sequence_computes_nothing_from_then_on",
     ),
     "submit's check and enqueue in two steps": (PAST_E2E, "test_of_many_that_come_at_once_as_many_are_taken_as_may_wait"),
     "an id's check and its taking in two steps": (PAST_E2E, "test_of_twins_that_come_at_once_one_is_taken"),

@@ -69,7 +69,7 @@ def test_a_refused_start_stays_first_in_the_queue() -> None:
 
 
 @pytest.mark.parametrize("make_world", [World, tiered])
-def test_who_gives_way_computes_nothing_from_then_on(make_world: Callable[..., World]) -> None:
+def test_a_preempted_sequence_computes_nothing_from_then_on(make_world: Callable[..., World]) -> None:
     """Whether it is computed again or swapped: neither it nor the sequence that is being extended is written wrongly."""
     for old_len, young_len in itertools.product(range(2, 6), repeat=2):  # now one of them finds no room first, now the other
         world = make_world(num_blocks=8, block_size=2)

@@ -9,7 +9,7 @@ from kvkeeper.kernels.layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """An arena whose used slots are random and whose other slots, blocks and layers are NaN."""
+    """An arena with random used slots; its other slots, blocks and layers are NaN."""
 
     layout: KvLayout
     arena: torch.Tensor

@@ -69,7 +69,7 @@ MISTAKES = {
     "surplus blocks kept after trimming": (PAST, "test_no_surplus_blocks_are_kept_after_trimming"),
     "reads that do not count as access": (PAST, "test_naming_a_sequence_counts_as_access"),
     "evicting the sequence being extended": (PAST, "test_the_sequence_being_extended_is_not_evicted_for_itself"),
-    "negative durations of a lease": (PAST, "test_a_clock_that_stands_still_or_jumps_back_reaps_nobody"),
+    "negative durations of a lease": (PAST, "test_a_clock_that_stands_still_or_jumps_back_reaps_no_session"),
     "negative durations of a time to live": (
         "unit/cache_service/core/blocks/test_cache_limits.py",
         "test_a_clock_that_goes_back_makes_nothing_older",

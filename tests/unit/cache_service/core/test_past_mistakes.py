@@ -232,7 +232,7 @@ def test_the_sequence_being_extended_is_not_evicted_for_itself() -> None:
     assert pool.table(1) == before
 
 
-def test_a_clock_that_stands_still_or_jumps_back_reaps_nobody() -> None:
+def test_a_clock_that_stands_still_or_jumps_back_reaps_no_session() -> None:
     table = SessionTable(1, 4)
     session = table.open(SessionId("s"), Executor.ENGINE, 10.0, "", now=1000.0)
     for now in (1000.0, 500.0, -5.0, 1009.9):

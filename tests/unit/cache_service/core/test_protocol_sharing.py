@@ -213,7 +213,7 @@ def test_4_without_prefix_caching_nothing_is_found_and_nothing_stays() -> None:
 
 
 class _CollidingKey(bytes):
-    """A key of the index whose hash has 8 bits, as if SipHash had failed."""
+    """A key of the index with a hash of 8 bits, as if SipHash had failed."""
 
     def __hash__(self) -> int:
         return super().__hash__() & 0xFF

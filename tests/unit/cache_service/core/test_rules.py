@@ -114,7 +114,7 @@ def test_r4_a_hit_needs_every_token_before_it() -> None:
     assert pool.matched([5, 6, 7, 8]) == []  # the same block of tokens, not behind the same parent
 
 
-def test_r4_a_tenant_hits_its_own_prefix_and_nobody_elses() -> None:
+def test_r4_a_tenant_hits_its_own_prefix_and_no_other_tenants() -> None:
     pool = CorePool(num_blocks=17)
     pool.prefill(1, range(9), tenant="red")
     for tenant, hit in (("red", 8), ("blue", 0), ("", 0)):
@@ -197,7 +197,7 @@ def test_r6_a_block_that_another_sessions_step_may_read_is_copied_before_a_write
     pool.step(B, starts=[(2, ALL, ALL)])
     pool.step(reserves=[(1, 5, 5)])
     pool.step(lag=1, releases=[1])
-    pool.manager.clear_prefix_cache()  # now one table holds it, and nobody else
+    pool.manager.clear_prefix_cache()  # now one table alone holds it
     reply = pool.step(B, truncates=[(2, 3)], reserves=[(2, 4, 4)])
     assert reply.copy_sources.tolist() == [block]
 
@@ -288,7 +288,7 @@ def test_r8_a_block_is_cleared_again_when_the_engine_that_was_to_clear_it_is_gon
     if is_released:
         pool.step(B, lag=1, releases=[1])
         assert pool.state(1) is BlockState.FENCED
-    pool.manager.close_session(B, may_still_write=may_still_write)  # before anybody heard that the clear has run
+    pool.manager.close_session(B, may_still_write=may_still_write)  # before its engine reported the clear
     pool.manager.end_quarantine(B)
     pool.create(2, [1, 2], tenant="blue")
     reply = pool.step(starts=[(2, 2, 0)])

@@ -114,7 +114,7 @@ def test_6_epochs_strictly_increase_and_only_an_equal_one_is_accepted() -> None:
 def test_6_a_session_that_ended_never_returns() -> None:
     table, session = open_session()
     table.end_session(session)
-    table.end_session(session)  # whoever ends it first
+    table.end_session(session)  # a client and a lease may both end it
     with pytest.raises(UnknownSession):
         table.require("a", session.epoch, 0.0)
     again = table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)

@@ -1,4 +1,4 @@
-"""Both tiers under Hypothesis: whatever engines, orders and deaths do, contents are right and nothing leaks."""
+"""Both tiers under Hypothesis: contents are right and nothing leaks through any mix of steps, orders and deaths."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

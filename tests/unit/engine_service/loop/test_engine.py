@@ -119,7 +119,7 @@ async def serves_again(world: Services) -> None:
     assert (await generate(client, [1, 2, 3])).token_ids == [toy_output([1, 2, 3], 8)]
 
 
-def test_neighbouring_pieces_of_a_continuation_become_one() -> None:
+def test_neighbouring_chunks_of_a_continuation_become_one() -> None:
     usage = Usage(1, 0, 4, 0, 0)
     chunks = [
         OutputChunk(0, "a", (1,)),

@@ -1,7 +1,7 @@
 """The committed demo model keeps its promises: size, 16 bit, a lossless tokenizer, and the bar against zlib.
 
 The bar is measured on this interpreter's own copy of the held-out modules, so that the figure is not one that the
-training run alone has seen. The measure itself is tested on a model whose bits are known.
+training run alone has seen. The measure itself is tested on a model with known bits.
 """
 
 import json
@@ -184,7 +184,7 @@ def test_held_out_modules_and_their_tests_are_never_trained_on(tmp_path: Path) -
         "test/test_heapq.py",
         "test/test_dataclasses/__init__.py",
         "test/test_contextlib_async.py",
-        "site-packages/somebody.py",
+        "site-packages/other.py",
         "_sysconfigdata__linux.py",
     ]
     for name in [*trained, *left_out]:

@@ -1,4 +1,4 @@
-"""Teacher-forced logits with sink and window against attention whose positions are those within the cache.
+"""Teacher-forced logits with sink and window against attention with positions within the cache.
 
 The reference keeps keys before rotation and numbers what is left anew at every token
 (tests/support/reference/within_cache.py). Blocks that retention gives back are NaN from then on, and their table entries
@@ -58,7 +58,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Tables:
-    """A runner on a plain tensor of NaN, and tables whose blocks come back as the cache service takes them."""
+    """A runner on a plain tensor of NaN, and tables that lose blocks as the cache service takes them back."""
 
     def __init__(self, model: Decoder, block_size: int) -> None:
         self.block_size, num_blocks = block_size, 150

@@ -62,14 +62,14 @@ def test_told_at_the_end_by_rank_and_all_are_counted() -> None:
     assert told == []
     assert generation.is_open
     take(generation, 1, (6, -0.5), (7, -0.5), (8, -0.8))
-    assert [(piece.index, piece.token_ids, piece.text) for piece in told] == [(0, (5,), "5"), (1, (6, 7, 8), "678")]
-    assert [piece.finish_reason for piece in told] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
-    assert [piece.cumulative_logprob for piece in told] == pytest.approx([-0.3, -1.8]), "what ended it was drawn as well"
+    assert [(chunk.index, chunk.token_ids, chunk.text) for chunk in told] == [(0, (5,), "5"), (1, (6, 7, 8), "678")]
+    assert [chunk.finish_reason for chunk in told] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
+    assert [chunk.cumulative_logprob for chunk in told] == pytest.approx([-0.3, -1.8]), "what ended it was drawn as well"
     assert told[0].usage is None
     assert told[1].usage is not None
     assert told[1].usage.new_tokens == 7
     assert generation.state is RequestState.COMPLETED
-    assert not any(piece.logprobs for piece in told), "not asked for"
+    assert not any(chunk.logprobs for chunk in told), "not asked for"
 
 
 def test_log_probabilities_are_told_where_they_are_asked_for() -> None:
@@ -91,7 +91,7 @@ def test_cancelled_it_tells_as_many_as_promised_as_far_as_they_came() -> None:
     generation, told = make(n=2, best_of=3, max_tokens=5)
     take(generation, 1, (2, -1.0))
     generation.cancel()
-    assert [(piece.index, piece.token_ids, piece.finish_reason) for piece in told] == [
+    assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in told] == [
         (0, (2,), FinishReason.CANCELLED),
         (1, (), FinishReason.CANCELLED),
     ]
@@ -99,11 +99,11 @@ def test_cancelled_it_tells_as_many_as_promised_as_far_as_they_came() -> None:
     assert generation.state is RequestState.CANCELLED
 
 
-def test_joined_pieces_keep_everything() -> None:
-    pieces = [
+def test_joined_chunks_keep_everything() -> None:
+    chunks = [
         OutputChunk(0, "a", (1,)),
         OutputChunk(0, "b", (2,)),
         OutputChunk(1, "c", (3,)),
         OutputChunk(0, "d", (4,), cumulative_logprob=-1.0),
     ]
-    assert coalesce(pieces) == [OutputChunk(0, "ab", (1, 2)), OutputChunk(1, "c", (3,)), pieces[3]]
+    assert coalesce(chunks) == [OutputChunk(0, "ab", (1, 2)), OutputChunk(1, "c", (3,)), chunks[3]]

@@ -1,4 +1,4 @@
-"""Beam searches as forks: whatever the room, their lists are those of a search in one place, and everything is given back."""
+"""Beam searches as forks: with any room, their lists are those of a search in one place, and everything is given back."""
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -120,7 +120,7 @@ def test_slots_for_little_more_than_one_search(max_sequences: int) -> None:
 
 
 @pytest.mark.parametrize("num_refused", [1, 2, 5])
-def test_a_list_whose_fork_is_refused_starts_by_itself(num_refused: int) -> None:
+def test_a_list_with_a_refused_fork_starts_by_itself(num_refused: int) -> None:
     world = BeamWorld(block_size=4)
     world.cache.num_refused_forks_to_come = num_refused
     request = world.submit_search(PROMPT, 6, BeamOptions(3), 3)

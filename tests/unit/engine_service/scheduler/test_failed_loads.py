@@ -8,7 +8,9 @@ from tests.support.worlds.scheduler_world import make_request, tiered
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 2), (6, 4), (7, 2)])
-def test_who_shares_a_block_that_could_not_be_loaded_is_computed_again(num_blocks: int, block_size: int, failing: int) -> None:
+def test_a_sequence_that_shares_a_block_that_could_not_be_loaded_is_computed_again(
+    num_blocks: int, block_size: int, failing: int
+) -> None:
     world = tiered(num_blocks, block_size, 60, overlap=True, preemption=Preemption.SWAP, max_running=4)
     loads: list[int] = []
 

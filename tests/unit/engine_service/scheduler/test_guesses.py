@@ -53,7 +53,7 @@ def test_guesses_stay_within_the_budget(budget: int) -> None:
     block_size=st.integers(1, 4),
     requests=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5),
 )
-def test_whatever_is_guessed_the_outputs_are_the_same(
+def test_the_outputs_are_the_same_with_any_guesses(
     seed: int, num_blocks: int, block_size: int, requests: list[tuple[int, int, int]]
 ) -> None:
     """On the real core, with little room: forks, preemptions, prefix hits and rejected slots meet."""

@@ -6,7 +6,7 @@ from tests.support.worlds.engine_crowd import CrowdCounts, EngineCrowd
 from tests.support.worlds.scheduler_world import make_request
 
 
-def test_of_two_engines_whose_last_sequences_want_the_same_block_the_elder_gets_it() -> None:
+def test_when_the_last_sequences_of_two_engines_want_the_same_block_the_earlier_one_gets_it() -> None:
     crowd = EngineCrowd(seed=0, num_engines=2, num_blocks=4)
     old, young = crowd.worlds
     first = old.submit(make_request([1, 2, 0, 1], 4))

@@ -55,7 +55,7 @@ def test_a_prompt_longer_than_the_pool_is_computed_in_what_it_keeps(chunk_size: 
     assert max(world.computed.values()) == 1
 
 
-def test_a_long_prompt_makes_nobody_give_way_to_blocks_that_come_back_at_once() -> None:
+def test_a_long_prompt_preempts_none_for_blocks_that_come_back_at_once() -> None:
     """Two that keep everything come to 6 blocks each, and the long one keeps 4."""
     world = core_world(18, overlap=True, chunk_size=64)
     for place in range(2):

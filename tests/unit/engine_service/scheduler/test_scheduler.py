@@ -27,7 +27,7 @@ def test_one_request_is_prefilled_in_chunks_and_decoded() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 64])
-def test_every_prompt_token_is_computed_once_whatever_the_chunk(length: int, chunk: int) -> None:
+def test_every_prompt_token_is_computed_once_for_every_chunk_size(length: int, chunk: int) -> None:
     world = World(chunk_size=chunk)
     world.submit(make_request([token % 3 for token in range(length)], 3))
     world.run()
@@ -81,7 +81,7 @@ def test_continuations_of_a_whole_block_prompt_copy_nothing() -> None:
     assert request.num_copied_blocks == 0
 
 
-def test_whose_fork_is_refused_starts_by_itself() -> None:
+def test_a_child_of_a_refused_fork_starts_by_itself() -> None:
     world = World(block_size=4)
     world.cache.num_refused_forks_to_come = 1
     request = world.submit(make_request([1, 2, 0, 1, 2], 9, n=3))
@@ -100,7 +100,7 @@ def test_a_fork_computes_its_first_token_in_the_step_that_makes_it() -> None:
     assert set(world.step().sequences) == set(request.sequences)
 
 
-def test_continuations_whose_parent_ended_first_start_by_themselves() -> None:
+def test_continuations_after_the_end_of_their_parent_start_by_themselves() -> None:
     world = World(max_running=1)
     request = world.submit(make_request([1, 2, 0, 1, 2], 4, n=3))
     world.run()
@@ -148,7 +148,7 @@ def test_the_only_running_one_is_never_preempted() -> None:
     assert request.num_preemptions == 0
 
 
-def test_the_only_one_gives_way_when_an_elder_sequence_of_another_engine_is_owed_blocks() -> None:
+def test_the_only_sequence_gives_way_when_an_earlier_one_of_another_engine_waits_for_blocks() -> None:
     world = World(num_blocks=6, block_size=2)
     request = world.submit(make_request([1, 2, 0], 6))
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_one_sequence_a_step_gives_way_the_youngest_first() -> None:
     assert [request.num_preemptions for request in requests] == [0, 1, 1]
 
 
-def test_nobody_overtakes_a_refused_start_for_ever() -> None:
+def test_no_request_overtakes_a_refused_start_for_ever() -> None:
     world = World(num_blocks=9, block_size=2)
     runner = world.submit(make_request([1, 2, 0, 1, 2, 1, 0], 6))
     world.step()

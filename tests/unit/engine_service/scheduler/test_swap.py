@@ -1,4 +1,4 @@
-"""Preemption by swap, on the real core: a sequence comes back to the token it was at, whatever goes wrong."""
+"""Preemption by swap, on the real core: a sequence comes back to the token it was at, through failures too."""
 
 import dataclasses
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def test_what_is_swapped_out_is_not_computed(overlap: bool) -> None:
             assert young.state is RequestState.PREEMPTED
     world.check_outputs()
     assert set(seen) == set(AWAY)
-    assert len(set(counts)) == 1, "whatever was in flight had ended when it was chosen"
+    assert len(set(counts)) == 1, "all that was in flight had ended when it was chosen"
 
 
 @both
@@ -105,7 +105,7 @@ def test_without_room_in_the_host_tier_it_is_computed_again(num_host_blocks: int
 
 
 @both
-def test_who_is_computed_again_has_committed_its_last_tokens_first(overlap: bool) -> None:
+def test_a_sequence_that_is_computed_again_has_committed_its_last_tokens_first(overlap: bool) -> None:
     world = tiered(preemption=Preemption.RECOMPUTE, overlap=overlap)
     old = world.submit(make_request([1, 2, 0, 1], 9))
     young = world.submit(make_request([2, 2, 1], 9))
@@ -121,7 +121,7 @@ def test_who_is_computed_again_has_committed_its_last_tokens_first(overlap: bool
 
 @both
 @pytest.mark.parametrize("state", AWAY)
-def test_whoever_ends_while_it_is_away_leaves_nothing_behind(state: SequenceState, overlap: bool) -> None:
+def test_a_sequence_that_ends_while_it_is_away_leaves_nothing_behind(state: SequenceState, overlap: bool) -> None:
     world = tiered(overlap=overlap)
     _, young = two(world)
     until(world, young, state)

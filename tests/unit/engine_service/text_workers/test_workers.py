@@ -132,7 +132,7 @@ async def test_a_job_that_ends_each_worker_is_refused(how: Callable[[int], None]
         assert await encode(made, "short") == tokenizer().encode("short")
 
 
-async def test_at_the_end_no_process_is_left_and_who_waits_is_told() -> None:
+async def test_at_the_end_no_process_is_left_and_waiting_calls_are_told() -> None:
     async with workers() as made:
         await encode(made, "x")
         (pid,) = pids(made)

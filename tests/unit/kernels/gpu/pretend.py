@@ -7,7 +7,7 @@ from kvkeeper.engine_service.model import decoder
 
 
 class PretendCuda(torch.Tensor):
-    """A CPU or meta tensor whose views, and what torch makes of it, also claim to be on CUDA."""
+    """A CPU or meta tensor that claims to be on CUDA, with its views and what torch makes of it."""
 
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)

@@ -223,7 +223,7 @@ def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_
     pool.create(1, [*PROMPT, 1])
     pool.create(2, range(500, 524))
     assert pool.step(starts=[(1, ALL, ALL), (2, 4, 0)]).start_hits.tolist() == [16, 0]
-    # Five blocks more, where two are free and one is lifted soon: three would have to come from the pin, whose four are fenced.
+    # Five more blocks, with two free and one lifted soon: three would have to come from the pin, and its four are fenced.
     reply = pool.step(lag=1, releases=[1], reserves=[(2, 24, 24)])
     assert reply.reserve_reserved[0] < 24
     assert pool.manager.stats().num_pins == 1

@@ -1,4 +1,4 @@
-"""Whom to preempt, and what garbage is: SelectVictims and CollectGarbage on the core."""
+"""Which sequence to preempt, and what garbage is: SelectVictims and CollectGarbage on the core."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_each_policy_has_its_order(policy: str, order: list[int]) -> None:
     assert victims(crowd(), policy) == order[:1]
 
 
-def test_the_clock_goes_on_where_it_stopped_and_passes_over_who_was_used() -> None:
+def test_the_clock_goes_on_where_it_stopped_and_passes_over_sequences_in_use() -> None:
     pool = crowd()
     assert victims(pool, "clock") == [1]  # all were used: once round
     assert [victims(pool, "clock") for _ in range(3)] == [[2], [3], [1]]
@@ -124,7 +124,7 @@ def test_garbage_is_what_lies_behind_the_tokens_and_is_free_afterwards() -> None
     assert len(pool.table(1, session=session)) == 3
 
 
-def test_another_sessions_sequence_is_cut_only_when_nobody_has_used_it_for_long() -> None:
+def test_another_sessions_sequence_is_cut_only_when_it_was_not_used_for_long() -> None:
     pool, _ = one_item_pool()
     assert pool.manager.collect_garbage(A).num_trimmed_blocks == 0
     pool.manager.tick(pool.manager.now + 10.0)

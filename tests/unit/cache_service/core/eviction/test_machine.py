@@ -11,7 +11,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 
-# LRU, whose order the model knows exactly, is in test_machine.py.
+# The model knows the order of LRU exactly: that policy is in test_machine.py.
 OTHERS = [name for name in POLICY_NAMES if name != "lru"]
 
 

@@ -1,4 +1,4 @@
-"""A reader that applies the snapshot and the events of a watch has the contents of the index, whatever happens meanwhile."""
+"""A reader that applies the snapshot and the events of a watch has the contents of the index at all times."""
 
 import random
 

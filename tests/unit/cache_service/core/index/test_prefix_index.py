@@ -83,7 +83,7 @@ def test_siblings_published_together_are_linked_to_each_other_and_to_earlier_one
 
 def test_an_unknown_tenant_finds_nothing_and_is_not_remembered() -> None:
     index, _ = family()
-    assert index.match(index.find_root("nobody"), int32([ord("p")]), 1).tolist() == []
+    assert index.match(index.find_root("unknown"), int32([ord("p")]), 1).tolist() == []
     assert index.num_roots == 1
 
 
@@ -102,7 +102,7 @@ def test_blocks_that_lose_their_entry_with_a_victim_come_free_at_once() -> None:
     assert pool.state(3) is BlockState.FREE
 
 
-def test_a_sequence_whose_entries_went_with_a_parent_publishes_again_from_its_first_block() -> None:
+def test_a_sequence_that_lost_its_entries_with_a_parent_publishes_again_from_its_first_block() -> None:
     pool = CorePool()
     held = pool.prefill(1, range(8))
     state = pool.manager.state

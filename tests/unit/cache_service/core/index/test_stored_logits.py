@@ -91,7 +91,7 @@ def test_another_tenant_and_another_prompt_have_logits_of_their_own() -> None:
     assert pool.manager.read_logits(A, 3) == logits(5.0)
 
 
-def test_a_promise_holds_until_its_step_is_completed_whatever_is_evicted_meanwhile() -> None:
+def test_a_promise_holds_until_its_step_is_completed_through_any_eviction() -> None:
     pool = logits_pool()
     stored(pool)
     assert start(pool, PROMPT)[2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index import eviction_log as gone
+from kvkeeper.cache_service.core.index import eviction_log
 from kvkeeper.cache_service.core.index.eviction_log import EvictionLog
 from kvkeeper.cache_service.core.inspection.explain import Explanation, in_words
 from kvkeeper.cache_service.core.values.clock import Clock
@@ -128,7 +128,7 @@ def test_a_sequence_that_computes_the_next_block_is_seen_until_it_has_committed(
     world = cached(num_blocks=20)
     longer = [*PROMPT[:8], 10, 11, 12, 13, 14]
     world.create(2, longer, session=B)
-    assert explain(world, longer).end is MatchEnd.NEVER_STORED  # it waits; nobody computes
+    assert explain(world, longer).end is MatchEnd.NEVER_STORED  # it waits; no sequence computes it
     world.step(B, starts=[(2, 100, 100)])
     assert explain(world, longer).end is MatchEnd.COMPUTING
     assert explain(world, [*longer[:8], 10, 11, 12, 0]).end is MatchEnd.NEVER_STORED
@@ -205,8 +205,8 @@ def test_a_match_below_the_least_prefix_counts_for_nothing() -> None:
         assert (found.num_hit, found.end) == (hit, end)
 
 
-def test_the_memory_of_what_went_is_bounded_and_forgets_the_eldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gone, "CAPACITY", 8)
+def test_the_eviction_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_log, "CAPACITY", 8)
     clock = Clock()
     memory = EvictionLog(num_nodes=100, max_roots=4, block_size=2, clock=clock)
     memory.add_root(-1)

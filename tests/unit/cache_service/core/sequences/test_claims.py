@@ -17,7 +17,7 @@ from tests.support.worlds.core_pool import ALL, A, B, CorePool
 STARTED, NO_ROOM = StartResult.STARTED, StartResult.NO_ROOM
 
 
-def test_places_are_service_wide_and_kept_by_who_is_created_again() -> None:
+def test_places_are_service_wide_and_kept_by_a_sequence_that_is_created_again() -> None:
     numbers, session = StartNumbers(), SessionId("s")
     pools = [PoolManager(PoolConfig(9, 4), numbers) for _ in range(2)]
     for pool in pools:
@@ -63,7 +63,7 @@ def test_a_refused_start_is_not_sent_to_the_back_of_the_queue() -> None:
     assert pool.step(starts=[(2, ALL, 0)]).start_results.tolist() == [STARTED]
 
 
-def test_an_elder_start_and_a_more_important_one_need_not_wait() -> None:
+def test_an_earlier_start_and_a_more_important_one_need_not_wait() -> None:
     for args in ({"start_number": 1}, {"priority": 1}):
         pool = full_pool()
         pool.step(truncates=[(1, 28)])
@@ -71,11 +71,11 @@ def test_an_elder_start_and_a_more_important_one_need_not_wait() -> None:
         assert pool.step(B, starts=[(4, 1, 0)]).start_results.tolist() == [STARTED]
 
 
-def test_what_comes_free_is_kept_from_younger_reservations_and_not_from_elder_ones() -> None:
+def test_what_comes_free_is_kept_from_later_reservations_and_not_from_earlier_ones() -> None:
     pool = CorePool(num_blocks=9)
     pool.prefill(1, range(20))
     pool.create(2, range(100, 112))
-    pool.prefill(3, range(200, 212), session=B)  # younger than 2
+    pool.prefill(3, range(200, 212), session=B)  # later than 2
     assert pool.step(starts=[(2, ALL, 0)]).start_results.tolist() == [NO_ROOM]
     pool.step(truncates=[(1, 16)])
     assert pool.step(B, reserves=[(3, 13, 13)]).reserve_reserved.tolist() == [12]
@@ -83,17 +83,17 @@ def test_what_comes_free_is_kept_from_younger_reservations_and_not_from_elder_on
     assert pool.step(reserves=[(1, 17, 17)]).reserve_reserved.tolist() == [17]
 
 
-def test_a_younger_item_that_is_refused_for_an_elder_ones_sake_does_not_starve_the_elder_one() -> None:
+def test_a_later_item_that_is_refused_for_an_earlier_claim_does_not_starve_that_claim() -> None:
     pool = CorePool(num_blocks=5)
     pool.prefill(1, range(8))
     pool.prefill(2, range(100, 108))
     assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [8]
     pool.step(truncates=[(2, 4)])
-    reply = pool.step(reserves=[(2, 5, 8), (1, 9, 9)])  # the younger one stands first
+    reply = pool.step(reserves=[(2, 5, 8), (1, 9, 9)])  # the later one stands first
     assert reply.reserve_reserved.tolist() == [4, 9]
 
 
-def test_who_asks_for_more_than_there_is_does_not_starve_an_elder_one_behind_it() -> None:
+def test_an_item_that_asks_for_more_than_there_is_does_not_starve_an_earlier_one_behind_it() -> None:
     pool = CorePool(num_blocks=6)
     pool.prefill(1, range(8))
     pool.prefill(2, range(100, 112))
@@ -103,18 +103,18 @@ def test_who_asks_for_more_than_there_is_does_not_starve_an_elder_one_behind_it(
     assert reply.reserve_reserved.tolist() == [8, 9]
 
 
-def test_who_is_refused_for_an_elder_ones_sake_holds_up_nobody_behind_it() -> None:
+def test_an_item_that_is_refused_for_an_earlier_claim_holds_up_no_item_behind_it() -> None:
     pool = CorePool(num_blocks=9)
     pool.prefill(1, range(20), priority=1)
     pool.prefill(2, range(100, 108))
     pool.prefill(3, range(200, 204))
     assert pool.step(reserves=[(1, 21, 21)]).reserve_reserved.tolist() == [20]
-    pool.step(truncates=[(1, 8)])  # 3 blocks come free, 1 of them is owed
+    pool.step(truncates=[(1, 8)])  # 3 blocks come free, 1 of them is reserved
     reply = pool.step(reserves=[(2, 20, 20), (3, 8, 8)])
     assert reply.reserve_reserved.tolist() == [8, 8]
 
 
-def test_a_change_of_priority_changes_who_is_the_eldest() -> None:
+def test_a_change_of_priority_changes_the_oldest_claim() -> None:
     pool = full_pool()
     pool.step(truncates=[(1, 28)])
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [NO_ROOM]
@@ -123,7 +123,7 @@ def test_a_change_of_priority_changes_who_is_the_eldest() -> None:
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [STARTED]
 
 
-def test_blocks_are_asked_back_from_those_who_run_younger_sequences_only() -> None:
+def test_blocks_are_asked_back_only_from_sessions_that_run_later_sequences() -> None:
     pool = CorePool(num_blocks=5)
     pool.prefill(1, range(8))
     pool.prefill(2, range(100, 108), session=B)

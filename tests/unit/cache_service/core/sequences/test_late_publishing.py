@@ -1,4 +1,4 @@
-"""Commits that nobody publishes for long: the step that meets their bound publishes them, in the middle of its own work."""
+"""Commits that stay unpublished for long: the step that meets their bound publishes them, in the middle of its own work."""
 
 from tests.support.worlds.core_pool import B, CorePool
 

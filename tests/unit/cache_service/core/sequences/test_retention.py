@@ -62,7 +62,7 @@ def test_drops_are_counted_as_evictions() -> None:
     assert (stats.num_referenced_blocks, stats.slot_utilization) == (1, 1.0)
 
 
-def test_a_block_that_somebody_else_holds_is_only_let_go() -> None:
+def test_a_block_with_another_holder_is_only_let_go() -> None:
     pool = CorePool(num_blocks=9)
     table = pool.prefill(1, range(12))
     pool.create(2, range(12), retention=Retention(0, 8), session=B)
@@ -108,7 +108,7 @@ def test_a_prompt_longer_than_the_pool_is_computed_in_chunks() -> None:
     assert sorted(all_blocks(pool)) == [1, 2, 3, 4, 5]
 
 
-def test_a_sequence_whose_sink_and_window_do_not_fit_never_fits() -> None:
+def test_a_sequence_with_a_sink_and_window_that_do_not_fit_never_fits() -> None:
     pool = CorePool(num_blocks=6, max_tokens_per_sequence=200)
     with pytest.raises(NeverFits) as refused:
         pool.create(1, range(21), retention=Retention(4, 13))
@@ -179,7 +179,7 @@ def test_a_fork_sees_the_holes_of_commits_in_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(("sink", "window"), KEPT)
-def test_nothing_is_cut_to_a_length_whose_window_reaches_into_a_hole(sink: int, window: int) -> None:
+def test_nothing_is_cut_to_a_length_with_a_window_that_reaches_into_a_hole(sink: int, window: int) -> None:
     for length in range(1, 19):
         pool = CorePool(num_blocks=9)
         pool.prefill(1, range(18), retention=Retention(sink, window))

@@ -1,4 +1,4 @@
-"""Steps with several items of one sequence, of its children, and of children whose fork is refused: all or nothing."""
+"""Steps with several items of one sequence, of its children, and of children of a refused fork: all or nothing."""
 
 import numpy as np
 import pytest

@@ -259,7 +259,7 @@ def test_3_reservations_get_the_largest_count_that_fits_in_list_order() -> None:
     assert pool.table(2)[1:] + pool.table(1)[1:] == reply.new_block_ids.tolist()
 
 
-def test_3_after_one_refused_reservation_nobody_smaller_overtakes() -> None:
+def test_3_after_one_refused_reservation_no_smaller_one_overtakes() -> None:
     pool = CorePool(num_blocks=6)
     for sequence_id in (1, 2, 3):
         pool.prefill(sequence_id, range(20 * sequence_id, 20 * sequence_id + 3))

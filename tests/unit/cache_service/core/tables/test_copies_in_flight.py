@@ -1,7 +1,7 @@
 """Copies-on-write that an engine was told to make and that may not have run.
 
 A commit for the step before may cover the block that such a copy fills, and a fork or a move may carry it into other tables.
-Wherever it is named, until its step is completed nobody else may have the block (R6), find it (R4) or read it.
+Wherever it is named, until its step is completed no other sequence may have the block (R6), find it (R4) or read it.
 """
 
 import numpy as np
@@ -72,7 +72,7 @@ def test_what_a_copy_fills_is_not_read() -> None:
     assert pool.manager.readable(A, SequenceId(1)).num_tokens == 8
 
 
-def test_a_session_whose_copies_the_service_runs_reads_all_that_is_committed() -> None:
+def test_a_session_with_copies_run_by_the_service_reads_all_that_is_committed() -> None:
     pool, session = CorePool(), SessionId("c")
     pool.manager.open_session(session, Executor.CACHE)
     pool.step_ids[session] = 0
@@ -81,7 +81,7 @@ def test_a_session_whose_copies_the_service_runs_reads_all_that_is_committed() -
     assert pool.manager.readable(session, SequenceId(1)).num_tokens == 6
 
 
-def test_what_a_copy_fills_is_found_by_nobody_until_it_has_run() -> None:
+def test_what_a_copy_fills_is_not_found_until_it_has_run() -> None:
     pool, destination = pool_with_a_copy_in_flight()
     for _ in range(3):  # however often is asked what can be published
         pool.manager.publish_pending()

@@ -1,4 +1,4 @@
-"""Whether a start is told that its prefix is being computed: by whom, for how long, and how often at most."""
+"""Whether a start is told that its prefix is being computed: by which sequences, for how long, and how often at most."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_computing_tells_how_long_the_prefix_will_be(granted: int, prompt: list[
         assert waiting_start(pool, 2) == (STARTED, length)
 
 
-def test_computing_is_not_told_to_who_may_not_wait_wants_no_hit_or_is_of_another_tenant() -> None:
+def test_computing_is_not_told_to_a_start_that_may_not_wait_wants_no_hit_or_is_of_another_tenant() -> None:
     for args in ({"may_wait": 0}, {"max_hit": 0}):
         pool = CorePool(num_blocks=17)
         pool.create(1, range(12))

@@ -42,7 +42,7 @@ def test_a_demotion_that_fails_forgets_the_block_and_what_is_below() -> None:
     assert pool.manager.stats().num_cached_host_blocks == 1
 
 
-def test_r8_a_load_that_failed_leaves_its_tenants_content_to_nobody() -> None:
+def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
     """The block was another tenant's before, and comes back to it: torn, with what the load has brought so far."""
     pool = TierPool(num_blocks=4)
     pool.prefill(1, range(12), tenant="blue")

@@ -1,4 +1,4 @@
-"""Reports of many orders that have ended: array work in slices, whose order and outcome do not depend on how they are cut."""
+"""Reports of many orders that have ended: array work in slices, with an order and an outcome that do not depend on the cuts."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ NUM_BLOCKS = 24
 
 
 def swapped_out(at_once: int) -> tuple[TierPool, list[int]]:
-    """A pool whose session a has swapped out a sequence of many blocks and has run the orders. Answers their ids."""
+    """A pool where session a has swapped out a sequence of many blocks and has run the orders. Answers their ids."""
     pool = TierPool(num_blocks=NUM_BLOCKS + 8, block_size=1, num_host_blocks=NUM_BLOCKS + 8)
     swapper = pool.manager.swapper
     assert swapper is not None

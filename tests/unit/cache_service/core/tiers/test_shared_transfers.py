@@ -1,4 +1,4 @@
-"""Orders that several sequences or sessions have an interest in: who waits for whose, and what the end of a session means."""
+"""Orders that several sequences or sessions have an interest in: which waits for which, and what the end of a session means."""
 
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceState, SessionId, StartResult
 from tests.support.tiers.tier_pool import TierPool, cached, push_out
@@ -76,7 +76,7 @@ def test_a_swap_in_waits_for_no_load_that_another_session_makes() -> None:
     assert (pool.state_of(1), pool.bytes(1)) == (SequenceState.RUNNING, written)
 
 
-def test_who_is_answered_at_once_waits_for_nobody_s_load() -> None:
+def test_a_session_that_is_answered_at_once_waits_for_no_load_of_another() -> None:
     pool = TierPool(num_blocks=8)
     written = cached(pool, 1, range(8))
     push_out(pool, 28)

@@ -294,7 +294,7 @@ def test_a_copy_is_not_shared_once_its_source_may_have_been_written() -> None:
     assert pool.bytes(1)[1] == 77
 
 
-def test_blocks_on_their_way_out_are_not_taken_back_while_an_elder_sequence_is_owed_some() -> None:
+def test_blocks_on_their_way_out_are_not_taken_back_while_an_earlier_sequence_waits_for_blocks() -> None:
     """Else two engines on one pool could wait for ever: one gives back, and takes it again before it has come free."""
     pool = TierPool(num_blocks=6)
     pool.prefill(1, range(8))
@@ -310,12 +310,12 @@ def test_blocks_on_their_way_out_are_not_taken_back_while_an_elder_sequence_is_o
     assert pool.step(B, ins=[2]).swap_in_results.tolist() == [OK]
 
 
-def test_blocks_on_their_way_out_are_taken_back_by_the_eldest_and_where_nothing_is_missed() -> None:
+def test_blocks_on_their_way_out_are_taken_back_by_the_earliest_sequence_and_without_a_claim() -> None:
     pool = TierPool(num_blocks=6)
     pool.prefill(1, range(12))
     pool.prefill(2, range(100, 108), session=B)
     pool.step(outs=[1])
     assert pool.step(B, reserves=[(2, 9, 9)]).reserve_reserved.tolist() == [8]
-    assert pool.step(ins=[1]).swap_in_results.tolist() == [OK]  # it is elder than the claim
+    assert pool.step(ins=[1]).swap_in_results.tolist() == [OK]  # it is earlier than the claim
     pool.step(B, outs=[2])
-    assert pool.step(B, ins=[2]).swap_in_results.tolist() == [OK]  # nobody claims
+    assert pool.step(B, ins=[2]).swap_in_results.tolist() == [OK]  # there is no claim

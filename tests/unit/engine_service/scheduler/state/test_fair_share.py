@@ -1,4 +1,4 @@
-"""Fair shares: a tenant that floods the queue does not delay another beyond its share, whatever the policy."""
+"""Fair shares: a tenant that floods the queue does not delay another beyond its share, under each policy."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def test_priorities_come_before_shares_and_old_ones_of_a_tenant_that_was_served_
     assert 9 < world.now - low.arrived_at < 12
 
 
-def test_who_comes_back_has_saved_nothing_up() -> None:
+def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
     shares = FairShare()
     shares.join("a", 0.0)
     shares.join("b", 0.0)

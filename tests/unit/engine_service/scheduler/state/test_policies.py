@@ -39,7 +39,7 @@ def test_equals_start_in_order_of_arrival(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "low_is_first"), [(9.9, False), (10.1, True)])
-def test_who_is_low_overtakes_what_is_normal_and_comes_ten_seconds_later(seconds: float, low_is_first: bool) -> None:
+def test_a_low_request_goes_before_a_normal_one_that_comes_ten_seconds_later(seconds: float, low_is_first: bool) -> None:
     world = world_of("priority")
     low = world.submit(make_request([1, 2], 2, priority=-100))
     world.now += seconds
@@ -48,7 +48,7 @@ def test_who_is_low_overtakes_what_is_normal_and_comes_ten_seconds_later(seconds
 
 
 @pytest.mark.parametrize("policy", ["sjf", "priority"])
-def test_nobody_starves_however_many_come_later(policy: str) -> None:
+def test_no_request_starves_however_many_come_later(policy: str) -> None:
     """What is shorter, or more important, comes faster than it can be served; it overtakes for so many seconds and no more."""
     world = world_of(policy, num_blocks=4000)
     slow = world.submit(make_request([1] * 4000, 2, priority=-100))
@@ -64,7 +64,7 @@ def test_nobody_starves_however_many_come_later(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_refused_start_keeps_its_place_whoever_comes(policy: str) -> None:
+def test_a_refused_start_keeps_its_place_before_all_that_come(policy: str) -> None:
     world = world_of(policy, num_blocks=9)
     blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
     big = world.submit(make_request([2] * 12, 2))
@@ -76,7 +76,7 @@ def test_a_refused_start_keeps_its_place_whoever_comes(policy: str) -> None:
     assert starts(world) == [big, *small]
 
 
-def test_only_who_is_more_important_goes_before_a_refused_start() -> None:
+def test_only_a_more_important_request_goes_before_a_refused_start() -> None:
     world = world_of("priority", num_blocks=9, max_running=8)
     blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
     refused = world.submit(make_request([2] * 12, 2))
@@ -88,7 +88,7 @@ def test_only_who_is_more_important_goes_before_a_refused_start() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_equals_do_not_take_turns_and_who_gave_way_keeps_its_place(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_do_not_take_turns_and_a_preempted_request_keeps_its_place(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.worlds.scheduler_world.STEP_S", 0.0)  # so that what is shorter has the better rank
     world = world_of(policy, num_blocks=20, max_running=8)
     old, young = (world.submit(make_request([place, 2, 0, 1], 28, look_up=False)) for place in range(2))

@@ -1,7 +1,7 @@
-"""What the reference model knows of age: start numbers, claims of the refused, what is owed, pressure.
+"""What the reference model knows of age: start numbers, claims of refused items, blocks reserved for a claim, pressure.
 
-Rules: written from the protocol. A claim is what a step was refused; the eldest one decides who may start and who may take
-what blocks. Everything is worked out anew whenever it is asked for.
+Rules: written from the protocol. A claim is what a step was refused; the oldest one decides which sequences may start
+and take blocks. Everything is worked out anew whenever it is asked for.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class NaiveClaim:
     asked_at: float
 
 
-class NaiveProgress(NaiveKeeping):
-    """See the module."""
+class NaiveClaims(NaiveKeeping):
+    """Adds to the reference model the order of arrivals, its claims and what follows from them."""
 
     last_number = 0  # drawn for a sequence so far
     num_claims_made = 0
-    num_kept = 0  # times that somebody was refused for the sake of an elder one
+    num_kept = 0  # items that were refused for the sake of an earlier claim
     num_given_back = 0  # answers that asked for blocks back
     num_computing = 0
     num_pressure_changes = 0
@@ -45,22 +45,22 @@ class NaiveProgress(NaiveKeeping):
         return -q.priority, q.start_number, self.sessions[q.session].number, q.sequence_id
 
     def claimants(self) -> list[NaiveSequence]:
-        """Sequences with a claim, the eldest first."""
+        """Sequences with a claim, the oldest first."""
         for q in self.sequences.values():
             if q.claim is not None and self.now - q.claim.asked_at >= PATIENCE_SECONDS:
                 q.claim = None
         return sorted((q for q in self.sequences.values() if q.claim is not None), key=self.age)
 
-    def owed(self) -> int:
-        eldest = self.claimants()[:1]
-        return eldest[0].claim.num_blocks if eldest and eldest[0].claim else 0
+    def num_reserved(self) -> int:
+        oldest = self.claimants()[:1]
+        return oldest[0].claim.num_blocks if oldest and oldest[0].claim else 0
 
-    def is_younger(self, q: NaiveSequence) -> bool:
-        eldest = self.claimants()[:1]
-        return bool(eldest) and self.age(q) > self.age(eldest[0])
+    def is_later(self, q: NaiveSequence) -> bool:
+        oldest = self.claimants()[:1]
+        return bool(oldest) and self.age(q) > self.age(oldest[0])
 
     def kept_from(self, q: NaiveSequence) -> int:
-        return self.owed() if self.is_younger(q) else 0
+        return self.num_reserved() if self.is_later(q) else 0
 
     def claim(self, q: NaiveSequence, num_blocks: int) -> None:
         q.claim = NaiveClaim(num_blocks, self.sessions[q.session].step_id, self.now)
@@ -75,12 +75,12 @@ class NaiveProgress(NaiveKeeping):
     def reclaim_hint(self, session: str) -> int:
         states = self.states()
         coming = sum(states.count(state) for state in (BlockState.FREE, BlockState.CACHED, BlockState.FENCED))
-        if not any(q.running and self.is_younger(q) for q in self.of(session)):
+        if not any(q.running and self.is_later(q) for q in self.of(session)):
             return 0
-        return max(0, self.owed() - coming)
+        return max(0, self.num_reserved() - coming)
 
     def computing(self, q: NaiveSequence, max_hit: int) -> int:
-        """Tokens that q could hit, beyond what it can hit now, once somebody has committed what it was granted."""
+        """Tokens that q could hit, beyond what it can hit now, once another sequence has committed what it was granted."""
         if not self.config.prefix_caching:
             return 0
         size = self.block_size
@@ -104,7 +104,7 @@ class NaiveProgress(NaiveKeeping):
         return found
 
     def to_come(self, q: NaiveSequence) -> int:
-        """Tokens of a running sequence that it has yet to publish, as far as anybody can tell, with those before them.
+        """Tokens of a running sequence that it has yet to publish, as far as the pool can tell, with those before them.
 
         By the second step after the one that granted them, what a step computes is committed, or it was not computed.
         """
