@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvkeeper.client.steps import StepResult
-from kvkeeper.engine_service.__main__ import _until_asked
+from kvkeeper.engine_service.__main__ import _until_stopped
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.compute.model_runner import Runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
@@ -109,7 +109,7 @@ def main() -> int:
     stops.watch()
 
     def serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
-        return _until_asked(start_server(config, model=_stopping(load_served_model(config), stops)))
+        return _until_stopped(start_server(config, model=_stopping(load_served_model(config), stops)))
 
     return run("stopping engine", load_config, serve, argv, check_start)
 
