@@ -12,13 +12,15 @@ from tests.e2e.test_metrics import ANY_PORT, scrape
 from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import Services, generate, toy_output, until
 
-# Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait.
+# Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait. The shortest job first counts a token
+# as a few milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
 JOBS: dict[str, tuple[list[int], int, str]] = {
-    "long": ([1] * 40, 0, "a"),
-    "next": ([2] * 12, 0, "a"),
+    "long": ([1] * 600, 0, "a"),
+    "next": ([2] * 180, 0, "a"),
     "short": ([3] * 3, -100, "a"),
-    "high": ([4] * 20, 100, "b"),
+    "high": ([4] * 380, 100, "b"),
 }
+NUM_BLOCKS = 512
 
 
 async def order_of(client: AsyncEngineClient, gate: threading.Event) -> list[str]:
@@ -59,7 +61,7 @@ async def order_of(client: AsyncEngineClient, gate: threading.Event) -> list[str
 async def test_requests_end_in_the_order_of_the_policy(
     world: Services, policy: str, fair_share: bool, expected: list[str]
 ) -> None:
-    await world.start_cache()
+    await world.start_cache(num_blocks=NUM_BLOCKS)
     engine, gate = await world.start_gated_engine(policy=policy, fair_share=fair_share, max_sequences=1)
     client = await world.client(engine)
     assert await order_of(client, gate) == expected
@@ -68,7 +70,7 @@ async def test_requests_end_in_the_order_of_the_policy(
 
 
 async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Services) -> None:
-    await world.start_cache()
+    await world.start_cache(num_blocks=NUM_BLOCKS)
     engine, gate = await world.start_gated_engine(max_sequences=1, prefill_budget=8, metrics_listen=ANY_PORT)
     client = await world.client(engine)
     assert (await client.stats()).scheduling_policy == "fcfs"
