@@ -13,7 +13,7 @@ from tests.support.odd_models import GATE_TOKEN
 from tests.support.service_pair import Services, generate, toy_output, until
 
 # Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait. The shortest job first counts a token
-# as a few milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
+# as two milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
 JOBS: dict[str, tuple[list[int], int, str]] = {
     "long": ([1] * 600, 0, "a"),
     "next": ([2] * 180, 0, "a"),
