@@ -1,4 +1,4 @@
-"""Policies through both services: the order in which requests end, and what the engine reports of it."""
+"""Policies through both services: the order in which requests end, and what the engine tells of it."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
 
 # Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait. The shortest job first counts a token
-# as a few milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
+# as two milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
 JOBS: dict[str, tuple[list[int], int, str]] = {
     "long": ([1] * 600, 0, "a"),
     "next": ([2] * 180, 0, "a"),
@@ -87,7 +87,7 @@ async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Ser
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "adaptive"])
-async def test_what_can_never_fit_is_refused_and_blocks_no_other_request(world: Services, policy: str) -> None:
+async def test_what_can_never_fit_is_refused_and_blocks_nobody(world: Services, policy: str) -> None:
     await world.start_cache(num_blocks=9)
     client = await world.client(await world.start_engine(policy=policy, decode_budget=1))
     ended = await asyncio.gather(
