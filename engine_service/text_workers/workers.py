@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 _NUM_CLIENTS = 4  # clients whose queues may be full before other clients are refused too
 _PATIENCE = 20  # times its processor time: a job may take so long on a busy machine before its worker counts as stuck
+_END_S = 5.0  # from closing its pipe until the end of a process, also on a busy machine
 _READ_BYTES = 1 << 20
 
 
@@ -119,7 +120,7 @@ class Workers:
                 is_kept = not is_last
                 break
             except (EOFError, ConnectionError, TimeoutError) as error:
-                code = await _end(process)
+                code = await (_end if isinstance(error, TimeoutError) else _own_end)(process)
                 log.warning("text_worker_ended", code=code, kind=job.kind.name.lower())
                 # SIGKILL may be no fault of the job: the kernel kills when memory is short, and people do.
                 if code != -signal.SIGKILL or isinstance(error, TimeoutError) or is_second:
@@ -157,8 +158,9 @@ class Workers:
         try:
             await _exchange(process, Kind.SET_UP, self._set_up.to_bytes())
         except BaseException as error:
-            code = await _end(process)
-            if isinstance(error, EOFError | ConnectionError):
+            is_own_end = isinstance(error, EOFError | ConnectionError)
+            code = await (_own_end if is_own_end else _end)(process)
+            if is_own_end:
                 raise RuntimeError(f"a text worker ended with {code} before it was set up") from None
             raise
         return process
@@ -182,6 +184,17 @@ async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome,
     await process.stdin.drain()
     outcome, is_last, length = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
     return Outcome(outcome), is_last, await process.stdout.readexactly(length)
+
+
+async def _own_end(process: Process) -> int:
+    """The exit code of a process that closed its pipe: it has ended or soon will, and is killed if it does not.
+
+    Not killed at once: Process.kill polls first, which takes the exit code away from asyncio, and asyncio then reports 255.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            return await process.wait()
+    return await _end(process)
 
 
 async def _end(process: Process) -> int:

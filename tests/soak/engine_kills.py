@@ -15,6 +15,7 @@ from tests.support.processes.fleet_load import Load, load_on
 
 TOLD_WITHIN_S = 1.0  # a client of a dead engine; a dead process closes its connections at once
 _NUM_BLOCKS = 1024  # so many that nothing is evicted before an engine is back
+_MOST_TRIES = 5
 _WORKERS = {"plain": 2, "resubmitting": 2, "threaded": 1}
 
 
@@ -33,16 +34,17 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
         async with load_on(services, rng, frozenset()) as load:
             load.start(**_WORKERS)
             await load.until_chunks(1, *range(num_engines))
-            for kill in range(num_kills):
+            kills = 0
+            # More of them where one cut nobody: a busy machine may have sent every last token before it.
+            while kills < num_kills or min(load.num_cut, load.num_survived) < num_kills:
+                assert kills < _MOST_TRIES * num_kills, f"{kills} kills cut {load.num_cut} and left {load.num_survived}"
                 await load.until_chunks(rng.choice([1, 10, 100, 300]))
-                victim = kill % num_engines
-                await _kill(services, load, victim)
+                await _kill(services, load, kills % num_engines)
+                kills += 1
             await load.stop()
         await check_nothing_is_left(services)
-    assert load.num_cut >= num_kills
-    assert load.num_survived >= num_kills
     assert load.longest_cut_s <= TOLD_WITHIN_S
-    return Counts(num_kills, load.num_cut + load.num_survived, load.longest_cut_s)
+    return Counts(kills, load.num_cut + load.num_survived, load.longest_cut_s)
 
 
 async def _kill(services: Fleet, load: Load, victim: int) -> None:

@@ -1,6 +1,9 @@
 """A short slice of every row of the soak: the same units, by their first seeds."""
 
+from collections.abc import Iterator
+
 import pytest
+import structlog
 
 from tests.soak.row import Row
 from tests.soak.rows import ROWS
@@ -10,8 +13,10 @@ IN_TESTS = [row for row in ROWS if row.num_ci_seeds]
 
 
 @pytest.fixture(autouse=True)
-def _quiet_services() -> None:
+def _quiet_services() -> Iterator[None]:
     quiet()
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("row", IN_TESTS, ids=lambda row: row.key)
