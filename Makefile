@@ -10,10 +10,11 @@ BIN := $(VENV)/bin
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu)
 PROTOS := $(shell find protos -name '*.proto')
 GENERATED := $(PROTOS:.proto=_pb2.py)
+TEST_NEEDS = $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format docs test test-fast bench soak gpu-check gpu-bundle clean
+.PHONY: help install proto up demo lint format docs test test-serving test-computing test-fast bench soak gpu-check gpu-bundle clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -66,8 +67,19 @@ format: $(VENV)/.dev  ## let ruff format
 docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 	PYTHONPATH=.:protos:clients/python $(BIN)/python -m docs.generate
 
-test: $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed  ## all tests; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
+test: $(TEST_NEEDS)  ## all tests, in two lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
+	$(MAKE) --no-print-directory -j2 test-serving test-computing
+
+# What only computes: it keeps no time and starts no services, so it may wait for a processor.
+COMPUTING := tests/sim tests/unit/kernels tests/unit/cache_service/core tests/unit/engine_service/model \
+    tests/unit/engine_service/scheduler tests/unit/engine_service/compute
+
+test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lane
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
+
+test-computing: $(TEST_NEEDS)  ## the lane of what only computes, behind all else that wants a processor; shown when it has ended
+	@mkdir -p build
+	@nice -n 19 $(BIN)/python -m pytest $(COMPUTING) >build/computing.log 2>&1; code=$$?; cat build/computing.log; exit $$code
 
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \

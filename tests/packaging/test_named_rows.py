@@ -1,4 +1,4 @@
-"""docs/operations.md has a row for every reason that a service gives: errors, finish reasons, ends of a match."""
+"""The pages have a row for every name that the code gives: reasons of errors and ends, promises, eviction policies."""
 
 import re
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 from tests.support.documents.markdown import ROOT, page
 
@@ -34,3 +36,9 @@ def test_every_row_of_the_soak_is_a_promise_that_is_told() -> None:
     rows = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
     assert len(rows) > 20
     assert rows <= told
+
+
+def test_every_eviction_policy_has_one_row_and_the_default_is_told() -> None:
+    names = [row[0] for row in page("docs/eviction.md").table("The policies")]
+    assert sorted(name.split("`")[1] for name in names) == sorted(POLICY_NAMES)
+    assert [name.split("`")[1] for name in names if "(default)" in name] == [PoolConfig.eviction_policy]
