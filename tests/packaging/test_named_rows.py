@@ -42,5 +42,5 @@ def test_every_eviction_policy_has_one_row_and_the_default_is_told() -> None:
     names = [row[0] for row in page("docs/eviction.md").table("The policies")]
     assert sorted(name.split("`")[1] for name in names) == sorted(POLICY_NAMES)
     assert [name.split("`")[1] for name in names if "(default)" in name] == [
-        PoolConfig(num_blocks=2, block_size=1, max_sequences=1, max_tokens_per_sequence=1).eviction_policy
+        PoolConfig(num_blocks=2, block_size=1).eviction_policy
     ]
