@@ -36,7 +36,7 @@ class AttachRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token grants: descriptors, and callbacks for the ends of process and mapping. Each callback runs at most once."""
+    """The rights behind a token: descriptors, and callbacks for the ends of process and mapping. Each runs at most once."""
 
     fields: dict[str, object]  # the line that describes the arenas
     descriptors: list[int]

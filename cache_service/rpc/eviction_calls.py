@@ -9,7 +9,7 @@ from .one_item_session import OneItemSessions, run_copies
 
 
 class EvictionCalls:
-    """What is evicted may be copied to the host tier first, so EvictBlocks waits for copies as a one-item call does."""
+    """An evicted block may be copied to the host tier first, so EvictBlocks waits for copies as a one-item call does."""
 
     def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
         self._session_manager = session_manager

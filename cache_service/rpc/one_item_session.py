@@ -1,4 +1,4 @@
-"""What the one-item calls share: the session of a call, its mode, and its copies.
+"""The common part of the one-item calls: the session of a call, its mode, and its copies.
 
 A one-item call counts as a step whose device work is complete at once. Its copies run here before the answer, so one-item
 calls belong to sessions whose copies the cache service executes.

@@ -129,7 +129,7 @@ class Pool:
             self._publish_slice()
 
     def reclaim_soon(self) -> None:
-        """Reclaims, slice by slice, what is left of sessions that ended."""
+        """Reclaims, slice by slice, the remains of sessions that ended."""
         if self.manager.reclaim.is_left and not self._is_reclaiming:
             self._is_reclaiming = True
             asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)

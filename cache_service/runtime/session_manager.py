@@ -158,7 +158,7 @@ class SessionManager:
                 self._watch_deadlines()
 
     def redeem(self, token: str) -> Grant:
-        """What the attach socket hands to the process that shows this token, once. Raises AttachRefused."""
+        """The grant that the attach socket hands to the process that shows this token, once. Raises AttachRefused."""
         live = self._tokens.get(token)
         if live is None:
             raise AttachRefused("UNKNOWN_TOKEN")

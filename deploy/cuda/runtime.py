@@ -42,7 +42,7 @@ class CudaRuntime(Protocol):
         """Zeros; done when it returns."""
 
     def export(self, device: int, pointer: int) -> tuple[bytes, int]:
-        """The allocation's handle [HANDLE_BYTES] for other processes, and the pointer's offset in what the handle opens."""
+        """The allocation's handle [HANDLE_BYTES] for other processes, and the pointer's offset in the memory that it opens."""
 
     def open(self, device: int, handle: bytes) -> int:
         """The pointer to another process's allocation, mapped here. Once per process and handle, see imported.py."""

@@ -45,7 +45,7 @@ class ConfigSource(Generic[C]):
                 variables.pop(setting.flag, None)
         try:
             return self.config(**values)
-        except ConfigError as error:  # it knows fields alone: who set a variable is told of the variable
+        except ConfigError as error:  # it knows fields alone: a person who set a variable is told of the variable
             raise ConfigError(re.sub(r"--[a-z-]+", lambda at: variables.get(at[0], at[0]), str(error))) from None
 
     def variable(self, setting: Setting) -> str:

@@ -41,7 +41,7 @@ def packages(extra: str) -> list[str]:
 
 
 def _requirement(name: str, marker: str, ours: str) -> str:
-    """With what the marker asks for beside the extra, such as a platform."""
+    """With the conditions of the marker beside the extra, such as a platform."""
     condition = marker.removesuffix(ours).strip().removesuffix("and").strip()
     return f"{name.strip()}; {condition}" if condition else name.strip()
 

@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a value may be: in words, and as a function that says why a value is refused, or None where it is not."""
+    """The values that are allowed: in words, and as a function that says why a value is refused, or None where it is not."""
 
     words: str
     refusal: Callable[[Any], str | None]
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def values(self) -> str:
-        """What it may be, in words, with the unit."""
+        """The allowed values, in words, with the unit."""
         words = "on or off" if self.is_switch else self.check.words if self.check else ""
         return f"{words} {self.unit}".strip()
 
@@ -88,7 +88,7 @@ def setting(
     """A field of a config's dataclass. None is never checked.
 
     default_text: of a default that its value does not explain. parse: where the type of the field is not enough; raises
-    ValueError. details: what the reference adds to the help.
+    ValueError. details: the text that the reference adds to the help.
     """
     declared = {
         "group": group,
@@ -139,7 +139,7 @@ def parse_switch(text: str) -> bool:
 
 
 def must_be(words: str, holds: Callable[[Any], bool], shown: Callable[[Any], str] = repr) -> Check:
-    """A check whose refusal names what is wanted and what was given."""
+    """A check whose refusal names the wanted and the given value."""
     return Check(words, lambda value: None if holds(value) else f"{words}, not {shown(value)}")
 
 

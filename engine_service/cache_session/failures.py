@@ -1,4 +1,4 @@
-"""What the failure of a call to the cache service means for the engine: wait, open another session, or drop one request."""
+"""The meaning of a failed call to the cache service for the engine: wait, open another session, or drop one request."""
 
 import grpc
 

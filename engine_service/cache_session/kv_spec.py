@@ -1,4 +1,4 @@
-"""The KV spec of a model: what the cache service compares before engines share a pool."""
+"""The KV spec of a model, which the cache service compares before engines share a pool."""
 
 import torch
 

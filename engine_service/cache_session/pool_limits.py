@@ -1,4 +1,4 @@
-"""Limits of a pool: what the scheduler may do on it, and which bound makes sequences as short as they are."""
+"""Limits of a pool: how far the scheduler may go on it, and which bound makes sequences as short as they are."""
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 

@@ -43,7 +43,9 @@ class CacheLimits:
         self._quota_of_root: dict[int, int] = {}  # blocks, of tenants with a share of their own
         self._default_quota = self._blocks(config.tenant_quota)
         self.has_quotas = config.tenant_quota < 1 or bool(self._quotas)
-        self.wants_order = self.has_quotas or self._ttl is not None  # reports of what becomes evictable and what is no longer
+        self.wants_order = (
+            self.has_quotas or self._ttl is not None
+        )  # reports of blocks that become evictable, and of those that no longer are
         self.is_on = self.wants_order or self._max_cached is not None
         self.num_expired = 0
         self.num_quota_evictions = 0

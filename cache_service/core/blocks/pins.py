@@ -73,7 +73,7 @@ class Pins:
         self._end_pins([pin_id for pin_id, pin in self._pins.items() if pin.owner == owner])
 
     def clear(self) -> None:
-        """Ends all pins, because what they keep is about to be forgotten."""
+        """Ends all pins, because the blocks that they keep are about to be forgotten."""
         self._end_pins(list(self._pins))
 
     def expire(self, now: float) -> int:

@@ -38,7 +38,7 @@ class AdmissionCalls:
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         if len(hits) * block_size < config.min_prefix_tokens:
             hits = hits[:0]
-        num_required -= int(np.count_nonzero(hits))  # what is to be loaded takes a block too
+        num_required -= int(np.count_nonzero(hits))  # a block that is to be loaded takes room too
         num_room = state.blocks_left.beside(hits, state.num_spare())
         has_room = num_required <= num_room
         has_room = has_room or state.pin_preemption.could_pins_give_way(None, num_required - num_room, hits)

@@ -11,7 +11,7 @@ from ..values.types import Int32Array, SequenceState, SessionId
 
 
 class PinResult(NamedTuple):
-    """What a pin holds; pin_id is empty where that is nothing."""
+    """The blocks that a pin holds; pin_id is empty where it holds none."""
 
     pin_id: str
     num_tokens: int
@@ -37,7 +37,7 @@ class PrefixCalls:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
         nodes = index.match(index.find_root(tenant), token_ids, len(token_ids) // self._state.config.block_size)
         blocks = index.block_of_node[nodes]
-        if np.count_nonzero(blocks) < len(blocks):  # what is in the host tier only has no block to be held
+        if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
             blocks = blocks[: int(np.argmin(blocks > 0))]
         blocks = pins.fitting(blocks)
         if not len(blocks):

@@ -1,4 +1,4 @@
-"""Sessions of a pool: how they open, and what they leave behind when they end.
+"""Sessions of a pool: how they open, and which blocks they leave behind when they end.
 
 What a session cached stays cached; what it may still write is quarantined; what it held is given back by reclaim.py.
 docs/architecture.md tells it block by block.
@@ -16,7 +16,7 @@ from .reclaim import Reclaim
 
 
 class CloseResult(NamedTuple):
-    """What the end of a session did."""
+    """Counts of the end of a session."""
 
     num_released_sequences: int
     num_quarantined_blocks: int
@@ -39,7 +39,7 @@ class SessionCalls:
         self._state.sessions[session] = SessionState(self._num_opened, session, executor)
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
-        """Ends a session. Full committed blocks stay cached; what it may still write is kept from reuse.
+        """Ends a session. Full committed blocks stay cached; blocks that it may still write are kept from reuse.
 
         Of a large one, a rest is left for `reclaim_blocks`.
         """
@@ -85,7 +85,7 @@ class SessionCalls:
         return claims.reclaim_hint(self._state.session(session))
 
     def _end_device_work(self, owner: SessionState, slots: list[int], *, may_still_write: bool) -> None:
-        """No step and no copy of the session is waited for any more; what they may still write is quarantined."""
+        """No step and no copy of the session is waited for any more; blocks that they may still write are quarantined."""
         state, pool = self._state, self._pool
         fences = owner.fenced_blocks()
         owner.fences.clear()
@@ -102,7 +102,7 @@ class SessionCalls:
             state.quarantines[owner.session] = np.concatenate([blocks, fences[~is_cached]])
             fences = fences[is_cached]
         pool.lift_fences(fences)
-        owner.step_id = owner.completed_step_id  # what is dropped now waits for the quarantine, not for a step
+        owner.step_id = owner.completed_step_id  # blocks dropped now wait for the quarantine, not for a step
 
     def _writable_blocks(self, slot: int) -> Int32Array:
         """Blocks that a step of the session may still write: those behind the committed length, or behind the hit to come.

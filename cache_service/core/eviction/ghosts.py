@@ -30,7 +30,7 @@ _TIME_SHIFT, _TIME_MASK = np.uint32(17), 0x7FFF
 
 
 class Traces(NamedTuple):
-    """What is known of n blocks: uses [n], 0 for an unknown block, and stamps [n] of when each last became evictable."""
+    """The history of n blocks: uses [n], 0 for an unknown block, and stamps [n] of when each last became evictable."""
 
     uses: Uint8Array
     stamps: Int64Array

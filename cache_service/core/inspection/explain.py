@@ -73,7 +73,7 @@ def in_words(found: Explanation) -> str:
 
 _WORDS = {
     MatchEnd.COMPLETE: "all of them",
-    MatchEnd.PARTIAL_BLOCK: "what is left is less than a whole block",
+    MatchEnd.PARTIAL_BLOCK: "the rest is less than a whole block",
     MatchEnd.NEVER_STORED: "what comes next was never stored behind them, or went too long ago to be remembered",
     MatchEnd.EVICTED: "the next block was evicted",
     MatchEnd.EXPIRED: "the next block outlived its time",

@@ -82,7 +82,7 @@ def _check_blocks(state: PoolState, owners: list[SessionState], quarantines: lis
 
 
 def _check_copies(pool: BlockPool, owners: list[SessionState]) -> list[str]:
-    """What a copy in flight fills is held until it has run, and is not shared."""
+    """A block that a copy in flight fills is held until the copy has run, and is not shared."""
     filling = np.zeros(pool.num_blocks, np.bool_)
     for owner in owners:
         filling[owner.filling_blocks()] = True

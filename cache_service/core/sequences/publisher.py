@@ -47,7 +47,7 @@ class Publisher:
         self._pending.append((owner, slots))
 
     def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: SessionState | None = None) -> bool:
-        """Publishes up to max_blocks of what is pending; whether more is left. What a copy in flight fills waits for it.
+        """Publishes up to max_blocks pending blocks; whether more are left. A block that a copy in flight fills waits for it.
 
         told_now: the session whose reply, not written yet, tells its table updates; others hear of theirs in their next one.
         """
@@ -78,7 +78,7 @@ class Publisher:
         return self._pool.unindex(blocks), len(blocks)
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Un-indexes blocks and what is below. Answers the others that lost their entry."""
+        """Un-indexes blocks and those below them. Answers the others that lost their entry."""
         lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
             self.disown()
@@ -123,7 +123,7 @@ class Publisher:
         return wrong
 
     def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
-        """Of one commit; what is too much goes back to the front. Answers the number of blocks."""
+        """Of one commit; the blocks beyond the bound go back to the front. Answers the number of blocks."""
         seqs = self._sequences
         behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
         if not len(behind):

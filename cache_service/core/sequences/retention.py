@@ -29,7 +29,7 @@ class DroppedSpan(NamedTuple):
     end: int
 
     def after_commit(self, num_committed: int, block_size: int) -> "DroppedSpan":
-        """What is dropped once so many tokens are committed."""
+        """The blocks that are dropped once so many tokens are committed."""
         end = (num_committed - self.num_window) // block_size * block_size
         return self._replace(end=end) if self.num_window and end > max(self.first, self.end) else self
 

@@ -246,7 +246,7 @@ class SequenceTable:
         self.last_reserve_step[slots] = step_id
 
     def grant_one(self, slot: int, held: int, wanted: int, step_id: int) -> None:
-        """The same for one sequence. What it may write from now on is its own."""
+        """The same for one sequence. The blocks that it may write from now on are its own."""
         if wanted > self.num_committed[slot]:
             self.may_copy[slot] = False
         self.num_reserved_before[slot] = held
@@ -254,7 +254,7 @@ class SequenceTable:
         self.last_reserve_step[slot] = step_id
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """No counter is above num_tokens any more. What is behind them may be shared."""
+        """No counter is above num_tokens any more. Blocks behind them may be shared."""
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
         self.may_copy[slot] = True
@@ -277,7 +277,7 @@ class SequenceTable:
         """Consecutive entries of one table, from `start` on."""
         self.tables[slot, start : start + len(blocks)] = blocks
 
-    # What the index knows of a table
+    # The part of a table that the index knows
 
     def note_published(self, slots: Int64Array, num_published: Int32Array) -> None:
         """The index is about to name so many leading blocks [n] of each."""
@@ -302,7 +302,7 @@ class SequenceTable:
     # Retention
 
     def retain(self, slot: int, num_sink: int, num_window: int) -> None:
-        """From now on only so many leading and last tokens are kept. The caller drops what is outside next."""
+        """From now on only so many leading and last tokens are kept. The caller drops the blocks outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
         self.close_hole(slot)

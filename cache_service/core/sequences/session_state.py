@@ -26,7 +26,7 @@ class TableUpdates(NamedTuple):
 
 
 class HeldLogits(NamedTuple):
-    """What the start of a step was promised; held until the step is completed."""
+    """Blocks promised to the start of a step; held until the step is completed."""
 
     step_id: int
     logits: bytes

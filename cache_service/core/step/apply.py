@@ -221,7 +221,7 @@ class StepApplier:
         return int32_of(outs), int32_of(ins)
 
     def _swap_in(self, owner: SessionState, swapper: SequenceSwapper, slot: int) -> bool:
-        """A swap-in claims as a start does, and leaves alone what is reserved for earlier arrivals."""
+        """A swap-in claims as a start does, and leaves alone the blocks that are reserved for earlier arrivals."""
         claims, num_apart = self._claims, self._state.num_spare()
         num_kept = claims.num_kept_from(slot) if claims.claims else 0
         # Do not cancel a swap-out while an earlier arrival waits for its blocks.

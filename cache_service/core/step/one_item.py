@@ -68,7 +68,7 @@ class OneItemCalls:
             )
             if reply.reserve_reserved[0] >= num_tokens:
                 return copies_of(reply)
-            self._claims.forget_claim(slot)  # what is refused with an error leaves no trace
+            self._claims.forget_claim(slot)  # a call that is refused with an error leaves no trace
         elif seqs.states[slot] != SequenceState.WAITING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         else:
@@ -86,7 +86,7 @@ class OneItemCalls:
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
     ) -> None:
-        """Appends token ids, which stand at first_token_idx, and commits. What is stored already is not stored twice."""
+        """Appends token ids, which stand at first_token_idx, and commits. Tokens stored already are not stored twice."""
         owner, slot = self._state.find_sequence(session, sequence_id)
         seqs = self._sequences
         known = int(seqs.num_tokens[slot])
@@ -162,7 +162,7 @@ class OneItemCalls:
             swapper = self._swapper
             assert swapper is not None, "a swapped sequence without a host tier"
             claims = self._claims
-            claims.forget_claim(slot)  # what is refused with an error leaves no trace
+            claims.forget_claim(slot)  # a call that is refused with an error leaves no trace
             requested, room = swapper.shortage_in(owner, slot, self._state.num_spare() + claims.num_kept_from(slot))
             available = max(room, 0)
             raise OutOfBlocks(
@@ -184,7 +184,7 @@ class OneItemCalls:
         return num_needed - len(hits), max(0, self._blocks_left.beside(hits, self._state.num_spare()))
 
     def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
-        """Starts a waiting sequence; what it hits in the host tier is loaded by the copies of this call."""
+        """Starts a waiting sequence; its hits in the host tier are loaded by the copies of this call."""
         swapper = self._swapper
         if swapper is not None:
             swapper.begin_call(owner, log.orders)

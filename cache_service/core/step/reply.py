@@ -1,4 +1,4 @@
-"""The reply of a step, as columns, from what the step did."""
+"""The reply of a step, as columns, from the step's log."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def step_reply(
     revision: int,
 ) -> StepReply:
     """The reply of most steps."""
-    # A start that was refused holds nothing, so its row tells zeros by itself. What is loading is told when it is there.
+    # A start that was refused holds nothing, so its row is zeros by itself. A loading start is told when its blocks are there.
     tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
     if StartResult.LOADING in starts:
@@ -93,12 +93,12 @@ def int32_of(values: Sequence[int]) -> Int32Array:
 
 
 def copies_of(reply: StepReply) -> Copies:
-    """What a step wants to have run."""
+    """The copies and transfers that a step wants to have run."""
     transfers = (reply.transfer_kinds, reply.transfer_sources, reply.transfer_destinations)
     return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
 
 
 def copies_from(sources: list[int], destinations: list[int], orders: list[TransferOrder]) -> Copies:
-    """What a call without a reply of columns wants to have run."""
+    """The copies that a call without a reply of columns wants to have run."""
     columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
     return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))

@@ -95,7 +95,7 @@ def _check_commits(sequences: SequenceTable, owner: SessionState, batch: StepBat
     slots = owner.ids.find(batch.commit_ids, "commit_sequence_ids")
     lens, tokens = batch.commit_lens, batch.commit_tokens
     granted = sequences.num_reserved[slots]
-    if batch.completed_step_id < owner.step_id:  # a step still runs: what it was granted may not be committed yet
+    if batch.completed_step_id < owner.step_id:  # a step still runs: the tokens granted to it may not be committed yet
         runs = sequences.last_reserve_step[slots] > batch.completed_step_id
         granted = np.where(runs, sequences.num_reserved_before[slots], granted)
     if has_one_each(batch) and _are_running(sequences, slots):
@@ -250,10 +250,10 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
     for sequence_id in batch.start_ids.tolist():
         look(sequence_id)
     if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.num_retaining:
-        # The usual step in which requests end and begin: nothing above changed what a reservation is held against.
+        # The usual step in which requests end and begin: nothing above changed the limits of a reservation.
         leaving = {*batch.release_ids.tolist(), *batch.swap_out_ids.tolist()}
         for sequence_id in leaving.intersection(batch.reserve_ids.tolist()):
-            state = look(sequence_id).state  # refuses what is released
+            state = look(sequence_id).state  # refuses a released sequence
             if state != SequenceState.RUNNING:
                 raise wrong_state(sequence_id, state)
         return _check_reservations(sequences, owner, batch, commits)
@@ -289,7 +289,7 @@ def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
 
 
 def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:
-    """Only a sequence with retention may be longer than the pool; what it holds at once may not."""
+    """Only a sequence with retention may be longer than the pool; the part that it holds at once may not."""
     for at in np.flatnonzero(batch.reserve_min > sequences.most_held_blocks * sequences.block_size).tolist():
         dropped = dropped_span(sequences, int(slots[at]))
         for row in np.flatnonzero(commit_slots == slots[at]).tolist():

@@ -1,4 +1,4 @@
-"""What the items of a step do to block tables: look up, start, reserve, commit, fork, truncate, release.
+"""The effects of a step's items on block tables: look up, start, reserve, commit, fork, truncate, release.
 
 Owns how items get, share and give up blocks, and the decision on copy-on-write (reserve). Every operation takes lawful items
 and cannot fail. Each file is a part over PoolState. May import tiers, pool_state and below.

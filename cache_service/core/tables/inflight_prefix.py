@@ -63,7 +63,7 @@ class InflightPrefixes:
     def _will_publish(self, owner: SessionState, rival: int, length: int) -> bool:
         """Whether so many tokens of the running sequence are to be expected in the index.
 
-        One-item calls do not say what is under way: what was granted with them may be committed any time.
+        One-item calls do not say which work is under way: tokens granted with them may be committed any time.
         """
         seqs = self._sequences
         if seqs.num_committed[rival] >= length:

@@ -18,7 +18,7 @@ from .step_log import StepLog
 
 
 class Hit(NamedTuple):
-    """What a start finds: nodes and their blocks [n], 0 for one to be loaded.
+    """The prefix that a start finds: nodes and their blocks [n], 0 for one to be loaded.
 
     joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
     whole prompt, where no token is left to compute.
@@ -67,7 +67,7 @@ class SequenceStarter:
         Takes at most max_hit tokens from the index, and leaves at least one to compute (R4), or else finds the logits that
         follow the whole prompt, which the session then holds; leaves num_spare blocks alone. Look-up, hold and reservation are
         one decision, so that no other start takes the match away. Where a part of the hit is in the host tier only, it is
-        LOADING afterwards; for want of room for that it starts on what is on the device. While blocks are reserved for an
+        LOADING afterwards; for want of room for that it starts on the blocks of the device. While blocks are reserved for an
         earlier arrival it is refused. A refusal is a claim, but not with `exactly`: that one is an error and leaves no trace.
         """
         claims = self._claims

@@ -1,4 +1,4 @@
-"""What the operations of a step leave for its reply, as lists, because they are short.
+"""The notes that a step's operations leave for its reply, as lists, because they are short.
 
 Owns nothing but these values.
 """
@@ -11,7 +11,7 @@ from ..values.types import NULL_BLOCK, Int32Array
 
 @dataclass(slots=True)
 class StepLog:
-    """What a step tells its engine: orders and copies to run, replaced table entries, and slots of sequences that run now
+    """The news of a step for its engine: orders and copies to run, replaced table entries, and slots of sequences that run now
     without having been started."""
 
     copy_sources: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The host tier: blocks in the host's memory that hold what left the device, or copies of what is still there.
+"""The host tier: blocks in the host's memory that hold the content of device blocks, those that left and copies of others.
 
 Owns the host blocks: which are free, which swapped sequences hold, which only the index names (in their own order of
 eviction, least recently used first), which are ends of orders in flight, and which a dead session may still write. Rules: a

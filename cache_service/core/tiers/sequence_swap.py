@@ -230,7 +230,7 @@ class SequenceSwapper:
     # Ends
 
     def release_sequence(self, owner: SessionState, slot: int) -> None:
-        """A sequence that is swapped or loading ends. What is in flight for it goes on, and is for no sequence."""
+        """A sequence that is swapped or loading ends. Transfers in flight for it go on, and are for no sequence."""
         seqs = self._sequences
         if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
             self._drop_blocks(owner, seqs.table(slot))

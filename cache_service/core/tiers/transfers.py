@@ -70,7 +70,7 @@ class Transfers:
         return order
 
     def orders_of(self, owner: SessionState) -> list[TransferOrder]:
-        """What the session has in flight, oldest first."""
+        """The transfers that the session has in flight, oldest first."""
         return list(self._of.get(owner.number, {}).values())
 
     def ends(self, kind: TransferKind) -> tuple[Int32Array, Int32Array]:
@@ -117,7 +117,7 @@ class Transfers:
         return {order_id for ids, _ in self._reported for order_id in ids}.intersection(self.in_flight)
 
     def are_by_owner(self) -> bool:
-        """Whether what is known by session is what is in flight; for audits."""
+        """Whether the records by session equal the transfers in flight; for audits."""
         known = {order_id: order for orders in self._of.values() for order_id, order in orders.items()}
         return known == self.in_flight and all(self._of.values())
 

@@ -1,4 +1,4 @@
-"""Sums over the life of a pool, incremented by the code that does what they count."""
+"""Sums over the life of a pool, incremented by the code that does the thing counted."""
 
 from dataclasses import dataclass
 

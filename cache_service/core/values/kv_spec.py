@@ -1,4 +1,4 @@
-"""What two sessions must have in common to share K and V, and what a block of it weighs."""
+"""The KV spec: the facts two sessions must have in common to share K and V, and the bytes of a block."""
 
 from dataclasses import dataclass
 

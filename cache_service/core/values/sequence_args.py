@@ -1,4 +1,4 @@
-"""What a client fixes when it creates a sequence."""
+"""The arguments of a sequence, which a client fixes when it creates it."""
 
 from dataclasses import dataclass
 

@@ -72,7 +72,7 @@ class StepBatch(NamedTuple):
 
 
 class StepReply(NamedTuple):
-    """What a Step answers, as columns and numbers; fields are those of the protocol's StepResponse."""
+    """The answer to a Step, as columns and numbers; fields are those of the protocol's StepResponse."""
 
     fork_results: Annotated[Int32Array, In("fork", "fork_results", Length.LIST)]
     start_results: Annotated[Int32Array, In("start", "start_results", Length.LIST)]

@@ -92,7 +92,7 @@ class Tier(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What an event of a watch reports. The numbers are the protocol's."""
+    """The kinds of a watch's events. The numbers are the protocol's."""
 
     SNAPSHOT = 1
     SNAPSHOT_END = 2

@@ -1,4 +1,4 @@
-"""What the service shows of itself, as messages: pools, sessions, blocks, explanations, events."""
+"""The reports that the service gives of itself, as messages: pools, sessions, blocks, explanations, events."""
 
 from typing import Any, NamedTuple
 
@@ -26,11 +26,11 @@ class Number(NamedTuple):
 
     name: str
     text: str
-    is_sum: bool  # over the life of the pool or service; otherwise the number is what is true now
+    is_sum: bool  # over the life of the pool or service; otherwise the number is true now
 
 
 def _numbers(message: str, names: list[str]) -> tuple[Number, ...]:
-    """In the protocol a field of 32 bits is what is true now, and one of 64 bits a sum, except for bytes."""
+    """In the protocol a field of 32 bits is true now, and one of 64 bits a sum, except for bytes."""
     fields = pb.DESCRIPTOR.message_types_by_name[message].fields_by_name
     return tuple(
         Number(

@@ -51,7 +51,7 @@ export class EngineClient {
   }
 
   /**
-   * What a submitted request has given: now, or when it has ended, or after waitMs.
+   * The results of a submitted request: now, or when it has ended, or after waitMs.
    * @returns {Promise<object>} {request, state, outputs, usage, error}; usage and error are null until they are known
    */
   async result(requestId, options = {}) {

@@ -75,7 +75,7 @@ export class SessionCalls {
   }
 
   /**
-   * Yields what is cached for the tenant, then every change of it; leaving the loop ends the watch.
+   * Yields the blocks cached for the tenant, then every change of them; leaving the loop ends the watch.
    * @param {{tenant?: string, timeoutMs?: number}} [options]
    */
   watchEvents(options = {}) {

@@ -202,7 +202,7 @@ class AsyncCacheSession:
         return await self._do(self._calls.explain_match(token_ids, tenant))
 
     def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S) -> AsyncStream:
-        """Iterate over what is cached for the tenant, then every change of it; cancel() ends the watch.
+        """Iterate over the blocks cached for the tenant, then every change of them; cancel() ends the watch.
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
         """

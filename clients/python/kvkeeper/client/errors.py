@@ -67,7 +67,7 @@ def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
 
 @dataclass(slots=True)
 class _Told:
-    """What the details of a status say, as far as this client knows them."""
+    """The details of a status, as far as this client knows them."""
 
     reason: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class _Told:
 
 
 def _told(error: grpc.RpcError) -> _Told:
-    """What the call's status tells. A status that contradicts its own code tells nothing."""
+    """The details of the call's status. A status that contradicts its own code tells nothing."""
     from google.rpc import error_details_pb2
     from grpc_status import rpc_status
 

@@ -21,7 +21,7 @@ _OPTIONS = CallOptions(timeout_s=30.0)
 
 @dataclass(frozen=True, slots=True)
 class LiveReplay:
-    """What a replay counted, and the pool that it ran on."""
+    """The counts of a replay, and the pool that it ran on."""
 
     num_asked: int
     num_hits: int

@@ -13,7 +13,7 @@ Curves = dict[str, list[tuple[int, float]]]  # by policy: capacity in blocks, hi
 
 
 def require() -> None:
-    """Raises UsageFailure with the command that installs what is missing."""
+    """Raises UsageFailure with the command that installs the missing packages."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageFailure(f"--plot needs matplotlib: {install_command('plot')}")
 

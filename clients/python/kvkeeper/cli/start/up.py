@@ -175,7 +175,7 @@ def _program() -> str:
 
 
 def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Arguments of each service. What is prefixed with a service's name is that service's own flag. Raises UsageFailure."""
+    """Arguments of each service. A flag that starts with a service's name goes to that service alone. Raises UsageFailure."""
     flags = {
         "cache": ["--listen", args.cache_listen, "--log-level", args.log_level],
         "engine": ["--listen", args.engine_listen, "--log-level", args.log_level, "--cache", args.cache_listen],

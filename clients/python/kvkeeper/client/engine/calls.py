@@ -78,7 +78,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a submitted request has given so far: one Piece with everything per continuation, by index.
+    """The results of a submitted request so far: one Piece with everything per continuation, by index.
 
     state is a name of RequestState without its prefix, in lower case; error is (reason, message) of one that failed.
     """
@@ -115,7 +115,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What a request asks for beside its prompt and sampling.
+    """The options of a request beside its prompt and sampling.
 
     timeout_ms: most time from arrival to the last token; None: as long as it makes progress.
     retention: what is kept of it while it grows; None: everything.

@@ -87,7 +87,7 @@ class EngineClient:
         return generation
 
     def iteration_plan(self) -> pb.GetIterationPlanResponse:
-        """What the engine's last iteration computed; `plan` is a text for people."""
+        """The engine's last iteration: the requests in it and their tokens; `plan` is a text for people."""
         return self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     def cancel(self, request_id: str) -> None:
@@ -225,7 +225,7 @@ class AsyncEngineClient:
         return generation
 
     async def iteration_plan(self) -> pb.GetIterationPlanResponse:
-        """What the engine's last iteration computed; `plan` is a text for people."""
+        """The engine's last iteration: the requests in it and their tokens; `plan` is a text for people."""
         return await self._call("GetIterationPlan", pb.GetIterationPlanRequest())
 
     async def cancel(self, request_id: str) -> None:
