@@ -4,7 +4,6 @@ Owns how the parts of a pool are put together; each method forwards to the part 
 before it asks or calls where the answer is to show it. Knows no grpc, asyncio, torch or clock: `tick` tells the time.
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from .calls.admission import AdmissionCalls
@@ -204,11 +203,14 @@ class PoolManager:
 
     # Questions
 
-    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
-        return self._queries.view(session, sequence_id)
+    def view(self, session: SessionId, sequence_id: int, *, with_table: bool = True) -> SequenceView:
+        return self._queries.view(session, sequence_id, with_table=with_table)
 
-    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
-        return self._queries.views(session)
+    def sequence_ids(self, session: SessionId) -> Int64Array:
+        return self._queries.sequence_ids(session)
+
+    def num_sequences(self, session: SessionId | None) -> int:
+        return self._queries.num_sequences(session)
 
     def start_number(self, session: SessionId, sequence_id: int) -> int:
         return self._queries.start_number(session, sequence_id)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.values.errors import Draining
-from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.session_manager import SessionManager
 from .convert import checks, reports
 from .convert.checks import MAX_INT32, check_range
 from .watch_streams import WatchStreams
@@ -22,13 +22,17 @@ class InspectionCalls:
         self._started = time()
 
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
-        manager, now = self._session_manager, self._session_manager.now()
+        manager = self._session_manager
+        for pool in manager.registry.pools:
+            await pool.published()
+        now = manager.now()
         return pb.GetStatsResponse(
             epoch=manager.epoch,
             uptime_seconds=self._time() - self._started,
             pools=[reports.pool_stats(pool) for pool in manager.registry.pools],
             sessions=[
-                reports.session_info(live.core, now, _num_sequences(live), int(live.is_mapped)) for live in manager.sessions
+                reports.session_info(live.core, now, live.pool.manager.num_sequences(live.core.id), int(live.is_mapped))
+                for live in manager.sessions
             ],
             num_opened_sessions=manager.num_opened,
             num_reaped_sessions=manager.num_reaped,
@@ -40,7 +44,7 @@ class InspectionCalls:
         for pool in self._session_manager.registry.pools:
             response.violations.extend(pool.manager.check_invariants())
             response.num_checked_blocks += pool.info.num_blocks
-            response.num_checked_sequences += sum(1 for _ in pool.manager.views(None))
+            response.num_checked_sequences += pool.manager.num_sequences(None)
         return response
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
@@ -53,7 +57,3 @@ class InspectionCalls:
         if self._session_manager.is_draining:
             raise Draining("the service is stopping")
         return self._watch_streams.watch(live, checks.tenant(request.tenant))
-
-
-def _num_sequences(live: LiveSession) -> int:
-    return sum(1 for _ in live.pool.manager.views(live.core.id))

@@ -22,7 +22,7 @@ from ..memory.shared_memory import SharedMemoryArena
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
 _SLICE_ORDERS = 512  # transfer orders whose end is handled in about a millisecond
-_PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
+SLICE_PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,14 @@ class Pool:
     def is_idle(self) -> bool:
         return not (self.sessions or self.mappings or self.quarantines)
 
+    async def published(self) -> None:
+        """Publishes what steps have committed until now, slice by slice; so that counts told after it have it in them."""
+        while True:
+            if not self.manager.publish_pending(_SLICE_BLOCKS):
+                return
+            await asyncio.sleep(SLICE_PAUSE)
+
     def stats(self) -> PoolStats:
-        """Costs a look at every block."""
-        self.manager.publish_pending()
         return self.manager.stats()
 
     def copy(self, copies: Copies) -> Awaitable[None] | None:
@@ -132,18 +137,18 @@ class Pool:
         """Reclaims, slice by slice, the remains of sessions that ended."""
         if self.manager.reclaim.is_left and not self._is_reclaiming:
             self._is_reclaiming = True
-            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
+            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._reclaim_slice)
 
     def _publish_slice(self) -> None:
         is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
         self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
         if self._is_publishing:
-            asyncio.get_running_loop().call_later(_PAUSE, self._publish_slice)
+            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._publish_slice)
 
     def _reclaim_slice(self) -> None:
         self._is_reclaiming = self.manager.reclaim_some(_SLICE_BLOCKS)
         if self._is_reclaiming:
-            asyncio.get_running_loop().call_later(_PAUSE, self._reclaim_slice)
+            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._reclaim_slice)
 
     def arena_fields(self) -> dict[str, object]:
         """How the attach socket describes the pool's memory."""

@@ -35,6 +35,7 @@ class BlockPool:
         self.transfer_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
         # Quarantines and transfers together, because the path of a step needs only their sum.
         self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.pin_counts: Int32Array = np.zeros(config.num_blocks, np.int32)  # the references that are pins
         self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         # Blocks that a copy in flight fills. Their content is not there yet, so they are neither shared nor read.
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
@@ -44,6 +45,8 @@ class BlockPool:
         self._in_transfer: Int32Array = np.empty(0, np.int32)  # distinct blocks with a transfer count
         self.num_evictable = 0
         self.num_referenced = 0
+        self.num_indexed = 0
+        self.num_shared = 0  # blocks in more than one table
         self.num_evicted = 0
         self.peak_used = 0
         self._forget = forget
@@ -95,7 +98,23 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Int32Array) -> None:
-        """Adds a reference per entry to blocks that are referenced, cached or fenced."""
+        """Adds a table's reference per entry to blocks that are referenced, cached or fenced."""
+        in_tables = self._num_tables(blocks)
+        self._acquire(blocks)
+        self.num_shared += self._num_distinct_where(blocks, (in_tables < 2) & (self._num_tables(blocks) > 1))
+
+    def pin(self, blocks: Int32Array) -> None:
+        """Adds a pin's reference to each of these distinct cached or referenced blocks."""
+        self._acquire(blocks)
+        self.pin_counts[blocks] += 1
+
+    def unpin(self, blocks: Int32Array) -> None:
+        """Takes a pin's references away, deepest first."""
+        self.pin_counts[blocks] -= 1
+        np.subtract.at(self.ref_counts, blocks, _ONE)
+        self._let_go(blocks[self.ref_counts[blocks] == 0])
+
+    def _acquire(self, blocks: Int32Array) -> None:
         idle = np.unique(blocks[self.ref_counts[blocks] == 0])
         revived = idle[self._is_evictable(idle)]
         if len(revived):
@@ -106,16 +125,29 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def drop_references(self, blocks: Int32Array, *, fenced: bool) -> None:
-        """Takes away a reference per entry; a block occurs once per table, deepest first within each table.
+        """Takes away a table's reference per entry; a block occurs once per table, deepest first within each table.
 
         A fenced drop also adds a step in flight per entry, which lift_fences takes away.
         """
+        in_tables = self._num_tables(blocks) if self.num_shared else None
         np.subtract.at(self.ref_counts, blocks, _ONE)
+        if in_tables is not None:
+            self.num_shared -= self._num_distinct_where(blocks, (in_tables > 1) & (self._num_tables(blocks) < 2))
         if fenced:
             np.add.at(self.fence_counts, blocks, _ONE)
-        unreferenced = self._last_occurrences(blocks[self.ref_counts[blocks] == 0])
+        self._let_go(self._last_occurrences(blocks[self.ref_counts[blocks] == 0]))
+
+    def _let_go(self, unreferenced: Int32Array) -> None:
+        """The last reference of each of these distinct blocks has gone."""
         self.num_referenced -= len(unreferenced)
         self._settle(unreferenced)
+
+    def _num_tables(self, blocks: Int32Array) -> Int32Array:
+        """[n] tables that name each of these blocks."""
+        return self.ref_counts[blocks] - self.pin_counts[blocks]
+
+    def _num_distinct_where(self, blocks: Int32Array, chosen: npt.NDArray[np.bool_]) -> int:
+        return len(self._distinct(blocks[chosen])) if chosen.any() else 0
 
     def lift_fences(self, blocks: Int32Array) -> None:
         """Steps that might have touched these entries have completed."""
@@ -167,7 +199,7 @@ class BlockPool:
         if self.limits.has_quotas and self.limits.over:
             victims = self.limits.take_above_quota(count)
             self._lose(victims)
-            self.indexed[victims] = False
+            self._unmark(victims)
             self.policy.forget_blocks(victims)
             others = self.policy.take_victims(count - len(victims))
             self._lose(others)
@@ -175,7 +207,7 @@ class BlockPool:
         else:
             victims = self.policy.take_victims(count)
             self._lose(victims)
-        self.indexed[victims] = False
+        self._unmark(victims)
         self.num_evicted += len(victims) + self.unindex(self._forget(victims, MatchEnd.EVICTED))
         return victims
 
@@ -186,7 +218,7 @@ class BlockPool:
     def unindex(self, blocks: Int32Array) -> int:
         """Distinct blocks lost their index entry: the cached ones become free. Answers how many became free."""
         cached = blocks[self._is_evictable(blocks)]
-        self.indexed[blocks] = False
+        self._unmark(blocks)
         self.policy.forget_blocks(blocks)
         self._lose(cached)
         self.free.put_blocks(cached)
@@ -204,6 +236,17 @@ class BlockPool:
         if self.fence_counts[block]:
             return BlockState.FENCED
         return BlockState.CACHED if self.indexed[block] else BlockState.FREE
+
+    def mark_indexed(self, blocks: Int32Array) -> None:
+        """The index names these blocks from now on; it may have named some before."""
+        new = blocks[~self.indexed[blocks]]
+        self.indexed[new] = True
+        self.num_indexed += self.num_distinct(new) if len(new) > 1 else len(new)
+
+    def _unmark(self, blocks: Int32Array) -> None:
+        """The index names these distinct blocks no more; some may have been unmarked already."""
+        self.num_indexed -= int(np.count_nonzero(self.indexed[blocks]))
+        self.indexed[blocks] = False
 
     def num_distinct(self, blocks: Int32Array) -> int:
         return len(self._distinct(blocks))

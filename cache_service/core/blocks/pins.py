@@ -37,7 +37,7 @@ class Pins:
         self._soonest = _NEVER  # no deadline is before this
         self.max_blocks = (pool.num_blocks - 1) // 2
         self.num_blocks = 0  # distinct blocks that pins hold
-        self.counts: Int32Array = np.zeros(pool.num_blocks, np.int32)  # pins that hold each block
+        self.counts = pool.pin_counts  # pins that hold each block
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -56,17 +56,15 @@ class Pins:
     def add(self, pin_id: str, pin: Pin) -> None:
         """Pins indexed blocks, all of which fit."""
         assert pin_id not in self._pins, "a pin id is drawn once"
-        self._pool.acquire(pin.blocks)
         self.num_blocks += int(np.count_nonzero(self.counts[pin.blocks] == 0))
-        self.counts[pin.blocks] += 1
+        self._pool.pin(pin.blocks)
         self._pins[pin_id] = pin
         self._soonest = min(self._soonest, pin.deadline)
 
     def end_pin(self, pin_id: str) -> None:
         blocks = self._pins.pop(pin_id).blocks
-        self.counts[blocks] -= 1
-        self.num_blocks -= int(np.count_nonzero(self.counts[blocks] == 0))
-        self._pool.drop_references(blocks[::-1], fenced=False)  # deepest first; no step reads through a pin
+        self.num_blocks -= int(np.count_nonzero(self.counts[blocks] == 1))
+        self._pool.unpin(blocks[::-1])  # no step reads through a pin, so nothing is fenced
 
     def end_pins_of(self, owner: SessionId) -> None:
         """Ends the pins of a session that is over."""

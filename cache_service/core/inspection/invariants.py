@@ -111,8 +111,13 @@ def check_orders(pool: BlockPool) -> list[str]:
     if pool.num_evictable != np.count_nonzero(idle & pool.indexed):
         wrong.append("the number of evictable blocks is wrong")
     wrong.extend(pool.limits.check(idle & pool.indexed))
-    if pool.num_referenced != np.count_nonzero(pool.ref_counts):
-        wrong.append("the number of referenced blocks is wrong")
+    for name, number, found in (
+        ("referenced", pool.num_referenced, pool.ref_counts),
+        ("indexed", pool.num_indexed, pool.indexed),
+        ("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1),
+    ):
+        if number != np.count_nonzero(found):
+            wrong.append(f"the number of {name} blocks is wrong")
     return wrong
 
 

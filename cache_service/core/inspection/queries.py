@@ -1,7 +1,5 @@
 """Questions about one pool's sequences, blocks and cached prefixes. Changes nothing."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ..pool_state import PoolState
@@ -10,7 +8,7 @@ from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import UnknownBlock
-from ..values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId
+from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, SequenceId, SequenceState, SessionId
 from ..values.views import BlockView, PoolStats, Readable, SequenceView
 from . import invariants, tier_invariants
 from .explain import Explanation, explain_match
@@ -28,18 +26,19 @@ class Queries:
 
     # Sequences
 
-    def view(self, session: SessionId, sequence_id: int) -> SequenceView:
-        """One sequence with its block table. Raises UnknownSession, UnknownSequence."""
+    def view(self, session: SessionId, sequence_id: int, *, with_table: bool = True) -> SequenceView:
+        """One sequence, with its block table or with an empty one. Raises UnknownSession, UnknownSequence."""
         owner, slot = self._state.find_sequence(session, sequence_id)
-        return self._view(owner, slot, self._sequences.shown_table(slot).copy())
+        return self._view(owner, slot, self._sequences.shown_table(slot).copy() if with_table else NO_INT32)
 
-    def views(self, session: SessionId | None) -> Iterator[SequenceView]:
-        """Sequences of one session or of all, by session and id, without tables. Raises UnknownSession."""
-        sessions = self._state.sessions
-        owners = [self._state.session(session)] if session else [sessions[name] for name in sorted(sessions)]
-        for owner in owners:
-            for slot in owner.ids.items()[1].tolist():
-                yield self._view(owner, slot, np.empty(0, np.int32))
+    def sequence_ids(self, session: SessionId) -> Int64Array:
+        """[n] ids of the session's sequences, ascending; to be read before the session changes. Raises UnknownSession."""
+        return self._state.session(session).ids.items()[0]
+
+    def num_sequences(self, session: SessionId | None) -> int:
+        """Of one session or of all. Raises UnknownSession."""
+        owners = [self._state.session(session)] if session else self._state.sessions.values()
+        return sum(len(owner.ids) for owner in owners)
 
     def start_number(self, session: SessionId, sequence_id: int) -> int:
         """The sequence's place in the order of arrivals."""

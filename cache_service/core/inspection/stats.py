@@ -1,6 +1,6 @@
 """Counts of a pool for people and dashboards, derived from the state whenever they are asked for."""
 
-from dataclasses import asdict
+from dataclasses import fields
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..values.views import PoolStats
 
 
 def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
-    """Costs a look at every block; not for the path of a step."""
+    """Costs a look at every sequence, but at no block."""
     pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
@@ -23,9 +23,9 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_referenced_blocks=pool.num_referenced,
         num_fenced_blocks=pool.num_fenced,
         num_quarantined_blocks=pool.num_quarantined,
-        num_indexed_blocks=int(np.count_nonzero(pool.indexed)),
+        num_indexed_blocks=pool.num_indexed,
         peak_used_blocks=pool.peak_used,
-        num_shared_blocks=int(np.count_nonzero(pool.ref_counts - state.pins.counts > 1)),
+        num_shared_blocks=pool.num_shared,
         num_waiting_sequences=int(np.count_nonzero(seqs.states == SequenceState.WAITING)),
         num_running_sequences=len(running),
         slot_utilization=float((num_reserved.sum() - num_holes * seqs.block_size) / num_slots) if num_slots else 1.0,
@@ -47,7 +47,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(state.index.logits.by_node),
-        **asdict(counters),
+        **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
     )
 

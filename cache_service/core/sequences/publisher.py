@@ -197,7 +197,7 @@ class Publisher:
         own = seqs.tables[slots, places]
         known = self._index.block_of_node[nodes]
         twice = known != own
-        pool.indexed[known] = True
+        pool.mark_indexed(known)
         if not np.count_nonzero(twice):
             return
         slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]

@@ -100,7 +100,7 @@ class Offloader:
             _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
             first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
             index.add_blocks(nodes[first], destinations[first])
-            self._pool.indexed[destinations[first]] = True
+            self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
         self.host.pool.end_transfers(sources)
         self._pool.end_transfers(destinations)
@@ -122,7 +122,7 @@ class Offloader:
         copies = host.take_blocks(num_room, held=False)
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
         index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
-        host.pool.indexed[copies[nodes > 0]] = True
+        host.pool.mark_indexed(copies[nodes > 0])
         host.return_blocks(copies[nodes == 0])
         moved, copies = moved[nodes > 0], copies[nodes > 0]
         self.order_swap_outs(moved, copies)

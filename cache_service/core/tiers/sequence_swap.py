@@ -125,7 +125,7 @@ class SequenceSwapper:
         nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten a node
         named = (nodes > 0) & (index.host_of_node[nodes] == 0)
         index.add_hosts(nodes[named], copies[named])
-        host.pool.indexed[copies[named]] = True
+        host.pool.mark_indexed(copies[named])
         for order in self.offloader.order_swap_outs(blocks, copies):
             order.add_waiter(move, 0)
             self.offloader.outs.setdefault(order.source, order)

@@ -5,41 +5,46 @@ A page token says where its page ended, not how many rows came before: sequences
 
 import base64
 import binascii
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
 
 from ...core.values.errors import InvalidField
-from ...core.values.views import SequenceView
-
-Position = tuple[str, int]  # session id, sequence id
+from ...core.values.types import Int64Array
 
 
-def position(view: SequenceView) -> Position:
+class Position(NamedTuple):
     """Lists are ordered by it."""
-    return view.session_id, view.sequence_id
+
+    session_id: str
+    sequence_id: int
 
 
-def page(views: Iterator[SequenceView], size: int, token: str) -> tuple[list[SequenceView], str]:
-    """At most size of the ordered views behind the token's page, and the token of the next page, empty on the last page.
+def page(ids: Iterable[tuple[str, Int64Array]], size: int, token: str) -> tuple[list[Position], str]:
+    """At most size positions behind the token's page, and the token of the next page, empty on the last page.
 
-    Raises InvalidField for a token that no page answered.
+    ids: sessions in order, with the ascending ids of their sequences. Raises InvalidField for a token that no page answered.
     """
-    after = _position_of(token)
-    rows = list(itertools.islice((view for view in views if position(view) > after), size + 1))
+    after, rows = _position_of(token), list[Position]()
+    for session_id, own in ids:
+        if session_id >= after.session_id and len(rows) <= size:
+            start = int(np.searchsorted(own, after.sequence_id, "right")) if session_id == after.session_id else 0
+            rows += (Position(session_id, sequence_id) for sequence_id in own[start : start + size + 1].tolist())
     if len(rows) <= size:
         return rows, ""
     return rows[:size], _token_of(rows[size - 1])
 
 
-def _token_of(view: SequenceView) -> str:
-    return base64.urlsafe_b64encode(f"{view.session_id} {view.sequence_id}".encode()).decode()
+def _token_of(end: Position) -> str:
+    return base64.urlsafe_b64encode(f"{end.session_id} {end.sequence_id}".encode()).decode()
 
 
 def _position_of(token: str) -> Position:
     if not token:
-        return "", 0
+        return Position("", 0)
     try:
         session_id, sequence_id = base64.b64decode(token, altchars=b"-_", validate=True).decode().split(" ")
-        return session_id, int(sequence_id)
+        return Position(session_id, int(sequence_id))
     except (ValueError, binascii.Error):
         raise InvalidField("page_token is the next_page_token of the page before", field="page_token") from None

@@ -42,7 +42,7 @@ class CoreCache:
 
     @property
     def sequences(self) -> list[int]:
-        return [view.sequence_id for view in self.manager.views(self.session)]
+        return self.manager.sequence_ids(self.session).tolist()
 
     @property
     def num_reusable_blocks(self) -> int:
