@@ -20,6 +20,7 @@ from .inspection.explain import Explanation
 from .inspection.queries import Queries
 from .pool_state import PoolState
 from .sequences.claims import StartNumbers
+from .sequences.publisher import ALL_BLOCKS
 from .step.apply import StepApplier
 from .step.one_item import OneItemCalls
 from .tables.inflight_prefix import InflightPrefixes
@@ -170,14 +171,14 @@ class PoolManager:
 
     # Room
 
-    def evict_blocks(self, num_free_blocks: int) -> int:
-        return self._evictions.evict_blocks(num_free_blocks)
+    def evict_blocks(self, num_free_blocks: int, at_most: int = ALL_BLOCKS) -> int:
+        return self._evictions.evict_blocks(num_free_blocks, at_most)
 
     def evict_count(self, num_blocks: int) -> int:
         return self._evictions.evict_count(num_blocks)
 
-    def evict_to(self, max_utilization: float) -> int:
-        return self._evictions.evict_to(max_utilization)
+    def evict_to(self, max_utilization: float, at_most: int = ALL_BLOCKS) -> int:
+        return self._evictions.evict_to(max_utilization, at_most)
 
     def evict_excess(self, max_blocks: int) -> int:
         return self._evictions.evict_excess(max_blocks)

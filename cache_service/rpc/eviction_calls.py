@@ -1,11 +1,18 @@
 """Calls about room in a pool: whether a prompt fits, which sequences to preempt, what to evict and collect."""
 
+import asyncio
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from ..core.manager import PoolManager
+from ..core.values.types import SessionId
+from ..runtime.pool import SLICE_PAUSE
 from ..runtime.session_manager import SessionManager
 from .convert import checks, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
+
+_SLICE_BLOCKS = 256  # evicted in about half a millisecond
 
 
 class EvictionCalls:
@@ -51,19 +58,31 @@ class EvictionCalls:
         return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
 
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        """In slices, each with the copies of what it demotes; at most as many blocks as could be evicted at the beginning."""
+        pool = self._session_manager.require(request.session_id, request.epoch).pool
         checks.check_one_target(request)
-        await self._one_item.wait_for_copies(request)
-        manager = live.pool.manager
-        with manager.demoting(live.core.id) as moved:
-            if request.HasField("max_utilization"):
-                num_evicted = manager.evict_to(request.max_utilization)
-            elif request.num_blocks:
-                num_evicted = manager.evict_count(request.num_blocks)
-            else:
-                num_evicted = manager.evict_blocks(request.num_free_blocks)
-        await run_copies(live.pool, moved.copies)
-        num_free = manager.stats().num_free_blocks
+        manager = pool.manager
+        num_left, num_evicted, num_demoted = manager.stats().num_cached_blocks, 0, 0
+        while True:
+            await self._one_item.wait_for_copies(request)
+            with manager.demoting(SessionId(request.session_id)) as moved:
+                count = _evict(manager, request, num_evicted, at_most=min(num_left, _SLICE_BLOCKS))
+            await run_copies(pool, moved.copies)
+            num_left, num_evicted, num_demoted = num_left - count, num_evicted + count, num_demoted + moved.num_blocks
+            if count < _SLICE_BLOCKS:
+                break
+            await asyncio.sleep(SLICE_PAUSE)
         return pb.EvictBlocksResponse(
-            num_evicted_blocks=num_evicted, num_free_blocks=num_free, num_demoted_blocks=moved.num_blocks
+            num_evicted_blocks=num_evicted,
+            num_free_blocks=manager.stats().num_free_blocks,
+            num_demoted_blocks=num_demoted,
         )
+
+
+def _evict(manager: PoolManager, request: pb.EvictBlocksRequest, num_evicted: int, at_most: int) -> int:
+    """A slice towards the request's target, after num_evicted of it."""
+    if request.HasField("max_utilization"):
+        return manager.evict_to(request.max_utilization, at_most)
+    if request.num_blocks:
+        return manager.evict_count(min(request.num_blocks - num_evicted, at_most))
+    return manager.evict_blocks(request.num_free_blocks, at_most)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..pool_state import PoolState
+from ..sequences.publisher import ALL_BLOCKS
 from ..step.reply import copies_from
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
@@ -52,17 +53,17 @@ class EvictionCalls:
         state.update_pressure()
         return result
 
-    def evict_blocks(self, num_free_blocks: int) -> int:
-        """Evicts until so many blocks are free or nothing more can be evicted. Answers how many were."""
-        return self._evict(num_free_blocks - len(self._pool.free))
+    def evict_blocks(self, num_free_blocks: int, at_most: int = ALL_BLOCKS) -> int:
+        """Evicts until so many blocks are free, or nothing more can be evicted. Answers how many were."""
+        return self._evict(min(num_free_blocks - len(self._pool.free), at_most))
 
     def evict_count(self, num_blocks: int) -> int:
         """Evicts so many cached blocks, or all. Answers how many were."""
         return self._evict(num_blocks)
 
-    def evict_to(self, max_utilization: float) -> int:
+    def evict_to(self, max_utilization: float, at_most: int = ALL_BLOCKS) -> int:
         """Evicts until at most this share of the pool is held or cached, as far as that can be. Answers how many were."""
-        return self._evict(self._blocks_left.num_filled_above(max_utilization))
+        return self._evict(min(self._blocks_left.num_filled_above(max_utilization), at_most))
 
     def evict_excess(self, max_blocks: int) -> int:
         """Evicts at most so many of the cached blocks above the configured share. Answers how many were.
