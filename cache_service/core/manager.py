@@ -4,6 +4,7 @@ Owns how the parts of a pool are put together; each method forwards to the part 
 before it asks or calls where the answer is to show it. Knows no grpc, asyncio, torch or clock: `tick` tells the time.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from .calls.admission import AdmissionCalls
@@ -244,8 +245,12 @@ class PoolManager:
     def pressure(self) -> PressureLevel:
         return self.state.gauge.level
 
+    def audit(self) -> Iterator[list[str]]:
+        return self._queries.audit()
+
     def check_invariants(self) -> list[str]:
-        return self._queries.check_invariants()
+        """The whole audit in one go; empty when all invariants hold."""
+        return [text for wrong in self.audit() for text in wrong]
 
 
 def _add_host_tier(state: PoolState) -> SequenceSwapper:

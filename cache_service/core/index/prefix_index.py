@@ -11,7 +11,7 @@ Python would be slower and would still need the comparison.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from .stored_logits import StoredLogits
 
 NO_NODE = 0
 MAX_TENANTS = 65_536
+_SLICE_NODES = 256  # audited in about a millisecond
+_MOST_WALKED = 1024  # nodes; an audit of a larger index does not walk all of it in one go
 _PACK_PARENT = struct.Struct("<i").pack
 _UNPACK_PARENT = struct.Struct("<i").unpack_from
 
@@ -220,31 +222,39 @@ class PrefixIndex:
             self._lose_hosts(hosts)
         return blocks
 
-    def check(self) -> list[str]:
-        """The broken invariants of the tree, one sentence each; empty when all hold."""
+    def check(self) -> Iterator[list[str]]:
+        """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
+        for start in range(1, len(self._keys), _SLICE_NODES):
+            yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
+        yield self._check_totals()
+
+    def _check_node(self, node: int) -> Iterator[str]:
+        key = self._keys[node]
+        if key is None:
+            return
+        (parent,) = _UNPACK_PARENT(key)
+        if self._nodes.get(key) != node:
+            yield f"node {node} has another key than the index"
+        if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
+            yield f"node {node} has no parent in the index"
+        block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
+        if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
+            yield f"node {node} and its block disagree"
+        if not block and not host:
+            yield f"node {node} has no block in any tier"
+        after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
+        links_here = self._next_sibling[before] if before else self._first_child[parent]
+        if links_here != node or (after and self._prev_sibling[after] != node):
+            yield f"siblings of node {node} are not linked both ways"
+        for sibling in (after, before):
+            if sibling and ((other := self._keys[sibling]) is None or _UNPACK_PARENT(other)[0] != parent):
+                yield f"node {node} has a sibling under another parent"
+        child = int(self._first_child[node])
+        if child and ((below := self._keys[child]) is None or _UNPACK_PARENT(below)[0] != node):
+            yield f"node {node} has a child that does not name it"
+
+    def _check_totals(self) -> list[str]:
         wrong: list[str] = []
-        seen_children: dict[int, set[int]] = {}
-        for key, node in self._nodes.items():
-            (parent,) = _UNPACK_PARENT(key)
-            if self._keys[node] != key:
-                wrong.append(f"node {node} has another key than the index")
-            if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
-                wrong.append(f"node {node} has no parent in the index")
-            block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
-            if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
-                wrong.append(f"node {node} and its block disagree")
-            if not block and not host:
-                wrong.append(f"node {node} has no block in any tier")
-            seen_children.setdefault(parent, set()).add(node)
-        for node in [*self._nodes.values(), *self._roots.values()]:
-            children, child, prev = set(), int(self._first_child[node]), 0
-            while child and child not in children:
-                if self._prev_sibling[child] != prev:
-                    wrong.append(f"siblings of node {child} are not linked both ways")
-                children.add(child)
-                prev, child = child, int(self._next_sibling[child])
-            if children != seen_children.get(node, set()):
-                wrong.append(f"children of node {node} are not those that name it")
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
         for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
@@ -252,7 +262,18 @@ class PrefixIndex:
                 wrong.append("blocks with a node and nodes with a block differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
+        if len(self._nodes) <= _MOST_WALKED and self._num_reachable() != len(self._nodes):
+            wrong.append("a node is not among its parent's children")
         return wrong
+
+    def _num_reachable(self) -> int:
+        """Nodes that a walk from the roots finds: a ring of siblings that no parent reaches shows only here."""
+        found, stack = 0, [int(self._first_child[root]) for root in self._roots.values()]
+        while stack and found <= len(self._nodes):
+            if node := stack.pop():
+                found += 1
+                stack += (int(self._next_sibling[node]), int(self._first_child[node]))
+        return found
 
     def children(self, parent: int, most: int) -> list[int]:
         """At most `most` children of a node or root, the youngest first."""

@@ -4,40 +4,52 @@ Compares every derived number with what it is derived from. Runs after each step
 raises nothing and changes nothing. Texts name blocks and sequences by number only.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from ..blocks.block_pool import BlockPool
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..values.types import NULL_BLOCK, Int32Array, SequenceState
+from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, SequenceState
 
 
-def violations(state: PoolState) -> list[str]:
-    """One sentence per violation; empty when all is well. Costs a look at every block and every table entry."""
-    owners, quarantines = [*state.sessions.values(), *state.ended_sessions], list(state.quarantines.values())
-    wrong = [*_check_counters(state, owners)]
-    if wrong:
-        return wrong  # tables cannot be read by wrong counters
-    running = state.sequences.running_slots().tolist()
+def audit(state: PoolState) -> Iterator[list[str]]:
+    """In slices of a millisecond or a few, one sentence per violation; the pool may change between two slices.
+
+    Each slice tells of the moment when it is asked for, and all of it must hold between any two calls.
+    """
+    for check in (_check_counters, _check_names):
+        wrong = check(state)
+        yield wrong
+        if wrong:
+            return  # tables cannot be read by wrong counters or numbers
+    for check in (_check_references, _check_fences, _check_quarantines, _check_index, _check_copies, _check_counts):
+        yield check(state)
+    yield from check_orders(state.pool)
+    yield from state.index.check()
+    yield _check_pins(state)
+    yield state.publisher.check()
+    yield state.claims.check()
+    for slot in state.sequences.running_slots().tolist():
+        if state.sequences.states[slot] == SequenceState.RUNNING:  # it may have ended since
+            row = state.sequences.table(slot)
+            yield [*_check_sequence(state, slot, row), *_check_retention(state, slot, row)]
+
+
+def _owners(state: PoolState) -> list[SessionState]:
+    return [*state.sessions.values(), *state.ended_sessions]
+
+
+def _named(state: PoolState) -> Int32Array:
+    """Every entry of a table or a pin."""
     holding = state.sequences.holding_slots().tolist()
-    pins = [pin.blocks for pin in state.pins.live()]
-    named = np.concatenate([np.empty(0, np.int32), *map(state.sequences.held, holding), *pins])
-    if len(named) and (int(named.min()) < 1 or int(named.max()) >= state.pool.num_blocks):
-        return ["a block table or a pin names a block that is not there"]
-    wrong.extend(_check_blocks(state, owners, quarantines, named))
-    wrong.extend(state.index.check())
-    wrong.extend(_check_pins(state, owners))
-    wrong.extend(state.publisher.check())
-    wrong.extend(state.claims.check())
-    for slot in running:
-        row = state.sequences.table(slot)
-        wrong.extend(_check_sequence(state, slot, row))
-        wrong.extend(_check_retention(state, slot, row))
-    return wrong
+    return np.concatenate([NO_INT32, *map(state.sequences.held, holding), *(pin.blocks for pin in state.pins.live())])
 
 
-def _check_counters(state: PoolState, owners: list[SessionState]) -> list[str]:
-    seqs = state.sequences
+def _check_counters(state: PoolState) -> list[str]:
+    seqs, owners = state.sequences, _owners(state)
     live = seqs.live_slots()
     wrong: list[str] = []
     for name, bad in (
@@ -58,33 +70,49 @@ def _check_counters(state: PoolState, owners: list[SessionState]) -> list[str]:
     return wrong
 
 
-def _check_blocks(state: PoolState, owners: list[SessionState], quarantines: list[Int32Array], named: Int32Array) -> list[str]:
-    pool, size = state.pool, state.pool.num_blocks
-    wrong: list[str] = []
-    fenced = np.concatenate([np.empty(0, np.int32), *(owner.fenced_blocks() for owner in owners)])
-    quarantined = np.concatenate([np.empty(0, np.int32), *quarantines])
-    for name, counts, entries in (
-        ("references", pool.ref_counts, named),
-        ("fences", pool.fence_counts, fenced),
-        ("quarantines", pool.quarantine_counts, quarantined),
-    ):
-        differ = np.flatnonzero(counts != np.bincount(entries, minlength=size))
-        wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
-    if (pool.indexed != (state.index.node_of_block > 0)).any():
-        wrong.append("pool and index disagree on what is indexed")
-    wrong.extend(_check_copies(pool, owners))
-    wrong.extend(check_orders(pool))
+def _check_names(state: PoolState) -> list[str]:
+    named = _named(state)
+    if len(named) and (int(named.min()) < 1 or int(named.max()) >= state.pool.num_blocks):
+        return ["a block table or a pin names a block that is not there"]
+    return []
+
+
+def _check_references(state: PoolState) -> list[str]:
+    return _compare("references", state.pool.ref_counts, [_named(state)])
+
+
+def _check_fences(state: PoolState) -> list[str]:
+    return _compare("fences", state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)])
+
+
+def _check_quarantines(state: PoolState) -> list[str]:
+    return _compare("quarantines", state.pool.quarantine_counts, list(state.quarantines.values()))
+
+
+def _compare(name: str, counts: Int32Array, entries: list[Int32Array]) -> list[str]:
+    differ = np.flatnonzero(counts != np.bincount(np.concatenate([NO_INT32, *entries]), minlength=len(counts)))
+    return [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
+
+
+def _check_index(state: PoolState) -> list[str]:
+    if (state.pool.indexed != (state.index.node_of_block > 0)).any():
+        return ["pool and index disagree on what is indexed"]
+    return []
+
+
+def _check_counts(state: PoolState) -> list[str]:
+    pool = state.pool
     if pool.num_fenced + pool.num_quarantined + pool.num_in_transfer != np.count_nonzero(
         (pool.ref_counts == 0) & ((pool.fence_counts | pool.busy_counts) > 0)
     ):
-        wrong.append("the numbers of fenced, quarantined and moving blocks are wrong")
-    return wrong
+        return ["the numbers of fenced, quarantined and moving blocks are wrong"]
+    return []
 
 
-def _check_copies(pool: BlockPool, owners: list[SessionState]) -> list[str]:
+def _check_copies(state: PoolState) -> list[str]:
     """A block that a copy in flight fills is held until the copy has run, and is not shared."""
-    filling = np.zeros(pool.num_blocks, np.bool_)
-    for owner in owners:
+    pool, filling = state.pool, np.zeros(state.pool.num_blocks, np.bool_)
+    for owner in _owners(state):
         filling[owner.filling_blocks()] = True
     wrong: list[str] = []
     if (filling != pool.is_filling).any():
@@ -96,40 +124,47 @@ def _check_copies(pool: BlockPool, owners: list[SessionState]) -> list[str]:
     return wrong
 
 
-def check_orders(pool: BlockPool) -> list[str]:
+def check_orders(pool: BlockPool) -> Iterator[list[str]]:
     """Whether free list and eviction order hold what the counts say, in whichever tier."""
-    wrong: list[str] = []
-    if (pool.busy_counts != pool.quarantine_counts + pool.transfer_counts).any():
-        wrong.append("quarantines and transfers do not add up")
-    idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
-    idle[0] = False
-    free = pool.free.ids()
-    if not np.array_equal(np.sort(free), np.flatnonzero(idle & ~pool.indexed)):
-        wrong.append("the free list is not the blocks that nothing holds and nothing names")
-    if not np.array_equal(np.sort(pool.policy.waiting()), np.flatnonzero(idle & pool.indexed)):
-        wrong.append("the eviction order is not the indexed blocks that nothing holds")
-    if pool.num_evictable != np.count_nonzero(idle & pool.indexed):
-        wrong.append("the number of evictable blocks is wrong")
-    wrong.extend(pool.limits.check(idle & pool.indexed))
+    is_right = (pool.busy_counts == pool.quarantine_counts + pool.transfer_counts).all()
+    yield [] if is_right else ["quarantines and transfers do not add up"]
+    is_right = _are(pool.free.ids(), _is_idle(pool) & ~pool.indexed)
+    yield [] if is_right else ["the free list is not the blocks that nothing holds and nothing names"]
+    is_right = _are(pool.policy.waiting(), _is_idle(pool) & pool.indexed)
+    yield [] if is_right else ["the eviction order is not the indexed blocks that nothing holds"]
+    yield pool.limits.check(_is_idle(pool) & pool.indexed) if pool.limits.wants_order else []
     for name, number, found in (
+        ("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed),
         ("referenced", pool.num_referenced, pool.ref_counts),
         ("indexed", pool.num_indexed, pool.indexed),
         ("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1),
     ):
-        if number != np.count_nonzero(found):
-            wrong.append(f"the number of {name} blocks is wrong")
-    return wrong
+        yield [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
 
 
-def _check_pins(state: PoolState, owners: list[SessionState]) -> list[str]:
+def _is_idle(pool: BlockPool) -> npt.NDArray[np.bool_]:
+    """[num_blocks] Whether nothing holds the block; never for the null block."""
+    idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
+    idle[0] = False
+    return idle
+
+
+def _are(blocks: Int32Array, wanted: npt.NDArray[np.bool_]) -> bool:
+    """Whether these are the wanted blocks, each once."""
+    found = np.zeros(len(wanted), np.bool_)
+    found[blocks] = True
+    return len(blocks) == np.count_nonzero(wanted) and np.array_equal(found, wanted)
+
+
+def _check_pins(state: PoolState) -> list[str]:
     pins, index = state.pins, state.index
     wrong: list[str] = []
-    held = np.concatenate([np.empty(0, np.int32), *(pin.blocks for pin in pins.live())])
+    held = np.concatenate([NO_INT32, *(pin.blocks for pin in pins.live())])
     if (pins.counts != np.bincount(held, minlength=state.pool.num_blocks)).any():
         wrong.append("a block has the wrong number of pins")
     if pins.num_blocks != len(set(held.tolist())) or pins.num_blocks > pins.max_blocks:
         wrong.append("the number of pinned blocks is wrong, or above its limit")
-    sessions = {owner.session for owner in owners}
+    sessions = {owner.session for owner in _owners(state)}
     for pin in pins.live():
         if pin.owner not in sessions:
             wrong.append("a pin outlives its session")

@@ -1,5 +1,7 @@
 """Questions about one pool's sequences, blocks and cached prefixes. Changes nothing."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..pool_state import PoolState
@@ -100,12 +102,14 @@ class Queries:
         """Counts derived from the state, and sums over the pool's life."""
         return pool_stats(self._state, self._swapper)
 
-    def check_invariants(self) -> list[str]:
-        """The broken invariants, one sentence each; empty when all hold."""
-        wrong = invariants.violations(self._state)
-        if self._swapper is not None and not wrong:
-            wrong = tier_invariants.violations(self._state, self._swapper)
-        return wrong
+    def audit(self) -> Iterator[list[str]]:
+        """The broken invariants, one sentence each, in slices between which the pool may change."""
+        is_whole = True
+        for wrong in invariants.audit(self._state):
+            is_whole &= not wrong
+            yield wrong
+        if self._swapper is not None and is_whole:
+            yield from tier_invariants.audit(self._state, self._swapper)
 
     def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
         seqs = self._sequences

@@ -4,6 +4,8 @@ Recomputes every derived number and every look-up table from the orders in fligh
 index. Raises nothing and changes nothing.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..pool_state import PoolState
@@ -13,9 +15,13 @@ from ..values.types import Int32Array, SequenceState, TransferKind
 from .invariants import check_orders
 
 
-def violations(state: PoolState, swapper: SequenceSwapper) -> list[str]:
-    """One sentence per violation; empty when all is well."""
-    return [*_check_blocks(state, swapper), *_check_orders(swapper), *_check_moves(state, swapper)]
+def audit(state: PoolState, swapper: SequenceSwapper) -> Iterator[list[str]]:
+    """In slices, one sentence per violation; the pool may change between two slices."""
+    yield _check_blocks(state, swapper)
+    for wrong in check_orders(swapper.host.pool):
+        yield [f"in the host tier {text}" for text in wrong]
+    yield _check_orders(swapper)
+    yield _check_moves(state, swapper)
 
 
 def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
@@ -37,7 +43,6 @@ def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
         wrong.append("host tier and index disagree on what is indexed")
     if host.pool.num_referenced != np.count_nonzero(host.pool.ref_counts) or host.pool.fence_counts.any():
         wrong.append("the number of held host blocks is wrong")
-    wrong.extend(f"in the host tier {text}" for text in check_orders(host.pool))
     return wrong
 
 
