@@ -1,18 +1,16 @@
 """Calls about room in a pool: whether a prompt fits, which sequences to preempt, what to evict and collect."""
 
-import asyncio
-
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.manager import PoolManager
 from ..core.values.types import SessionId
-from ..runtime.pool import SLICE_PAUSE
 from ..runtime.session_manager import SessionManager
+from ..runtime.turns import Turns
 from .convert import checks, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
 
-_SLICE_BLOCKS = 256  # evicted in about half a millisecond
+_SLICE_BLOCKS = 128  # evicted in less than a millisecond
 
 
 class EvictionCalls:
@@ -63,6 +61,7 @@ class EvictionCalls:
         checks.check_one_target(request)
         manager = pool.manager
         num_left, num_evicted, num_demoted = manager.stats().num_cached_blocks, 0, 0
+        turns = Turns()
         while True:
             await self._one_item.wait_for_copies(request)
             with manager.demoting(SessionId(request.session_id)) as moved:
@@ -71,7 +70,7 @@ class EvictionCalls:
             num_left, num_evicted, num_demoted = num_left - count, num_evicted + count, num_demoted + moved.num_blocks
             if count < _SLICE_BLOCKS:
                 break
-            await asyncio.sleep(SLICE_PAUSE)
+            await turns.offer()
         return pb.EvictBlocksResponse(
             num_evicted_blocks=num_evicted,
             num_free_blocks=manager.stats().num_free_blocks,

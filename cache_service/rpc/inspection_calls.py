@@ -1,13 +1,12 @@
 """Calls that look at the service and change nothing: statistics, invariants, single blocks, events."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.values.errors import Draining
-from ..runtime.pool import SLICE_PAUSE
 from ..runtime.session_manager import SessionManager
+from ..runtime.turns import Turns
 from .convert import checks, reports
 from .convert.checks import MAX_INT32, check_range
 from .watch_streams import WatchStreams
@@ -42,11 +41,11 @@ class InspectionCalls:
         )
 
     async def check_invariants(self, _: pb.CheckInvariantsRequest) -> pb.CheckInvariantsResponse:
-        response = pb.CheckInvariantsResponse()
+        response, turns = pb.CheckInvariantsResponse(), Turns()
         for pool in self._session_manager.registry.pools:
             for wrong in pool.manager.audit():
                 response.violations.extend(wrong)
-                await asyncio.sleep(SLICE_PAUSE)
+                await turns.offer()
             response.num_checked_blocks += pool.info.num_blocks
             response.num_checked_sequences += pool.manager.num_sequences(None)
         return response

@@ -1,6 +1,5 @@
 """Calls on sequences: the one-item calls that change one, and the calls that show them."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -10,14 +9,13 @@ from ..core.manager import PoolManager
 from ..core.values.copies import Copies
 from ..core.values.errors import UnknownSequence, UnknownSession
 from ..core.values.types import SequenceId, SessionId
-from ..runtime.pool import SLICE_PAUSE
 from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.turns import Turns
 from .convert import checks, pagination, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
 
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
-_SLICE_ROWS = 50  # of a list, made in about a millisecond
 
 
 class SequenceCalls:
@@ -100,14 +98,12 @@ class SequenceCalls:
         ids = ((live.core.id, live.pool.manager.sequence_ids(live.core.id)) for live in sessions)
         positions, next_page_token = pagination.page(ids, size, request.page_token)
         managers = {live.core.id: live.pool.manager for live in sessions}
-        rows: list[pb.SequenceInfo] = []
-        for start in range(0, len(positions), _SLICE_ROWS):
-            if start:
-                await asyncio.sleep(SLICE_PAUSE)
-            for session_id, sequence_id in positions[start : start + _SLICE_ROWS]:
-                with suppress(UnknownSession, UnknownSequence):  # it has ended since the slice before
-                    view = managers[SessionId(session_id)].view(SessionId(session_id), sequence_id, with_table=False)
-                    rows.append(sequences.sequence_info(view, with_table=False))
+        rows, turns = list[pb.SequenceInfo](), Turns()
+        for session_id, sequence_id in positions:
+            await turns.offer()
+            with suppress(UnknownSession, UnknownSequence):  # it has ended since the call began
+                view = managers[SessionId(session_id)].view(SessionId(session_id), sequence_id, with_table=False)
+                rows.append(sequences.sequence_info(view, with_table=False))
         return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 
     async def _swap(

@@ -18,11 +18,11 @@ from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.shared_memory import SharedMemoryArena
+from .turns import PAUSE, Turns
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
 _SLICE_ORDERS = 512  # transfer orders whose end is handled in about a millisecond
-SLICE_PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,9 @@ class Pool:
 
     async def published(self) -> None:
         """Publishes what steps have committed until now, slice by slice; so that counts told after it have it in them."""
-        while True:
-            if not self.manager.publish_pending(_SLICE_BLOCKS):
-                return
-            await asyncio.sleep(SLICE_PAUSE)
+        turns = Turns()
+        while self.manager.publish_pending(_SLICE_BLOCKS):
+            await turns.offer()
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
@@ -137,18 +136,18 @@ class Pool:
         """Reclaims, slice by slice, the remains of sessions that ended."""
         if self.manager.reclaim.is_left and not self._is_reclaiming:
             self._is_reclaiming = True
-            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._reclaim_slice)
+            asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
     def _publish_slice(self) -> None:
         is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
         self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
         if self._is_publishing:
-            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._publish_slice)
+            asyncio.get_running_loop().call_later(PAUSE, self._publish_slice)
 
     def _reclaim_slice(self) -> None:
         self._is_reclaiming = self.manager.reclaim_some(_SLICE_BLOCKS)
         if self._is_reclaiming:
-            asyncio.get_running_loop().call_later(SLICE_PAUSE, self._reclaim_slice)
+            asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
     def arena_fields(self) -> dict[str, object]:
         """How the attach socket describes the pool's memory."""

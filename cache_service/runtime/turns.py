@@ -1,0 +1,24 @@
+"""Turns: long calls that let others pass.
+
+Owns when a call has computed for long enough. Rules: the caller is between two whole changes of the pool when it offers a turn,
+and looks again at everything that others may have changed.
+"""
+
+import asyncio
+import time
+
+PAUSE = 0.001  # seconds between two slices: a call takes a few turns of the loop, and each may meet a slice
+_MOST_SECONDS = 0.001
+
+
+class Turns:
+    """The turns of one call, which begins to compute now."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    async def offer(self) -> None:
+        """Lets other calls pass if this one has computed for about a millisecond since they could."""
+        if time.perf_counter() - self._began > _MOST_SECONDS:
+            await asyncio.sleep(PAUSE)
+            self._began = time.perf_counter()

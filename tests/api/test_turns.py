@@ -1,0 +1,109 @@
+"""Long calls let others pass: what they do in slices is whole at each turn, and what changed meanwhile is no error."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.rpc import eviction_calls
+from kvkeeper.cache_service.runtime import turns
+from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+
+NUM_BLOCKS, NUM_CACHED = 65, 40
+
+
+@pytest.fixture(autouse=True)
+def _a_turn_for_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    monkeypatch.setattr(eviction_calls, "_SLICE_BLOCKS", 1)
+
+
+@pytest.fixture
+async def wide() -> AsyncIterator[Api]:
+    async with serving(num_blocks=NUM_BLOCKS) as api:
+        yield api
+
+
+async def _cached(session: Session) -> None:
+    """40 blocks that nothing holds, by the session's first four steps."""
+    await session.create(1, 4 * NUM_CACHED + 1)
+    await session.api.raw_step(session.start_bytes(1, 1))
+    commit = {"commit_num_tokens": le32(4 * NUM_CACHED), "commit_num_new_tokens": le32(0)}
+    await session.step(2, commit_sequence_ids=le64(1), **commit)
+    await session.step(3, release_sequence_ids=le64(1))
+    await session.step(4)
+
+
+async def test_others_step_while_blocks_are_evicted(wide: Api) -> None:
+    session, other = await wide.open(), await wide.open()
+    await _cached(session)
+    evicting = asyncio.ensure_future(session.call("EvictBlocks", num_blocks=30))
+    seen, step_id = set[int](), 0
+    while not evicting.done():
+        step_id += 1
+        await other.step(step_id)
+        (pool,) = wide.server.session_manager.registry.pools
+        seen.add(pool.manager.stats().num_cached_blocks)
+        await wide.audit()
+    answer = await evicting
+    assert (answer.num_evicted_blocks, answer.num_free_blocks) == (30, NUM_BLOCKS - 1 - NUM_CACHED + 30)
+    assert any(10 < num_cached < NUM_CACHED for num_cached in seen), "no step came between"
+
+
+async def test_targets_are_met_in_slices_as_in_one_go(wide: Api) -> None:
+    session = await wide.open()
+    await _cached(session)
+    assert (await session.call("EvictBlocks", num_free_blocks=30)).num_evicted_blocks == 6
+    assert (await session.call("EvictBlocks", max_utilization=0.25)).num_evicted_blocks == 18
+    assert (await session.call("EvictBlocks", num_blocks=1000)).num_evicted_blocks == 16
+    assert (await session.call("EvictBlocks", num_blocks=1)).num_evicted_blocks == 0
+
+
+async def test_an_eviction_ends_with_its_session(wide: Api) -> None:
+    session, other = await wide.open(), await wide.open()
+    await _cached(session)
+    evicting = asyncio.ensure_future(refusal(session.call("EvictBlocks", num_blocks=NUM_CACHED)))
+    (pool,) = wide.server.session_manager.registry.pools
+    while pool.manager.stats().num_cached_blocks == NUM_CACHED:
+        await asyncio.sleep(0)
+    await session.call("CloseSession")
+    assert (await evicting).reason == "UNKNOWN_SESSION"
+    assert 0 < pool.manager.stats().num_cached_blocks < NUM_CACHED
+    await other.step(1)
+    await wide.audit()
+
+
+async def test_a_list_leaves_out_what_ends_meanwhile(wide: Api) -> None:
+    session = await wide.open()
+    for sequence_id in range(1, 21):
+        await session.create(sequence_id, 2)
+    listing = asyncio.ensure_future(wide.stub.ListSequences(pb.ListSequencesRequest(page_size=15)))
+    await asyncio.sleep(0)
+    await session.step(1, release_sequence_ids=le64(15))
+    page = await listing
+    found = [row.sequence_id for row in page.sequences]
+    assert found in ([*range(1, 15)], [*range(1, 16)]), "the last one was released before or after its turn"
+    behind = await wide.stub.ListSequences(pb.ListSequencesRequest(page_token=page.next_page_token))
+    assert [row.sequence_id for row in behind.sequences] == [*range(16, 21)]
+    assert not behind.next_page_token
+
+
+async def test_an_audit_in_slices_finds_a_wrong_block_and_nothing_else(wide: Api) -> None:
+    session = await wide.open()
+    await _cached(session)
+    (pool,) = wide.server.session_manager.registry.pools
+    blocks = pool.manager.state.pool
+    blocks.num_shared += 1
+    answer = await wide.stub.CheckInvariants(pb.CheckInvariantsRequest())
+    assert list(answer.violations) == ["the number of shared blocks is wrong"]
+    blocks.num_shared -= 1
+    index = pool.manager.state.index
+    node = int(index.node_of_block[index.node_of_block > 0][0])
+    after = int(index._next_sibling[node])
+    index._next_sibling[node] = node
+    answer = await wide.stub.CheckInvariants(pb.CheckInvariantsRequest())
+    assert f"siblings of node {node} are not linked both ways" in answer.violations
+    index._next_sibling[node] = after
+    await wide.audit()
