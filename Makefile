@@ -71,8 +71,8 @@ test: $(TEST_NEEDS)  ## all tests, in two lanes; of one folder: .venv/bin/pytest
 	$(MAKE) --no-print-directory -j2 test-serving test-computing
 
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
-COMPUTING := tests/sim tests/unit/kernels tests/unit/cache_service/core tests/unit/engine_service/model \
-    tests/unit/engine_service/scheduler tests/unit/engine_service/compute
+COMPUTING := tests/unit/kernels tests/unit/cache_service/core tests/unit/engine_service/model \
+    tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/sim
 
 test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lane
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))

@@ -1,6 +1,6 @@
 """Counts of a pool for people and dashboards, derived from the state whenever they are asked for."""
 
-from dataclasses import asdict
+from dataclasses import fields
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(state.index.logits.by_node),
-        **asdict(counters),
+        **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
     )
 
