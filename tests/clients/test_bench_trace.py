@@ -84,9 +84,10 @@ async def test_interrupted_it_leaves_nothing_in_the_service(cache_server: Runnin
 
 async def live(trace: str, server: RunningServer) -> asyncio.subprocess.Process:
     """The command in a process of its own."""
+    hear_interrupts()
     command = (sys.executable, "-m", "kvkeeper.cli", "bench", "trace", trace, "--live", "--cache", server.address)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1, preexec_fn=hear_interrupts)
+    return await asyncio.create_subprocess_exec(*command, env=env, stdout=-1, stderr=-1)
 
 
 async def expect_nothing_left(client: AsyncCacheClient) -> None:

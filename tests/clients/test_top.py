@@ -104,10 +104,10 @@ def test_the_bar_fills_its_line_and_can_do_without_colour_and_unicode() -> None:
 
 
 async def start(*argv: str, **streams: Any) -> asyncio.subprocess.Process:
+    hear_interrupts()
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvkeeper.cli", "top", *argv),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100", "TERM": "xterm"},
-        preexec_fn=hear_interrupts,
         **{"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE, **streams},
     )
 

@@ -15,12 +15,18 @@ from tests.support.reference.naive_keeping import NaiveKeeping
 PATIENCE_STEPS, PATIENCE_SECONDS = 4, 10.0
 MOST_WAITS = 64
 _HYSTERESIS = Fraction("0.05")
+_LOW = PressureLevel.LOW
 
 
 @cache
 def exact(ratio: float) -> Fraction:
     """As it is written in decimal. Remembered: a pool's ratios are asked for after every change."""
     return Fraction(str(ratio))
+
+
+@cache
+def _floors(ratios: tuple[float, ...]) -> list[tuple[PressureLevel, Fraction]]:
+    return list(zip(list(PressureLevel)[1:], map(exact, ratios), strict=True))
 
 
 @dataclass
@@ -116,11 +122,12 @@ class NaiveClaims(NaiveKeeping):
 
     def observe(self) -> None:
         """Pressure after a change: entered at a ratio, left 0.05 below it."""
-        ratio = 1 - Fraction(self.num_available(), self.config.num_usable_blocks)
-        floors = dict(zip(list(PressureLevel)[1:], map(exact, self.config.pressure_levels), strict=True))
-        level = max([PressureLevel.LOW, *(at for at, floor in floors.items() if ratio >= floor)])
+        size, floors = self.config.num_usable_blocks, _floors(self.config.pressure_levels)
+        used = size - self.num_available()
+        level = max([_LOW, *(at for at, floor in floors if used * floor.denominator >= floor.numerator * size)])
         if level < self.pressure:
-            still = [at for at, floor in floors.items() if at <= self.pressure and 0 < ratio > floor - _HYSTERESIS]
+            ratio = Fraction(used, size)
+            still = [at for at, floor in floors if at <= self.pressure and 0 < ratio > floor - _HYSTERESIS]
             level = max([level, *still])
         self.num_pressure_changes += level is not self.pressure
         self.pressure = level

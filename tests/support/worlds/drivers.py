@@ -74,6 +74,9 @@ class Driver(Protocol):
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
 
+    def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
+        """What a call that is refused must not change: another value for any change of these sequences or a block."""
+
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
 
     def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
@@ -199,6 +202,16 @@ class CoreDriver:
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         return self.manager.view(session, SequenceId(sequence_id))
+
+    def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
+        """From the columns of the core, because views of all sequences would take most of a simulation's time."""
+        seqs, pool = self.manager.state.sequences, self.manager.state.pool
+        live = seqs.live_slots()
+        of_sequences = (seqs.ids, seqs.owners, seqs.states, seqs.num_tokens, seqs.num_committed, seqs.num_reserved)
+        of_blocks = (pool.ref_counts, pool.fence_counts, pool.busy_counts, pool.indexed, pool.is_filling, pool.free.ids())
+        tables = [seqs.shown_table(slot).tobytes() for slot in live.tolist()]
+        columns = [*(column[live] for column in of_sequences), *of_blocks]
+        return sequences, tables, [column.tobytes() for column in columns]
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
         return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]

@@ -271,6 +271,11 @@ class GrpcDriver:
     def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
         self._run(self._sessions[session].update(sequence_id, retention=_retention_message(retention)))
 
+    def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
+        views = [self.view(session, sequence_id) for session, sequence_id in sequences]
+        return [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
+                 v.block_table.tolist()) for v in views]  # fmt: skip
+
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         info = self._run(self._sessions[session].get(sequence_id))
         return SequenceView(

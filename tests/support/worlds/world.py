@@ -342,11 +342,9 @@ class World:
 
     def snapshot(self) -> tuple[object, ...]:
         """All that a client can see, but for how often it has asked."""
-        views = [self.driver.view(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences]
-        shown = [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,
-                  v.block_table.tolist()) for v in views]  # fmt: skip
+        shown = self.driver.shown([(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences])
         stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0, num_refused_starts=0)
-        return shown, stats, self.driver.block_states()
+        return shown, stats
 
     def audit(self) -> None:
         wrong = self.driver.check_invariants()
