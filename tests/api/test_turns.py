@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.rpc import eviction_calls
 from kvkeeper.cache_service.runtime import turns
-from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, Session, le32, le64, refusal, serving
 
 NUM_BLOCKS, NUM_CACHED = 65, 40
 
@@ -66,8 +66,9 @@ async def test_an_eviction_ends_with_its_session(wide: Api) -> None:
     await _cached(session)
     evicting = asyncio.ensure_future(refusal(session.call("EvictBlocks", num_blocks=NUM_CACHED)))
     (pool,) = wide.server.session_manager.registry.pools
-    while pool.manager.stats().num_cached_blocks == NUM_CACHED:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE):
+        while pool.manager.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
+            await asyncio.sleep(0)
     await session.call("CloseSession")
     assert (await evicting).reason == "UNKNOWN_SESSION"
     assert 0 < pool.manager.stats().num_cached_blocks < NUM_CACHED

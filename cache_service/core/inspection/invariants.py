@@ -133,13 +133,14 @@ def check_orders(pool: BlockPool) -> Iterator[list[str]]:
     is_right = _are(pool.policy.waiting(), _is_idle(pool) & pool.indexed)
     yield [] if is_right else ["the eviction order is not the indexed blocks that nothing holds"]
     yield pool.limits.check(_is_idle(pool) & pool.indexed) if pool.limits.wants_order else []
-    for name, number, found in (
-        ("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed),
-        ("referenced", pool.num_referenced, pool.ref_counts),
-        ("indexed", pool.num_indexed, pool.indexed),
-        ("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1),
-    ):
-        yield [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
+    yield _check_number("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed)
+    yield _check_number("referenced", pool.num_referenced, pool.ref_counts)
+    yield _check_number("indexed", pool.num_indexed, pool.indexed)
+    yield _check_number("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1)
+
+
+def _check_number(name: str, number: int, found: npt.NDArray[np.generic]) -> list[str]:
+    return [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
 
 
 def _is_idle(pool: BlockPool) -> npt.NDArray[np.bool_]:

@@ -174,7 +174,7 @@ class Api:
 
     async def audit(self) -> None:
         answer = await self.stub.CheckInvariants(pb.CheckInvariantsRequest(), timeout=DEADLINE)
-        assert list(answer.violations) == []
+        assert not answer.violations, list(answer.violations)
 
     async def until(self, condition: Callable[[pb.GetStatsResponse], bool]) -> pb.GetStatsResponse:
         """Asks for stats until they are as wanted; fails past the deadline."""
