@@ -1,4 +1,4 @@
-"""How long a session waits for what another one does: admit 131,072 tokens, or end with 1e6 blocks.
+"""How long a session waits for what another one does: admit 131,072 tokens, end with 1e6 blocks, or ask about a full pool.
 
 The other session lives in a process of its own. Delays are those of the service: the longest step while it happens, beside
 the longest of as many steps while nothing does.
@@ -16,7 +16,7 @@ from kvkeeper.cache_service.config import MAX_POOL_BLOCKS
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.crowd import ready_session
-from tests.benchmarks.disturber import NUM_SEQUENCES, NUM_TOKENS
+from tests.benchmarks.disturber import NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
 from tests.benchmarks.growing import Growing
 from tests.benchmarks.processes import process
 
@@ -29,7 +29,7 @@ def figures() -> Iterator[dict[str, object]]:
 
 
 async def _measure() -> list[dict[str, object]]:
-    limits = ["--num-blocks", str(MAX_POOL_BLOCKS), "--max-sequences", str(NUM_SEQUENCES + 64)]
+    limits = ["--num-blocks", str(MAX_POOL_BLOCKS), "--max-sequences", str(max(NUM_SEQUENCES, NUM_LISTED) + 128)]
     limits += ["--max-tokens-per-sequence", str(NUM_TOKENS + 64)]
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ async def _measure() -> list[dict[str, object]]:
             AsyncCacheClient(cache) as client,
         ):
             steady = Steady(await ready_session(client, _LOAD, 0))
-            for what in ("admission", "reclaim"):
+            for what in ("admission", "reclaim", "stats", "list", "evict", "audit", "clear"):
                 other = await _start("-m", "tests.benchmarks.disturber", cache, what)
                 quiet = await steady.step_until(asyncio.create_task(asyncio.sleep(1.0)))
                 happening = asyncio.create_task(_tell(other))

@@ -10,17 +10,21 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from kvkeeper.client import CallOptions
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.admission import NUM_TOKENS, prompts
 from tests.benchmarks.crowd import open_session
 
 NUM_SEQUENCES = 120  # of so many tokens: 983,040 blocks, and a pool has at most 1,048,576
+NUM_CACHED_SEQUENCES = 100  # of so many tokens: 819,200 cached blocks
+NUM_LISTED = 1000
+NUM_EVICTED = 200_000
 _ADMISSIONS = 20
 
 
 async def _main(address: str, what: str) -> None:
-    async with AsyncCacheClient(address) as client:
+    async with AsyncCacheClient(address, CallOptions(timeout_s=300.0)) as client:
         session = await open_session(client)
         if what == "admission":
             cached, _ = prompts(0)
@@ -31,9 +35,23 @@ async def _main(address: str, what: str) -> None:
             await session.close()
         else:
             rng = np.random.default_rng(1)
-            for sequence_id in range(1, NUM_SEQUENCES + 1):
+            num_sequences = NUM_SEQUENCES if what == "reclaim" else NUM_CACHED_SEQUENCES
+            for sequence_id in range(1, num_sequences + 1):
                 await _compute(session, sequence_id, rng.integers(0, 32_000, NUM_TOKENS).astype(np.int32))
-            took = await _at_a_word(session.close)
+                if what != "reclaim":
+                    await session.step(StepItems(release_ids=np.array([sequence_id])))
+            if what == "list":
+                for sequence_id in range(1000, 1000 + NUM_LISTED):
+                    await session.create_sequence(sequence_id, np.array([1], np.int32))
+            acts: dict[str, Callable[[], Awaitable[object]]] = {
+                "reclaim": session.close,
+                "stats": client.stats,
+                "list": client.list_sequences,
+                "evict": lambda: session.evict_blocks(num_blocks=NUM_EVICTED),
+                "audit": client.check_invariants,
+                "clear": session.clear_prefix_cache,
+            }
+            took = await _at_a_word(acts[what])
         print(took, flush=True)
 
 

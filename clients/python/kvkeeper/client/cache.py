@@ -282,7 +282,7 @@ class AsyncCacheSession:
 async def _do(transport: AsyncTransport, call: Call[T]) -> T:
     method = getattr(transport.stub, call.method)
     make = transport.collect if call.streams_answers else transport.call
-    return call.result(await make(method, call.request))
+    return call.result(await make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
 
 
 async def _all_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb.SequenceInfo, ...]:

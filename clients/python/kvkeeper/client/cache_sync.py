@@ -64,7 +64,7 @@ def do(transport: Transport, call: Call[T]) -> T:
     """Make the call."""
     method = getattr(transport.stub, call.method)
     make = transport.collect if call.streams_answers else transport.call
-    return call.result(make(method, call.request))
+    return call.result(make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
 
 
 def all_sequences(transport: Transport, session_id: str) -> tuple[pb.SequenceInfo, ...]:

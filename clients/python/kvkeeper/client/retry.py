@@ -5,7 +5,7 @@ are seconds of any monotone clock, handed in.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvkeeper.client.errors import KvkeeperError
 
@@ -21,6 +21,10 @@ class CallOptions:
     retry_s: float = 3.0
     first_pause_s: float = 0.02
     longest_pause_s: float = 0.5
+
+    def for_at_least(self, seconds: float) -> "CallOptions":
+        """The same for a call that may take so long."""
+        return replace(self, timeout_s=max(self.timeout_s, seconds))
 
 
 class Patience:

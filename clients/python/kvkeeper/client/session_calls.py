@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
-from kvkeeper.client.cache_calls import Call, whole
+from kvkeeper.client.cache_calls import SLICED_TIMEOUT_S, Call, whole
 from kvkeeper.client.kv_chunks import KvTokens
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -165,7 +165,7 @@ class SessionCalls:
         request = pb.EvictBlocksRequest(
             **self.head, num_free_blocks=num_free_blocks, num_blocks=num_blocks, max_utilization=max_utilization
         )
-        return Call("EvictBlocks", request, whole)
+        return Call("EvictBlocks", request, whole, least_timeout_s=SLICED_TIMEOUT_S)
 
     def select_victims(
         self, policy: "pb.VictimPolicy", num_blocks: int, max_utilization: float | None
