@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from .calls.admission import AdmissionCalls
+from .calls.clear import Clearing, ClearResult
 from .calls.create import CreateCalls
-from .calls.evict import ClearResult, Demotion, EvictionCalls
+from .calls.evict import Demotion, EvictionCalls
 from .calls.garbage import Garbage, GarbageCalls
 from .calls.maintenance import Maintenance
 from .calls.prefix import PinResult, PrefixCalls
@@ -167,8 +168,16 @@ class PoolManager:
     def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
         return self._prefixes.read_logits(session, sequence_id)
 
+    def begin_clearing(self) -> Clearing:
+        """Forgets every cached block, slice by slice; blocks in use lose their index entry, and pins end."""
+        return Clearing(self.state)
+
     def clear_prefix_cache(self) -> ClearResult:
-        return self._evictions.clear_prefix_cache()
+        """The same in one go."""
+        clearing = self.begin_clearing()
+        while clearing.clear_some():
+            pass
+        return clearing.end()
 
     # Room
 

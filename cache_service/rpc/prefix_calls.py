@@ -6,9 +6,12 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.blocks.pins import MAX_PIN_TTL
 from ..runtime.session_manager import SessionManager
+from ..runtime.turns import Turns
 from .convert import checks, sequences
 from .convert.checks import check_range
 from .convert.reports import explanation
+
+_SLICE_BLOCKS = 128  # forgotten in less than a millisecond
 
 
 class PrefixCalls:
@@ -55,8 +58,13 @@ class PrefixCalls:
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
-        result = live.pool.manager.clear_prefix_cache()
-        live.pool.publish_soon()  # running sequences are published anew
+        clearing, turns = live.pool.manager.begin_clearing(), Turns()
+        try:
+            while clearing.clear_some(_SLICE_BLOCKS):
+                await turns.offer()
+        finally:  # also where the call is cancelled
+            result = clearing.end()
+            live.pool.publish_soon()
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )

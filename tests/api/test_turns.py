@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.rpc import eviction_calls
+from kvkeeper.cache_service.rpc import eviction_calls, prefix_calls
 from kvkeeper.cache_service.runtime import turns
 from tests.support.worlds.cache_api import DEADLINE, Api, Session, le32, le64, refusal, serving
 
@@ -16,7 +16,6 @@ NUM_BLOCKS, NUM_CACHED = 65, 40
 @pytest.fixture(autouse=True)
 def _a_turn_for_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_MOST_SECONDS", 0.0)
-    monkeypatch.setattr(turns, "PAUSE", 0.0)
     monkeypatch.setattr(eviction_calls, "_SLICE_BLOCKS", 1)
 
 
@@ -108,3 +107,51 @@ async def test_an_audit_in_slices_finds_a_wrong_block_and_nothing_else(wide: Api
     assert f"siblings of node {node} are not linked both ways" in answer.violations
     index._next_sibling[node] = after
     await wide.audit()
+
+
+async def test_others_step_while_the_cache_is_cleared_and_what_runs_is_shared_anew(
+    wide: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_calls, "_SLICE_BLOCKS", 1)
+    session, other = await wide.open(), await wide.open()
+    await _cached(session)
+    await other.create(1, 9, first=500)
+    await other.api.raw_step(other.start_bytes(1, 1))
+    commit = {"commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}
+    await other.step(2, commit_sequence_ids=le64(1), **commit)
+    assert (await other.call("MatchPrefix", token_ids=range(500, 509))).num_matched_tokens == 8
+    clearing = asyncio.ensure_future(session.call("ClearPrefixCache"))
+    seen, step_id = set[int](), 2
+    while not clearing.done():
+        step_id += 1
+        await other.step(step_id)
+        (pool,) = wide.server.session_manager.registry.pools
+        seen.add(pool.manager.stats().num_cached_blocks)
+        await wide.audit()
+    answer = await clearing
+    assert (answer.num_freed_blocks, answer.num_forgotten_blocks) == (NUM_CACHED, NUM_CACHED + 2)
+    assert any(0 < num_cached < NUM_CACHED for num_cached in seen), "no step came between"
+    await wide.until(lambda stats: stats.pools[0].num_indexed_blocks == 2)
+    assert (await other.call("MatchPrefix", token_ids=range(500, 509))).num_matched_tokens == 8
+    assert (await other.call("MatchPrefix", token_ids=range(9))).num_matched_tokens == 0
+    await wide.audit()
+
+
+async def test_a_clearing_whose_caller_goes_away_leaves_the_pool_publishing(wide: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_calls, "_SLICE_BLOCKS", 1)
+    session = await wide.open()
+    await _cached(session)
+    (pool,) = wide.server.session_manager.registry.pools
+    request = pb.ClearPrefixCacheRequest(**session.ids)
+    call = wide.stub.ClearPrefixCache(request)
+    async with asyncio.timeout(DEADLINE):
+        while pool.manager.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
+            await asyncio.sleep(0)
+    call.cancel()
+    await wide.until(lambda _: not pool.manager.state.publisher.is_paused)
+    assert pool.manager.stats().num_cached_blocks > 0
+    await session.create(2, 9, first=900)
+    await session.api.raw_step(session.start_bytes(5, 2))
+    commit = {"commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}
+    await session.step(6, commit_sequence_ids=le64(2), **commit)
+    assert (await session.call("MatchPrefix", token_ids=range(900, 909))).num_matched_tokens == 8

@@ -1,9 +1,8 @@
-"""Calls that make room: evictions to a target, with what they demote, and clearing the prefix cache."""
+"""Calls that make room: evictions to a target, and the blocks that they demote."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..pool_state import PoolState
 from ..sequences.publisher import ALL_BLOCKS
@@ -11,14 +10,7 @@ from ..step.reply import copies_from
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.copies import Copies
-from ..values.types import NO_INT32, Executor, SequenceState, SessionId
-
-
-class ClearResult(NamedTuple):
-    """What clearing the prefix cache did."""
-
-    num_freed_blocks: int
-    num_forgotten_blocks: int
+from ..values.types import NO_INT32, Executor, SessionId
 
 
 @dataclass(slots=True)
@@ -37,21 +29,6 @@ class EvictionCalls:
         self._pool = state.pool
         self._blocks_left = state.blocks_left
         self._swapper = swapper
-
-    def clear_prefix_cache(self) -> ClearResult:
-        """Forgets every cached block that nothing holds; blocks in use lose their index entry, and pins end.
-
-        What runs is published anew, from its first block: parts of it may never be committed again, and others wait for it.
-        """
-        state = self._state
-        state.revision += 1
-        state.pins.clear()
-        result = ClearResult(*state.publisher.clear_index())
-        for owner in state.sessions.values():
-            slots = owner.ids.items()[1]
-            state.publisher.note_commits(owner, slots[state.sequences.states[slots] == SequenceState.RUNNING])
-        state.update_pressure()
-        return result
 
     def evict_blocks(self, num_free_blocks: int, at_most: int = ALL_BLOCKS) -> int:
         """Evicts until so many blocks are free, or nothing more can be evicted. Answers how many were."""

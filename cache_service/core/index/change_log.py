@@ -43,15 +43,6 @@ class ChangeLog:
             self._removed_keys[node] = [*([keys] if isinstance(keys, bytes) else keys), key]
         self._write([node], REMOVED)
 
-    def cleared(self, nodes: dict[bytes, int]) -> None:
-        """The whole index was forgotten; nodes holds the node of every key."""
-        if self._removed_keys:
-            for key, node in nodes.items():
-                self.removed(node, key)
-        else:
-            self._removed_keys = {node: key for key, node in nodes.items()}
-            self._write(list(nodes.values()), REMOVED)
-
     def tier_changed(self, nodes: Int32Array, tier: Tier) -> None:
         """The bytes of these nodes are now in this tier: HOST where only the host has them, else DEVICE."""
         self._write(nodes.tolist(), tier)

@@ -199,29 +199,6 @@ class PrefixIndex:
         self.host_of_node[nodes] = hosts
         self.node_of_host[hosts] = nodes
 
-    def clear(self) -> Int32Array:
-        """Forgets everything but the roots. Answers the blocks that had a node."""
-        nodes = np.fromiter(self._nodes.values(), np.int32, len(self._nodes))
-        self.eviction_log.remove(nodes[::-1], MatchEnd.CLEARED)  # parents last: explanations ask for them most
-        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
-        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
-        if self.change_log is not None:
-            self.change_log.cleared(self._nodes)
-        self.logits.by_node.clear()
-        self._unused.extend(nodes.tolist())
-        for node in nodes.tolist():
-            self._keys[node] = None
-        self._nodes.clear()
-        self.node_of_block[blocks] = NO_NODE
-        self.node_of_host[hosts] = NO_NODE
-        for links in self._columns():
-            links[nodes] = 0
-        if self._roots:
-            self._first_child[-len(self._roots) :] = NO_NODE
-        if len(hosts):
-            self._lose_hosts(hosts)
-        return blocks
-
     def check(self) -> Iterator[list[str]]:
         """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
         for start in range(1, len(self._keys), _SLICE_NODES):
@@ -283,6 +260,22 @@ class PrefixIndex:
             found.append(child)
             child = int(self._next_sibling[child])
         return found
+
+    def roots(self) -> list[int]:
+        return list(self._roots.values())
+
+    def first_child(self, parent: int) -> int:
+        """Of a node or root; NO_NODE where there is none."""
+        return int(self._first_child[parent])
+
+    def next_sibling(self, node: int) -> int:
+        return int(self._next_sibling[node])
+
+    def parent(self, node: int) -> int:
+        """A node or a root. The node is in use."""
+        key = self._keys[node]
+        assert key is not None
+        return int(_UNPACK_PARENT(key)[0])
 
     def key(self, node: int) -> bytes | None:
         """The parent's number and the tokens, all LE32; None for a number that is not in use."""

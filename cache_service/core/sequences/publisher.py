@@ -35,12 +35,13 @@ class Publisher:
         self._index = index
         self._pool = pool
         self._counters = counters
+        self._num_pauses = 0
         self._pending: deque[tuple[SessionState, Int64Array]] = deque()  # slots of commits; a slot may have nothing to publish
         self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
     def note_commits(self, owner: SessionState, slots: Int64Array) -> None:
         """Notes commits of these sequences. A step that is not answered yet pays nothing more for publishing."""
-        if not self._is_on:
+        if not self._is_on or self.is_paused:
             return
         if len(self._pending) == _MOST_PENDING:
             self.publish(told_now=owner)
@@ -69,19 +70,30 @@ class Publisher:
             left = [(owner, waiting[~np.isin(waiting, slots)]) for owner, waiting in self._waiting]
             self._waiting = [(owner, waiting) for owner, waiting in left if len(waiting)]
 
-    def clear_index(self) -> tuple[int, int]:
-        """Forgets the whole index. Answers (blocks that became free, entries forgotten)."""
+    @property
+    def is_paused(self) -> bool:
+        return self._num_pauses > 0
+
+    def pause(self) -> None:
+        """Nothing is published until it is resumed, and no commits are noted; pauses count."""
+        self._num_pauses += 1
         self._pending.clear()
         self._waiting.clear()
-        blocks = self._index.clear()
-        self._sequences.unpublish(self._sequences.running_slots())
-        return self._pool.unindex(blocks), len(blocks)
+
+    def resume(self) -> None:
+        self._num_pauses -= 1
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """Un-indexes blocks and those below them. Answers the others that lost their entry."""
         lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
             self.disown()
+        return lost
+
+    def forget_nodes(self, nodes: Int32Array, cause: MatchEnd) -> Int32Array:
+        """Un-indexes nodes and those below them. Answers the blocks that lost their entry."""
+        lost = self._index.forget_nodes(nodes, cause)
+        self.disown()
         return lost
 
     def disown(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvkeeper.cache_service.core.index import event_feed as events
 from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.leaf_walk import LeafWalk
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel, Tier
 from tests.support.worlds.core_pool import A, CorePool, int32
@@ -46,7 +47,10 @@ class World:
         self._settle()
 
     def clear(self) -> None:
-        self.free += [block for block in self.index.clear().tolist() if block]
+        walk = LeafWalk(self.index)
+        while not walk.is_over:
+            lost = self.index.forget_nodes(walk.take_nodes(self.dice.randint(1, 9)), MatchEnd.CLEARED)
+            self.free += [block for block in lost.tolist() if block]
         self._settle()
 
     def change_tier(self) -> None:
