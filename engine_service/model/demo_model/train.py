@@ -143,7 +143,7 @@ def build_optimizers(model: "LlamaForCausalLM", recipe: Recipe) -> list[torch.op
 
 def encode_modules(modules: list[Module], tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> list[np.ndarray]:
     """Each module's tokens, from its `<|endoftext|>` on; a library module appears `library_weight` times."""
-    encoded = []
+    encoded: list[np.ndarray] = []
     for module in tqdm(modules, desc="encode", unit="module"):
         token_ids = tokenizer.encode(module.text, add_special_tokens=False, verbose=False)
         array = np.array([tokenizer.bos_token_id, *token_ids], dtype=np.int32)
