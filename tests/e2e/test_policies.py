@@ -1,4 +1,4 @@
-"""Policies through both services: the order in which requests end, and what the engine tells of it."""
+"""Policies through both services: the order in which requests end, and what the engine reports of it."""
 
 import asyncio
 import threading
@@ -91,7 +91,7 @@ async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Ser
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "adaptive"])
-async def test_what_can_never_fit_is_refused_and_blocks_nobody(world: Services, policy: str) -> None:
+async def test_what_can_never_fit_is_refused_and_blocks_no_other_request(world: Services, policy: str) -> None:
     await world.start_cache(num_blocks=9)
     client = await world.client(await world.start_engine(policy=policy, decode_budget=1))
     ended = await asyncio.gather(

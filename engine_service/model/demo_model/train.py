@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,11 +143,11 @@ def build_optimizers(model: "LlamaForCausalLM", recipe: Recipe) -> list[torch.op
 
 def encode_modules(modules: list[Module], tokenizer: "PreTrainedTokenizerFast", recipe: Recipe) -> list[np.ndarray]:
     """Each module's tokens, from its `<|endoftext|>` on; a library module appears `library_weight` times."""
-    encoded = []
+    encoded: list[np.ndarray] = []
     for module in tqdm(modules, desc="encode", unit="module"):
         token_ids = tokenizer.encode(module.text, add_special_tokens=False, verbose=False)
         array = np.array([tokenizer.bos_token_id, *token_ids], dtype=np.int32)
-        encoded += [array] * (1 if module.is_test else recipe.library_weight)
+        encoded.extend(repeat(array, 1 if module.is_test else recipe.library_weight))
     return encoded
 
 

@@ -208,7 +208,8 @@ class CoreDriver:
         seqs, pool = self.manager.state.sequences, self.manager.state.pool
         live = seqs.live_slots()
         of_sequences = (seqs.ids, seqs.owners, seqs.states, seqs.num_tokens, seqs.num_committed, seqs.num_reserved)
-        of_blocks = (pool.ref_counts, pool.fence_counts, pool.busy_counts, pool.indexed, pool.is_filling, pool.free.ids())
+        holders = (pool.ref_counts, pool.fence_counts, pool.quarantine_counts, pool.transfer_counts)
+        of_blocks = (*holders, pool.indexed, pool.is_filling, pool.free.ids())
         tables = [seqs.shown_table(slot).tobytes() for slot in live.tolist()]
         columns = [*(column[live] for column in of_sequences), *of_blocks]
         return sequences, tables, [column.tobytes() for column in columns]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -105,6 +106,11 @@ def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def _wait_for_end(pid: int) -> None:
+    """Leaves the exit code where it is."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 async def test_a_worker_that_others_killed_is_no_fault_of_its_job() -> None:
     async with workers() as made:
         await encode(made, "x")
@@ -112,6 +118,30 @@ async def test_a_worker_that_others_killed_is_no_fault_of_its_job() -> None:
         _kill(killed[0])
         assert await encode(made, "short") == tokenizer().encode("short")
         assert pids(made) != killed
+
+
+async def test_the_exit_code_of_a_worker_is_left_to_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio's watcher of child processes is held up until the exit code is asked for: a poll before that would take it."""
+    is_asked, take, wait = threading.Event(), os.waitpid, asyncio.subprocess.Process.wait
+
+    def late(pid: int, options: int) -> tuple[int, int]:
+        _wait_for_end(pid)
+        if threading.current_thread() is not threading.main_thread():
+            is_asked.wait()
+        return take(pid, options)
+
+    async def ask(process: asyncio.subprocess.Process) -> int:
+        is_asked.set()
+        return await wait(process)
+
+    monkeypatch.setattr(os, "waitpid", late)
+    monkeypatch.setattr(asyncio.subprocess.Process, "wait", ask)
+    async with workers() as made:
+        await encode(made, "x")
+        (killed,) = pids(made)
+        _kill(killed)
+        _wait_for_end(killed)
+        assert await encode(made, "short") == tokenizer().encode("short")
 
 
 @pytest.mark.parametrize("how", [_kill, lambda pid: os.kill(pid, signal.SIGSEGV)], ids=["again and again", "by itself"])
