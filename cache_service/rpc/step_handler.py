@@ -74,7 +74,7 @@ class StepHandler:
                     is_lost = False  # this service ends the stream; the client has not gone away
                     raise
                 await write(answer)
-                live.pool.publish_some()  # after the write: work on this loop would delay the sending of the answer
+                self.after_answer(live)  # after the write: work on this loop would delay the sending of the answer
         except asyncio.CancelledError:
             if stream.error is None:
                 raise  # the client went away
@@ -84,6 +84,10 @@ class StepHandler:
         finally:
             if stream.live is not None:
                 self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
+
+    def after_answer(self, live: LiveSession) -> None:
+        """Does what a step left undone. Each carrier of steps calls it once the answer is on its way."""
+        live.pool.publish_some()
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
         """Applies one request, of the bound session if there is one; the reply is awaitable where copies are large.
