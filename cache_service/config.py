@@ -35,12 +35,19 @@ from .core.eviction import POLICY_NAMES
 from .core.values.errors import InvalidField
 
 MIB = 1 << 20
-MAX_POOL_BLOCKS = 1 << 20  # bounds what the core's arrays may take, however small a block is
+MAX_POOL_BLOCKS = 1 << 24
+_MAX_TINY_BLOCKS = 1 << 20  # that are made of an amount of memory, so that the core's arrays do not outgrow it
+_TINY = 4096  # bytes
 _MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
 _MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
 _MAX_TOKENS = 1 << 22  # of one
 _LEAST_TOKENS = 4096  # that a sequence can have on a pool that holds fewer, when it gives blocks back on the way
 _MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
+
+
+def most_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Blocks that are made of so much memory, where their number is not given."""
+    return min(num_bytes // block_bytes, MAX_POOL_BLOCKS if block_bytes >= _TINY else _MAX_TINY_BLOCKS)
 
 
 def _default_runtime_dir() -> Path:

@@ -78,6 +78,9 @@ class SessionCalls:
         )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+        live = self._session_manager.find(request.session_id)
+        if live is not None:
+            await live.pool.published()  # in slices, so that nothing of it is left for the end
         result = self._session_manager.close(request.session_id, request.epoch, drained=request.drained)
         return pb.CloseSessionResponse(
             num_released_sequences=result.num_released_sequences, num_quarantined_blocks=result.num_quarantined_blocks

@@ -16,7 +16,7 @@ import structlog
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
-from ..config import MAX_POOL_BLOCKS, CacheConfig
+from ..config import CacheConfig, most_blocks
 from ..core.sequences.claims import StartNumbers
 from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
@@ -105,7 +105,7 @@ class PoolRegistry:
     async def _make(self, spec: KvSpec) -> Pool:
         bytes_per_block = spec.block_bytes
         if self._config.num_blocks is None:
-            num_blocks, num_bytes = min(self._config.pool_memory // bytes_per_block, MAX_POOL_BLOCKS), self._config.pool_memory
+            num_blocks, num_bytes = most_blocks(self._config.pool_memory, bytes_per_block), self._config.pool_memory
             if num_blocks < 2:
                 raise OutOfPools(f"--pool-memory holds fewer than 2 blocks of {size(bytes_per_block)}", flag="--pool-memory")
         else:
@@ -146,7 +146,7 @@ class PoolRegistry:
             return self._config.num_host_blocks
         if self._host_memory < 2 * bytes_per_block:
             raise OutOfPools(f"--host-memory holds fewer than 2 blocks of {size(bytes_per_block)}", flag="--host-memory")
-        return min(self._host_memory // bytes_per_block, MAX_POOL_BLOCKS)
+        return most_blocks(self._host_memory, bytes_per_block)
 
     async def _host_arena(self, num_bytes: int) -> SharedMemoryArena | None:
         if not num_bytes:

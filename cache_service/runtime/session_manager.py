@@ -128,6 +128,10 @@ class SessionManager:
             live.pool.manager.publish_pending()
         return live
 
+    def find(self, session_id: str) -> LiveSession | None:
+        """The session of this id, not renewed."""
+        return self._live.get(SessionId(session_id))
+
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.config import MAX_POOL_BLOCKS
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.crowd import ready_session
-from tests.benchmarks.disturber import NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
+from tests.benchmarks.disturber import NUM_BLOCKS, NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
 from tests.benchmarks.growing import Growing
 from tests.benchmarks.processes import process
 
@@ -29,7 +28,7 @@ def figures() -> Iterator[dict[str, object]]:
 
 
 async def _measure() -> list[dict[str, object]]:
-    limits = ["--num-blocks", str(MAX_POOL_BLOCKS), "--max-sequences", str(max(NUM_SEQUENCES, NUM_LISTED) + 128)]
+    limits = ["--num-blocks", str(NUM_BLOCKS), "--max-sequences", str(max(NUM_SEQUENCES, NUM_LISTED) + 128)]
     limits += ["--max-tokens-per-sequence", str(NUM_TOKENS + 64)]
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +71,7 @@ class Steady:
         left = 300
         while left:
             left -= event.done()
-            items = StepItems(**_LOAD.grow_columns(self._step_idx % 3000))
+            items = StepItems(**_LOAD.grow_columns(self._step_idx))
             self._step_idx += 1
             begin = time.perf_counter()
             await self._session.step(items)

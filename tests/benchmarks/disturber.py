@@ -16,7 +16,8 @@ from kvkeeper.client.steps import StepItems
 from tests.benchmarks.admission import NUM_TOKENS, prompts
 from tests.benchmarks.crowd import open_session
 
-NUM_SEQUENCES = 120  # of so many tokens: 983,040 blocks, and a pool has at most 1,048,576
+NUM_BLOCKS = 1 << 20
+NUM_SEQUENCES = 120  # of so many tokens: 983,040 blocks
 NUM_CACHED_SEQUENCES = 100  # of so many tokens: 819,200 cached blocks
 NUM_LISTED = 1000
 NUM_EVICTED = 200_000

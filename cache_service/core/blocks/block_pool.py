@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..eviction import EvictionPolicy, make_policy
 from ..index.prefix_index import PrefixIndex
+from ..values.distinct import distinct, has_repeats
 from ..values.pool_config import PoolConfig
 from ..values.types import BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
@@ -41,8 +42,9 @@ class BlockPool:
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
         self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
-        self._quarantined: Int32Array = np.empty(0, np.int32)  # distinct blocks with a quarantine count
-        self._in_transfer: Int32Array = np.empty(0, np.int32)  # distinct blocks with a transfer count
+        self._num_busy = 0  # the sum of busy_counts
+        self.num_quarantined = 0  # blocks in no table that an ended session may still write to
+        self.num_in_transfer = 0  # blocks in no table and not quarantined that are an end of a transfer order in flight
         self.num_evictable = 0
         self.num_referenced = 0
         self.num_indexed = 0
@@ -63,21 +65,6 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_available
 
     @property
-    def num_quarantined(self) -> int:
-        """Blocks in no table that an ended session may still write to."""
-        if not len(self._quarantined):
-            return 0
-        return int(np.count_nonzero(self.ref_counts[self._quarantined] == 0))
-
-    @property
-    def num_in_transfer(self) -> int:
-        """Blocks in no table and not quarantined that are an end of a transfer order in flight."""
-        if not len(self._in_transfer):
-            return 0
-        held = self.ref_counts[self._in_transfer] | self.quarantine_counts[self._in_transfer]
-        return int(np.count_nonzero(held == 0))
-
-    @property
     def num_fenced(self) -> int:
         """Blocks in no table, neither quarantined nor in transfer, that wait for steps in flight."""
         return self.num_used - self.num_referenced - self.num_quarantined - self.num_in_transfer
@@ -92,6 +79,7 @@ class BlockPool:
         blocks = self.free.take_blocks(count - len(victims))
         if len(victims):  # granted at once: orders that move their contents away run before the new holder writes
             blocks = np.concatenate([victims[::-1], blocks])
+            self._count_busy(victims, -1)
         self.ref_counts[blocks] = 1
         self.num_referenced += count
         self.peak_used = max(self.peak_used, self.num_used)
@@ -115,12 +103,13 @@ class BlockPool:
         self._let_go(blocks[self.ref_counts[blocks] == 0])
 
     def _acquire(self, blocks: Int32Array) -> None:
-        idle = np.unique(blocks[self.ref_counts[blocks] == 0])
+        idle = distinct(blocks[self.ref_counts[blocks] == 0])
         revived = idle[self._is_evictable(idle)]
         if len(revived):
             self.policy.hit(revived)
             self._lose(revived)
         self.num_referenced += len(idle)
+        self._count_busy(idle, -1)
         np.add.at(self.ref_counts, blocks, _ONE)
         self.peak_used = max(self.peak_used, self.num_used)
 
@@ -140,6 +129,7 @@ class BlockPool:
     def _let_go(self, unreferenced: Int32Array) -> None:
         """The last reference of each of these distinct blocks has gone."""
         self.num_referenced -= len(unreferenced)
+        self._count_busy(unreferenced, 1)
         self._settle(unreferenced)
 
     def _num_tables(self, blocks: Int32Array) -> Int32Array:
@@ -156,37 +146,29 @@ class BlockPool:
 
     def quarantine(self, blocks: Int32Array, *, fences: Int32Array) -> None:
         """Counts an ended session on the blocks that it may still write, and turns its fences into quarantines."""
-        for counts in (self.quarantine_counts, self.busy_counts):
-            np.add.at(counts, blocks, _ONE)
-            np.add.at(counts, fences, _ONE)
+        entries = np.concatenate([blocks, fences])
+        self._add_busy(self.quarantine_counts, entries, 1)
         np.subtract.at(self.fence_counts, fences, _ONE)
-        self._quarantined = self._distinct(np.concatenate([self._quarantined, blocks, fences]))
 
     def end_quarantine(self, blocks: Int32Array) -> int:
         """The ended session cannot write any more. Answers how many blocks became available."""
         before = self.num_available
-        np.subtract.at(self.quarantine_counts, blocks, _ONE)
-        np.subtract.at(self.busy_counts, blocks, _ONE)
-        self._quarantined = self._quarantined[self.quarantine_counts[self._quarantined] > 0]
+        self._add_busy(self.quarantine_counts, blocks, -1)
         self._settle(self._last_occurrences(blocks))
         return self.num_available - before
 
     def begin_transfers(self, blocks: Int32Array) -> None:
         """Adds an order in flight per entry, with its source or destination at the block."""
-        revived = np.unique(blocks[self._is_evictable(blocks)])
+        revived = distinct(blocks[self._is_evictable(blocks)])
         if len(revived):
             self.policy.hit(revived)
             self._lose(revived)
-        np.add.at(self.transfer_counts, blocks, _ONE)
-        np.add.at(self.busy_counts, blocks, _ONE)
-        self._in_transfer = np.unique(np.concatenate([self._in_transfer, blocks]))
+        self._add_busy(self.transfer_counts, blocks, 1)
         self.peak_used = max(self.peak_used, self.num_used)
 
     def end_transfers(self, blocks: Int32Array) -> None:
         """Orders with these ends were run, or will never be run."""
-        np.subtract.at(self.transfer_counts, blocks, _ONE)
-        np.subtract.at(self.busy_counts, blocks, _ONE)
-        self._in_transfer = self._in_transfer[self.transfer_counts[self._in_transfer] > 0]
+        self._add_busy(self.transfer_counts, blocks, -1)
         self._settle(self._last_occurrences(blocks))
 
     def evict(self, count: int) -> None:
@@ -248,20 +230,37 @@ class BlockPool:
         self.num_indexed -= int(np.count_nonzero(self.indexed[blocks]))
         self.indexed[blocks] = False
 
+    def _add_busy(self, counts: Int32Array, blocks: Int32Array, change: int) -> None:
+        """Adds a quarantine or an end of an order in flight per entry, or takes it away."""
+        affected = self._distinct(blocks)
+        self._count_busy(affected, -1)
+        for each in (counts, self.busy_counts):
+            np.add.at(each, blocks, np.int32(change))
+        self._num_busy += change * len(blocks)
+        self._count_busy(affected, 1)
+
+    def _count_busy(self, blocks: Int32Array, change: int) -> None:
+        """Counts those of these distinct blocks that are in no table, and quarantined or in transfer."""
+        if self._num_busy:
+            busy = blocks[(self.ref_counts[blocks] == 0) & (self.busy_counts[blocks] > 0)]
+            num_quarantined = int(np.count_nonzero(self.quarantine_counts[busy]))
+            self.num_quarantined += change * num_quarantined
+            self.num_in_transfer += change * (len(busy) - num_quarantined)
+
     def num_distinct(self, blocks: Int32Array) -> int:
         return len(self._distinct(blocks))
 
     def _distinct(self, blocks: Int32Array) -> Int32Array:
         """Each block once, in order."""
         if len(blocks) < self.num_blocks // 64:
-            return np.unique(blocks)
+            return distinct(blocks)
         there = np.zeros(self.num_blocks, np.bool_)  # a look at every block costs less than sorting so many
         there[blocks] = True
         return there.nonzero()[0].astype(np.int32)
 
     def _last_occurrences(self, blocks: Int32Array) -> Int32Array:
         """Each block once, at its last place, so that a parent in several tables comes after the leaves of all of them."""
-        if len(blocks) < 2 or len(self._distinct(blocks)) == len(blocks):
+        if not has_repeats(blocks):
             return blocks
         _, first_from_end = np.unique(blocks[::-1], return_index=True)
         return blocks[np.sort(len(blocks) - 1 - first_from_end)]

@@ -10,14 +10,16 @@ from ..tables.prefix_lookup import PrefixLookup
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
 from ..values.sequence_args import SequenceArgs
 from ..values.types import SessionId
+from .reclaim import Reclaim
 
 
 class CreateCalls:
     """Creates the sequences of one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup) -> None:
+    def __init__(self, state: PoolState, lookup: PrefixLookup, reclaim: Reclaim) -> None:
         self._state = state
         self._lookup = lookup
+        self._reclaim = reclaim
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
@@ -45,6 +47,8 @@ class CreateCalls:
 
     def _add(self, owner: SessionState, args: SequenceArgs, max_tokens: int) -> None:
         state, seqs, index = self._state, self._state.sequences, self._state.index
+        if not seqs.num_free_slots and self._reclaim.is_left:
+            self._reclaim.release_slot()
         if not seqs.num_free_slots:
             limit = state.config.max_sequences
             raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)

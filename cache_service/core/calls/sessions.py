@@ -11,7 +11,7 @@ import numpy as np
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import NO_INT32, Executor, Int32Array, SequenceState, SessionId
+from ..values.types import NO_INT32, Executor, SessionId
 from .reclaim import Reclaim
 
 
@@ -41,14 +41,14 @@ class SessionCalls:
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; blocks that it may still write are kept from reuse.
 
-        Of a large one, a rest is left for `reclaim_blocks`.
+        Of a large one, a rest is left for `reclaim_blocks`, blocks that it may still write among them.
         """
         state, pool = self._state, self._pool
         owner = state.session(session)
         state.revision += 1
         state.publish()
         ids, slots = owner.ids.items()
-        self._end_device_work(owner, slots.tolist(), may_still_write=may_still_write)
+        self._end_device_work(owner, may_still_write=may_still_write)
         state.claims.forget_claims(slots)
         self._reclaim.add_ended(owner)
         state.pins.end_pins_of(session)
@@ -68,6 +68,9 @@ class SessionCalls:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
         if self._swapper is not None:
             self._swapper.end_quarantine(session)
+        for owner in self._state.ended_sessions:
+            if owner.session == session:
+                owner.may_still_write = False
         blocks = self._state.quarantines.pop(session, None)
         if blocks is None:
             return 0
@@ -84,8 +87,8 @@ class SessionCalls:
         claims.forget_stale()
         return claims.reclaim_hint(self._state.session(session))
 
-    def _end_device_work(self, owner: SessionState, slots: list[int], *, may_still_write: bool) -> None:
-        """No step and no copy of the session is waited for any more; blocks that they may still write are quarantined."""
+    def _end_device_work(self, owner: SessionState, *, may_still_write: bool) -> None:
+        """No step and no copy of the session is waited for any more; fenced blocks that they may still write are kept back."""
         state, pool = self._state, self._pool
         fences = owner.fenced_blocks()
         owner.fences.clear()
@@ -95,30 +98,14 @@ class SessionCalls:
         if owner.executor is Executor.ENGINE:  # it may have ended before it ran its last copies, clears among them
             state.allocator.distrust(filling)
         if may_still_write:
-            blocks = np.concatenate([filling, *(self._writable_blocks(slot) for slot in slots)])
+            owner.may_still_write = True
             # No step writes an indexed block (R5), and reads by the session's last steps do no harm.
-            blocks, is_cached = blocks[~pool.indexed[blocks]], pool.indexed[fences]
-            pool.quarantine(blocks, fences=fences[~is_cached])
-            state.quarantines[owner.session] = np.concatenate([blocks, fences[~is_cached]])
+            filling, is_cached = filling[~pool.indexed[filling]], pool.indexed[fences]
+            pool.quarantine(filling, fences=fences[~is_cached])
+            state.quarantines[owner.session] = np.concatenate([filling, fences[~is_cached]])
             fences = fences[is_cached]
         pool.lift_fences(fences)
         owner.step_id = owner.completed_step_id  # blocks dropped now wait for the quarantine, not for a step
-
-    def _writable_blocks(self, slot: int) -> Int32Array:
-        """Blocks that a step of the session may still write: those behind the committed length, or behind the hit to come.
-
-        What is being loaded is the transfers' to keep.
-        """
-        seqs, first = self._sequences, int(self._sequences.num_committed[slot])
-        if seqs.states[slot] == SequenceState.LOADING:
-            assert self._swapper is not None, "a load without a host tier"
-            hit_len = self._swapper.moves[slot].hit_len
-            if hit_len is None:
-                return NO_INT32
-            first = hit_len
-        elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
-            return NO_INT32
-        return seqs.table(slot)[first // seqs.block_size :]
 
     def _end_transfers(self, owner: SessionState, swapper: SequenceSwapper, *, may_still_write: bool) -> None:
         """Orders of a session that ends: all that they fill is kept from reuse with the rest that it may still write."""

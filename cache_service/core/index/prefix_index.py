@@ -48,9 +48,9 @@ class PrefixIndex:
         self._lose_hosts = lose_hosts
         num_nodes = num_blocks + max(num_host_blocks - 1, 0)
         self._nodes: dict[bytes, int] = {}
-        self._keys: list[bytes | None] = [None] * num_nodes
+        self._keys: list[bytes | None] = [None]  # by node; None for a number that is not in use. It grows to num_nodes
         self._roots: dict[str, int] = {}
-        self._unused = list(range(num_nodes - 1, 0, -1))
+        self._unused: list[int] = []  # numbers that were used before
         self.block_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
@@ -290,9 +290,13 @@ class PrefixIndex:
 
     def _add(self, key: bytes) -> int:
         """A new node, not linked yet."""
-        node = self._unused.pop()
+        if self._unused:
+            node = self._unused.pop()
+            self._keys[node] = key
+        else:
+            node = len(self._keys)
+            self._keys.append(key)
         self._nodes[key] = node
-        self._keys[node] = key
         return node
 
     def _link(self, nodes: Int32Array, parents: Int32Array, blocks: Int32Array) -> None:

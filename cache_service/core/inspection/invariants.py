@@ -12,7 +12,11 @@ import numpy.typing as npt
 from ..blocks.block_pool import BlockPool
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
+from ..values.distinct import distinct, has_repeats
 from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, SequenceState
+
+_SLICE_ENTRIES = 65_536  # table entries or counts compared in less than a millisecond
+_SLICE_PLACES = 256  # published blocks compared in about a millisecond
 
 
 def audit(state: PoolState) -> Iterator[list[str]]:
@@ -25,7 +29,10 @@ def audit(state: PoolState) -> Iterator[list[str]]:
         yield wrong
         if wrong:
             return  # tables cannot be read by wrong counters or numbers
-    for check in (_check_references, _check_fences, _check_quarantines, _check_index, _check_copies, _check_counts):
+    yield from _check_references(state)
+    yield from _check_fences(state)
+    yield from _check_quarantines(state)
+    for check in (_check_index, _check_copies, _check_counts):
         yield check(state)
     yield from check_orders(state.pool)
     yield from state.index.check()
@@ -33,9 +40,9 @@ def audit(state: PoolState) -> Iterator[list[str]]:
     yield state.publisher.check()
     yield state.claims.check()
     for slot in state.sequences.running_slots().tolist():
-        if state.sequences.states[slot] == SequenceState.RUNNING:  # it may have ended since
-            row = state.sequences.table(slot)
-            yield [*_check_sequence(state, slot, row), *_check_retention(state, slot, row)]
+        if _is_running(state, slot):  # it may have ended since
+            yield _check_sequence(state, slot) + _check_retention(state, slot)
+            yield from _check_published(state, slot)
 
 
 def _owners(state: PoolState) -> list[SessionState]:
@@ -77,21 +84,28 @@ def _check_names(state: PoolState) -> list[str]:
     return []
 
 
-def _check_references(state: PoolState) -> list[str]:
-    return _compare("references", state.pool.ref_counts, [_named(state)])
+def _check_references(state: PoolState) -> Iterator[list[str]]:
+    yield from _compare("references", state.pool.ref_counts, [_named(state)])
 
 
-def _check_fences(state: PoolState) -> list[str]:
-    return _compare("fences", state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)])
+def _check_fences(state: PoolState) -> Iterator[list[str]]:
+    yield from _compare("fences", state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)])
 
 
-def _check_quarantines(state: PoolState) -> list[str]:
-    return _compare("quarantines", state.pool.quarantine_counts, list(state.quarantines.values()))
+def _check_quarantines(state: PoolState) -> Iterator[list[str]]:
+    yield from _compare("quarantines", state.pool.quarantine_counts, list(state.quarantines.values()))
 
 
-def _compare(name: str, counts: Int32Array, entries: list[Int32Array]) -> list[str]:
-    differ = np.flatnonzero(counts != np.bincount(np.concatenate([NO_INT32, *entries]), minlength=len(counts)))
-    return [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
+def _compare(name: str, counts: Int32Array, entries: list[Int32Array]) -> Iterator[list[str]]:
+    """Counts and entries are copied at one moment; the copies are compared in slices."""
+    blocks, missing = np.concatenate([NO_INT32, *entries]), counts.copy()
+    yield []
+    for start in range(0, len(blocks), _SLICE_ENTRIES):
+        np.subtract.at(missing, blocks[start : start + _SLICE_ENTRIES], np.int32(1))
+        yield []
+    for start in range(0, len(missing), _SLICE_ENTRIES):
+        differ = start + np.flatnonzero(missing[start : start + _SLICE_ENTRIES])
+        yield [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
 
 
 def _check_index(state: PoolState) -> list[str]:
@@ -102,24 +116,29 @@ def _check_index(state: PoolState) -> list[str]:
 
 def _check_counts(state: PoolState) -> list[str]:
     pool = state.pool
-    if pool.num_fenced + pool.num_quarantined + pool.num_in_transfer != np.count_nonzero(
-        (pool.ref_counts == 0) & ((pool.fence_counts | pool.busy_counts) > 0)
+    blocks = np.flatnonzero((pool.fence_counts | pool.busy_counts) > 0)
+    blocks = blocks[pool.ref_counts[blocks] == 0]
+    is_quarantined, is_moving = pool.quarantine_counts[blocks] > 0, pool.transfer_counts[blocks] > 0
+    wrong: list[str] = []
+    for name, number, found in (
+        ("quarantined", pool.num_quarantined, is_quarantined),
+        ("moving", pool.num_in_transfer, is_moving & ~is_quarantined),
+        ("fenced", pool.num_fenced, ~is_quarantined & ~is_moving),
     ):
-        return ["the numbers of fenced, quarantined and moving blocks are wrong"]
-    return []
+        wrong += _check_number(name, number, found)
+    return wrong
 
 
 def _check_copies(state: PoolState) -> list[str]:
     """A block that a copy in flight fills is held until the copy has run, and is not shared."""
-    pool, filling = state.pool, np.zeros(state.pool.num_blocks, np.bool_)
-    for owner in _owners(state):
-        filling[owner.filling_blocks()] = True
+    pool = state.pool
+    filling = distinct(np.concatenate([NO_INT32, *(owner.filling_blocks() for owner in _owners(state))]))
     wrong: list[str] = []
-    if (filling != pool.is_filling).any():
+    if not np.array_equal(filling, np.flatnonzero(pool.is_filling)):
         wrong.append("the blocks that copies fill are not those of the copies in flight")
-    for block in np.flatnonzero(filling & ((pool.ref_counts | pool.fence_counts) == 0)).tolist():
+    for block in filling[(pool.ref_counts[filling] | pool.fence_counts[filling]) == 0].tolist():
         wrong.append(f"block {block} could be reused while a copy fills it")
-    for block in np.flatnonzero(filling & pool.indexed).tolist():
+    for block in filling[pool.indexed[filling]].tolist():
         wrong.append(f"block {block} is shared while a copy fills it")
     return wrong
 
@@ -160,10 +179,10 @@ def _are(blocks: Int32Array, wanted: npt.NDArray[np.bool_]) -> bool:
 def _check_pins(state: PoolState) -> list[str]:
     pins, index = state.pins, state.index
     wrong: list[str] = []
-    held = np.concatenate([NO_INT32, *(pin.blocks for pin in pins.live())])
-    if (pins.counts != np.bincount(held, minlength=state.pool.num_blocks)).any():
+    held, counts = np.unique(np.concatenate([NO_INT32, *(pin.blocks for pin in pins.live())]), return_counts=True)
+    if not np.array_equal(held, np.flatnonzero(pins.counts)) or (pins.counts[held] != counts).any():
         wrong.append("a block has the wrong number of pins")
-    if pins.num_blocks != len(set(held.tolist())) or pins.num_blocks > pins.max_blocks:
+    if pins.num_blocks != len(held) or pins.num_blocks > pins.max_blocks:
         wrong.append("the number of pinned blocks is wrong, or above its limit")
     sessions = {owner.session for owner in _owners(state)}
     for pin in pins.live():
@@ -175,29 +194,22 @@ def _check_pins(state: PoolState) -> list[str]:
     return wrong
 
 
-def _check_sequence(state: PoolState, slot: int, row: Int32Array) -> list[str]:
+def _is_running(state: PoolState, slot: int) -> bool:
+    return bool(state.sequences.states[slot] == SequenceState.RUNNING)
+
+
+def _check_sequence(state: PoolState, slot: int) -> list[str]:
     seqs, pool, index = state.sequences, state.pool, state.index
-    name = f"sequence {int(seqs.ids[slot])}"
-    blocks = row.tolist()
+    name, row = f"sequence {int(seqs.ids[slot])}", seqs.table(slot)
     wrong: list[str] = []
-    held = seqs.held(slot).tolist()
-    if len(set(held)) < len(held):
+    if has_repeats(seqs.held(slot)):
         wrong.append(f"{name} names a block twice")
     num_full = int(seqs.num_committed[slot]) // seqs.block_size
     if seqs.num_published[slot] > num_full:
         wrong.append(f"{name} has published what is not committed")
-    parent = int(seqs.roots[slot])
-    tokens = seqs.tokens[slot]
-    for place in range(int(seqs.num_published[slot])):
-        node = int(index.node_of_block[blocks[place]])
-        if node == 0:
-            wrong.append(f"{name} has a published block without a node")
-            break
-        above, inside = index.key_tokens(node)
-        if above != parent or not np.array_equal(inside, tokens[place * seqs.block_size : (place + 1) * seqs.block_size]):
-            wrong.append(f"{name} has a published block under other tokens")
-        parent = node
-    if parent != seqs.last_nodes[slot]:
+    num_published = int(seqs.num_published[slot])
+    last = int(index.node_of_block[row[num_published - 1]]) if num_published else int(seqs.roots[slot])
+    if last != seqs.last_nodes[slot]:
         wrong.append(f"{name} does not know its last published node")
     if not seqs.may_copy[slot]:
         tail = row[num_full:]
@@ -206,9 +218,30 @@ def _check_sequence(state: PoolState, slot: int, row: Int32Array) -> list[str]:
     return wrong
 
 
-def _check_retention(state: PoolState, slot: int, row: Int32Array) -> list[str]:
+def _check_published(state: PoolState, slot: int) -> Iterator[list[str]]:
+    """In slices; the sequence may change between two of them, so each compares neighbours in the table as it is then."""
+    seqs, index, start = state.sequences, state.index, 0
+    while _is_running(state, slot) and start < seqs.num_published[slot]:
+        name, end = f"sequence {int(seqs.ids[slot])}", min(start + _SLICE_PLACES, int(seqs.num_published[slot]))
+        above = index.node_of_block[seqs.tables[slot, start - 1]] if start else seqs.roots[slot]
+        nodes = [int(above), *index.node_of_block[seqs.tables[slot, start:end]].tolist()]
+        tokens = seqs.tokens[slot, start * seqs.block_size : end * seqs.block_size].reshape(-1, seqs.block_size)
+        wrong: list[str] = []
+        for parent, node, inside in zip(nodes, nodes[1:], tokens, strict=False):
+            if node == 0:
+                wrong.append(f"{name} has a published block without a node")
+                break
+            key = index.key_tokens(node)
+            if key[0] != parent or not np.array_equal(key[1], inside):
+                wrong.append(f"{name} has a published block under other tokens")
+        yield wrong
+        start = end
+
+
+def _check_retention(state: PoolState, slot: int) -> list[str]:
     """Holes are where sink and window say, neither more nor fewer; what may be shared ends before them."""
     seqs, size = state.sequences, state.sequences.block_size
+    row = seqs.table(slot)
     name = f"sequence {int(seqs.ids[slot])}"
     sink, window, committed = int(seqs.num_sink[slot]), int(seqs.num_window[slot]), int(seqs.num_committed[slot])
     first, end = -(-sink // size), int(seqs.hole_ends[slot])

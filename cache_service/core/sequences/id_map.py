@@ -71,5 +71,9 @@ class IdMap:
         """([n] ids ascending, [n] slots)."""
         return self._ids[: self._size].copy(), self._slots[: self._size].copy()
 
+    def first_slots(self, count: int) -> Int64Array:
+        """[at most count] slots of the smallest ids."""
+        return self._slots[: min(count, self._size)].copy()
+
     def _forget_last(self) -> None:
         self._last_key, self._last_slots = b"", np.zeros(0, np.int64)

@@ -13,6 +13,7 @@ import numpy as np
 from ..blocks.block_pool import BlockPool
 from ..index.prefix_index import PrefixIndex
 from ..values.counters import Counters
+from ..values.distinct import distinct
 from ..values.pool_config import PoolConfig
 from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, SequenceState
 from .sequence_table import SequenceTable
@@ -164,7 +165,7 @@ class Publisher:
         places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))
         filling = self._pool.is_filling[self._sequences.tables[slots[of], places]].nonzero()[0]
         np.minimum.at(last, of[filling], places[filling].astype(np.int32))
-        return np.unique(of[filling])
+        return distinct(of[filling])
 
     def _num_to_publish(self, slots: Int64Array) -> Int32Array:
         """[n] leading blocks that are full, committed, and not kept private by retention."""

@@ -42,6 +42,7 @@ class SessionState:
     ids: IdMap = field(default_factory=IdMap)
     step_id: int = 0
     completed_step_id: int = 0
+    may_still_write: bool = False  # it has ended, and its process may still write the blocks that it could write
     is_one_item: bool = False  # it has made a one-item call: it is shown its tables with each answer
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
     copies: deque[tuple[int, Int32Array]] = field(default_factory=deque)  # step, and the blocks that its copies fill

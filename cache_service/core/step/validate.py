@@ -15,6 +15,7 @@ from ..sequences.retention import DroppedSpan, dropped_span
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
+from ..values.distinct import has_repeats
 from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence
 from ..values.step_columns import StepBatch
 from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState
@@ -304,5 +305,5 @@ def _check_lengths(batch: StepBatch) -> None:
 
 
 def _check_distinct_ids(ids: Int64Array | Int32Array, field: str) -> None:
-    if len(np.unique(ids)) < len(ids):
+    if has_repeats(ids):
         raise InvalidField(f"{field} names a sequence twice", field=field)

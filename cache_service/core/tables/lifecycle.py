@@ -27,6 +27,7 @@ class SequenceLifecycle:
         self._claims = state.claims
         self._counters = state.counters
         self._swapper = swapper
+        self._ending_slot = -1  # the policy was told of the end of its sequence, and a part of it was given back
 
     def commit(
         self,
@@ -82,9 +83,7 @@ class SequenceLifecycle:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self._sequences
         running = [slot for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
-        if self._pool.policy.wants_uses:
-            for slot in running:
-                self._pool.policy.use(self._use(slot))
+        self._tell_uses(running)
         # Deepest first, so that leaves are evicted before their parents.
         tables = [seqs.held(slot)[::-1] for slot in running]
         if tables:
@@ -99,6 +98,21 @@ class SequenceLifecycle:
             owner.ids.remove(int(seqs.ids[slot]))
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.remove(slot)
+
+    def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
+        """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""
+        self._tell_uses([slot])
+        self._ending_slot = slot
+        self.truncate(owner, slot, num_kept * self._block_size)
+
+    def _tell_uses(self, slots: list[int]) -> None:
+        """Tells the policy of the end of each running sequence, once."""
+        if self._pool.policy.wants_uses:
+            for slot in slots:
+                if slot != self._ending_slot:
+                    self._pool.policy.use(self._use(slot))
+        if self._ending_slot in slots:
+            self._ending_slot = -1
 
     def _use(self, slot: int) -> Use:
         seqs = self._sequences

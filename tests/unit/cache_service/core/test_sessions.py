@@ -7,6 +7,7 @@ import pytest
 
 from kvkeeper.cache_service.core.values.errors import (
     InvalidField,
+    OutOfSequences,
     OutOfSessions,
     StaleEpoch,
     StepConflict,
@@ -256,9 +257,61 @@ def test_a_large_session_is_gone_at_once_and_given_back_in_slices() -> None:
     assert pool.manager.close_session(A, may_still_write=False).num_released_sequences == 3
     with pytest.raises(UnknownSession):
         pool.view(2)
-    for num_given_back in (1, 2, 3):
+    num_referenced, is_left = 5, True  # one block went with the end
+    while is_left:
+        is_left = pool.manager.reclaim_some(1)
         pool.audit()
-        states = [{pool.state(block) for block in table} for table in tables]
-        assert states == [{BlockState.CACHED}] * num_given_back + [{BlockState.REFERENCED}] * (3 - num_given_back)
-        assert pool.manager.reclaim_some(1) == (num_given_back < 2)
+        states = [pool.state(block) for table in tables for block in table]
+        assert num_referenced - states.count(BlockState.REFERENCED) <= 1
+        num_referenced = states.count(BlockState.REFERENCED)
+        assert states.count(BlockState.CACHED) == 6 - num_referenced
+        # Of a sequence the end goes first, so that no cached block is below one in use.
+        assert all(
+            (pool.state(first), pool.state(last)) != (BlockState.CACHED, BlockState.REFERENCED) for first, last in tables
+        )
+    assert not num_referenced
     assert pool.matched(range(20, 28)) == tables[1]
+
+
+def long_prefill(pool: CorePool, sequence_id: int) -> list[int]:
+    """Two blocks are committed, three more may be written."""
+    pool.create(sequence_id, range(20 * sequence_id, 20 * sequence_id + 20))
+    pool.step(starts=[(sequence_id, 20, 0)])
+    pool.step(commits=[(sequence_id, 8, [])])
+    return pool.table(sequence_id)
+
+
+@pytest.mark.parametrize("num_slices", [0, 3, 7, 100])
+def test_a_large_session_may_write_its_blocks_until_its_quarantine_ends(num_slices: int) -> None:
+    pool = CorePool(num_blocks=17)
+    pool.manager.reclaim.at_once = 1
+    tables = [long_prefill(pool, 1), long_prefill(pool, 2)]
+    pool.manager.close_session(A, may_still_write=True)
+    for _ in range(num_slices):
+        pool.manager.reclaim_some(1)
+        pool.audit()
+        for table in tables:
+            assert {pool.state(block) for block in table[:2]} <= {BlockState.REFERENCED, BlockState.CACHED}
+            assert {pool.state(block) for block in table[2:]} <= {BlockState.REFERENCED, BlockState.QUARANTINED}
+    if num_slices == 100:
+        assert {pool.state(block) for table in tables for block in table[2:]} == {BlockState.QUARANTINED}
+    pool.manager.end_quarantine(A)
+    while pool.manager.reclaim_some(1):
+        pool.audit()
+    pool.audit()
+    assert {pool.state(block) for table in tables for block in table[2:]} == {BlockState.FREE}
+    assert {pool.state(block) for table in tables for block in table[:2]} == {BlockState.CACHED}
+
+
+def test_a_sequence_of_an_ended_session_gives_way_to_a_new_one() -> None:
+    pool = CorePool(num_blocks=17, max_sequences=3)
+    pool.manager.reclaim.at_once = 0
+    pool.prefill(1, range(8))
+    pool.create(2, [1])
+    pool.create(3, [1])
+    pool.manager.close_session(A, may_still_write=True)
+    for sequence_id in (1, 2, 3):
+        pool.create(sequence_id, [5], session=B)
+        pool.audit()
+    with pytest.raises(OutOfSequences):
+        pool.create(4, [5], session=B)
