@@ -279,7 +279,7 @@ class PrefixIndex:
 
     def key(self, node: int) -> bytes | None:
         """The parent's number and the tokens, all LE32; None for a number that is not in use."""
-        return self._keys[node]
+        return self._keys[node] if node < len(self._keys) else None
 
     def key_tokens(self, node: int) -> tuple[int, Int32Array]:
         """(parent, [block_size] tokens) of a node, for audits and explanations."""
