@@ -1,0 +1,44 @@
+"""A running service loads no module of numpy: loading one would hold up every step."""
+
+import subprocess
+import sys
+
+_WORK = """
+import asyncio, sys
+import numpy as np
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from tests.support.worlds.cache_api import serving
+
+async def work():
+    async with serving(num_blocks=16, eviction_policy=sys.argv[1]) as api:
+        session = await api.open()
+        loaded = set(sys.modules)
+        step_id = 0
+        for sequence_id in range(1, 9):
+            await session.create(sequence_id, 40, first=40 * sequence_id)
+            one = np.array([sequence_id], np.int64).tobytes()
+            length = np.array([40], np.int32).tobytes()
+            most = np.array([64], np.int32).tobytes()
+            for columns in (
+                {"start_sequence_ids": one, "start_max_new_tokens": most, "start_max_hit_tokens": most},
+                {"commit_sequence_ids": one, "commit_num_tokens": length, "commit_num_new_tokens": bytes(4)},
+                {"release_sequence_ids": one},
+            ):
+                step_id += 1
+                await session.step(step_id, **columns)
+        stats = (await api.stats()).pools[0]
+        assert stats.num_evicted_blocks, "nothing was evicted"
+        await session.call("EvictBlocks", num_blocks=1)
+        await session.call("ClearPrefixCache")
+        await api.audit()
+        print(sorted(name for name in set(sys.modules) - loaded if name.startswith("numpy")), file=sys.stderr)
+
+asyncio.run(work())
+"""
+
+
+def test_work_loads_no_module_of_numpy() -> None:
+    for policy in ("lru", "adaptive"):
+        done = subprocess.run([sys.executable, "-c", _WORK, policy], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "[]"
