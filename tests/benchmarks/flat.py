@@ -1,11 +1,11 @@
-"""The same step in pools of 1e4, 1e5 and 1e6 blocks, all of them cached; what a cached block weighs; a session of 10,000.
+"""The same step in pools of 1e4 to 1e7 blocks, all of them cached; statistics; what a cached block weighs; a session of 10,000.
 
 Steps of the pools alternate, so that all meet the same machine. Blocks are cached by long sequences that were computed and
 released; then the measured sequences grow by evicting.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ _FILLER_TOKENS = 65_536
 
 
 def figures() -> Iterator[dict[str, object]]:
-    pools = {num_blocks: _Pool(num_blocks) for num_blocks in (10_000, 100_000, 1_000_000)}
+    pools = {num_blocks: _Pool(num_blocks) for num_blocks in (10_000, 100_000, 1_000_000, 10_000_000)}
     took: dict[int, list[float]] = {num_blocks: [] for num_blocks in pools}
     for step_idx in range(_NUM_STEPS):
         for num_blocks, pool in pools.items():
@@ -36,10 +36,17 @@ def figures() -> Iterator[dict[str, object]]:
             "median_us": round(medians[num_blocks], 1),
             "p99_us": round(float(np.percentile(took[num_blocks][_WARM_UP:], 99)), 1),
             "ratio": round(float(np.median(np.array(took[num_blocks][_WARM_UP:]) / took[10_000][_WARM_UP:])), 3),
+            "stats_us": round(pools[num_blocks].stats(), 1),
         }
     # Of the largest, in which what a pool costs anyway, and memory that was given back before, weigh nothing.
-    yield {"blocks": 1_000_000, "bytes_per_cached_block": round(pools[1_000_000].bytes_per_block, 1)}
+    yield {"blocks": 10_000_000, "bytes_per_cached_block": round(pools[10_000_000].bytes_per_block, 1)}
     yield _crowded_session()
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
 
 
 class _Pool:
@@ -59,6 +66,10 @@ class _Pool:
         for sequence_id, prompt in zip(self._load.ids.tolist(), self._load.prompts(), strict=True):
             self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
         self._step(**self._load.start_columns())
+
+    def stats(self) -> float:
+        """Microseconds of the pool's statistics, the least of ten."""
+        return min(_timed(self._manager.stats) for _ in range(10))
 
     def step(self, step_idx: int) -> float:
         """Microseconds of one step of all sequences; what it leaves for later is not among them."""
