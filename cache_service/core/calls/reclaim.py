@@ -3,7 +3,7 @@
 Owns nothing but the size of the first slice; the ended sessions stand in PoolState. A session of a million blocks would keep
 all others waiting if it were given back in one go. Rules: no call reaches such a sequence any more; its blocks count as
 referenced until their turn comes, so every audit holds between two slices; a block that the session may still write is in
-quarantine before it is given back; of a sequence longer than a slice the end goes first.
+quarantine before it is given back; of a sequence longer than a slice the end goes first, but one with retention goes whole.
 """
 
 import numpy as np
@@ -65,7 +65,7 @@ class Reclaim:
         seqs = self._sequences
         slots = owner.ids.first_slots(max_blocks // _SEQUENCE_COST + 1)
         counts = -(-seqs.num_reserved[slots] // seqs.block_size)
-        if counts[0] > max_blocks:
+        if counts[0] > max_blocks and not seqs.num_window[slots[0]]:  # of one with retention, holes would come into its window
             self._release_end(owner, int(slots[0]), int(counts[0]) - max_blocks)
             return max_blocks
         costs = np.cumsum(counts + _SEQUENCE_COST)

@@ -71,6 +71,10 @@ class NaiveSequence:
     num_waits: int = 0  # answers COMPUTING since it could last hit more than before
     longest_hit: int = 0  # that it could have had when it asked
 
+    def writable(self, block_size: int) -> list[int]:
+        """Blocks that a step of its session may write."""
+        return self.table[self.committed // block_size :]
+
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
 
@@ -101,6 +105,7 @@ class NaiveCache:
         self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
+        self.may_write: set[str] = set()  # sessions that ended and may still write
         self.filling: dict[int, tuple[str, int]] = {}  # block that a copy fills: the session, and the step that makes it
         self.pins: dict[str, Any] = {}  # see naive_keeping
         self.logits: dict[Key, bytes] = {}  # the least recently used first

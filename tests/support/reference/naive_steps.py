@@ -17,6 +17,10 @@ from tests.support.reference.naive_claims import NaiveClaims
 Update = tuple[int, int, int]  # sequence id, table index, block
 
 
+SEQUENCE_COST = 16  # a sequence is as much work as so many blocks
+AT_ONCE = 4096  # blocks that are given back for a slot
+
+
 class NaiveSteps(NaiveClaims):
     """The reference model, with its operations."""
 
@@ -28,6 +32,9 @@ class NaiveSteps(NaiveClaims):
         self.sessions[session] = NaiveSession(executor, self.num_opened)
 
     def create(self, session: str, args: SequenceArgs) -> NaiveSequence:
+        num_holders = len(self.holders)
+        while num_holders == self.config.max_sequences == len(self.holders):
+            self.reclaim(AT_ONCE)
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
         limit = args.max_tokens or self.config.limit_with(args.retention)
@@ -45,32 +52,29 @@ class NaiveSteps(NaiveClaims):
         self.publish()
         self.observe()
         sequences = self.of(session)
-        writable = {block for q in sequences for block in q.table[q.committed // self.block_size :]}
-        writable |= {block for block, fences in self.fences.items() if session in fences}
-        writable |= {block for block, (fills, _) in self.filling.items() if fills == session}
+        behind = {block for block, fences in self.fences.items() if session in fences}
+        behind |= {block for block, (fills, _) in self.filling.items() if fills == session}
         if self.sessions[session].executor is Executor.ENGINE:  # clears that it was ordered may not have run (R8)
             self.tenants.update({block: None for block, (fills, _) in self.filling.items() if fills == session})
-        writable -= set(self.index.values())  # nothing writes an indexed block (R5)
         self.complete(session, self.sessions[session].step_id)
         if may_still_write:
-            for block in writable:
-                self.quarantine.setdefault(block, set()).add(session)
+            self.may_write.add(session)
+            self._quarantine(session, behind)
         self.pending = [q for q in self.pending if q.session != session]
         for q in sorted(sequences, key=lambda q: q.sequence_id):
             del self.sequences[session, q.sequence_id]
             self.num_changes += 1
-            if q.running:
-                self.closing.append(q)
+            self.closing.append(q)
         self._reclaim(self.reclaim_at_once)
         for pin_id in [pin_id for pin_id, pin in self.pins.items() if pin.session == session]:
             self.unpin(pin_id)
         del self.sessions[session]
         self.settle()
         self.observe()
-        return len(sequences), len(writable) if may_still_write else 0
+        return len(sequences), sum(session in owners for owners in self.quarantine.values())
 
     def reclaim(self, max_blocks: int) -> bool:
-        """Gives back what is left of sessions that ended, sequence by sequence. Whether more is left."""
+        """Gives back what is left of sessions that ended: whole sequences, or the end of a long one. Whether more is left."""
         self.clock += 1
         self._reclaim(max_blocks)
         self.settle()
@@ -78,18 +82,35 @@ class NaiveSteps(NaiveClaims):
 
     def _reclaim(self, max_blocks: int) -> None:
         while self.closing and max_blocks > 0:
-            session, left = self.closing[0].session, max_blocks
-            while self.closing and self.closing[0].session == session:
-                if left < max_blocks and len(self.closing[0].table) > left:
+            first, left = self.closing[0], max_blocks
+            if len(first.table) > max_blocks and first.retention is None:
+                self._give_back(first, len(first.table) - max_blocks)
+                return
+            while self.closing and self.closing[0].session == first.session:
+                cost = len(self.closing[0].table) + SEQUENCE_COST
+                if left < max_blocks and cost > left:
                     break
-                q = self.closing.pop(0)
-                left -= len(q.table)
-                for block in q.table:
-                    self.ages.pop(block, None)
+                self._give_back(self.closing.pop(0), 0)
+                left -= cost
             max_blocks = left
+
+    def _give_back(self, q: NaiveSequence, num_kept: int) -> None:
+        """Blocks from a table index on: its session may still write those behind its committed length."""
+        dropped = q.table[num_kept:]
+        if q.session in self.may_write:
+            self._quarantine(q.session, set(q.writable(self.block_size)) & set(dropped))
+        for block in dropped:
+            self.ages.pop(block, None)
+        del q.table[num_kept:]
+        q.committed = min(q.committed, num_kept * self.block_size)
+
+    def _quarantine(self, session: str, blocks: set[int]) -> None:
+        for block in blocks - set(self.index.values()):  # nothing writes an indexed block (R5)
+            self.quarantine.setdefault(block, set()).add(session)
 
     def end_quarantine(self, session: str) -> None:
         self.clock += 1
+        self.may_write.discard(session)
         had_any = any(session in owners for owners in self.quarantine.values())
         self.quarantine = {b: left for b, owners in self.quarantine.items() if (left := owners - {session})}
         self.settle()

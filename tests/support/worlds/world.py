@@ -66,6 +66,7 @@ class World:
         if may_still_write:
             self.ended.append(session)
             kept = {block for block, sessions in self.naive.quarantine.items() if session in sessions}
+            kept |= {block for q in self.naive.closing for block in q.table}
             exposed = self.memory.written_by(session) - kept
             require(not exposed, f"R6 blocks {exposed} could be had while an engine that died writes them")
         if self.engines:
@@ -105,7 +106,7 @@ class World:
         number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
         sequence_id = SequenceId(engine.new_id(choose))
         args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number)
-        if len(self.naive.holders) == self.config.max_sequences:
+        if len(self.naive.holders) == self.config.max_sequences and not self.naive.closing:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
