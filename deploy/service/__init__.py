@@ -2,7 +2,7 @@
 
 Owns the reading of flags and environment into one frozen config; listen addresses with lock files and port checks; JSON logs;
 metrics; the router of calls, which turns exceptions into google.rpc.Status; start and drain of a grpc.aio server with health
-and reflection. May import kvkeeper.tracing, grpc and structlog; no service: each hands in its own config fields, methods, error
+and reflection, and the settings of gRPC's runtime. May import kvkeeper.tracing, grpc and structlog; no service: each hands in its own config fields, methods, error
 classes and codes.
 """
 
