@@ -20,7 +20,6 @@ from kvkeeper.cuda.runtime import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
@@ -32,12 +31,13 @@ from .metrics import cache_metrics
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
 from .rpc.kv_calls import KvCalls
-from .rpc.methods import register
+from .rpc.methods import max_message_bytes, register
 from .rpc.one_item_session import OneItemSessions
 from .rpc.prefix_calls import PrefixCalls
 from .rpc.sequence_calls import SequenceCalls
 from .rpc.session_calls import SessionCalls
 from .rpc.step_handler import StepHandler
+from .rpc.step_lane import StepLanes
 from .rpc.watch_streams import WatchStreams
 from .runtime.clock import Clock, StallFreeClock
 from .runtime.pool_registry import Memory, PoolRegistry
@@ -102,14 +102,18 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     try:
         watch_streams = WatchStreams()
         registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced)
-        endpoint = await Endpoint.open(config.listen)
+        most_bytes = max_message_bytes(config.max_sequences)
+        endpoint = await Endpoint.open(config.listen, most_bytes)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
-        attach = AttachServer(_attach_path(config, endpoint.address), session_manager, timing)
+        step_handler = StepHandler(session_manager, most_bytes)
+        lanes = StepLanes(session_manager, step_handler, most_bytes)
+        attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
         real_time = (clock or loop).time  # also passes while the service is held up
-        methods = _methods(config, session_manager, str(attach.path), watch_streams, real_time)
+        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
+        methods = register([step_handler, *groups], most_bytes)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -135,26 +139,23 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock)
 
 
-def _methods(
+def _groups_of_calls(
     config: CacheConfig,
     session_manager: SessionManager,
     attach_path: str,
     watch_streams: WatchStreams,
     time: Callable[[], float],
-) -> MethodRouter:
-    """The groups of calls, side by side."""
+) -> list[object]:
+    """The groups of calls beside the step."""
     one_item = OneItemSessions(session_manager)
-    return register(
-        [
-            SessionCalls(config, session_manager, attach_path),
-            StepHandler(session_manager),
-            SequenceCalls(session_manager, one_item),
-            PrefixCalls(session_manager),
-            EvictionCalls(session_manager, one_item),
-            KvCalls(session_manager, one_item),
-            InspectionCalls(session_manager, watch_streams, time),
-        ]
-    )
+    return [
+        SessionCalls(config, session_manager, attach_path),
+        SequenceCalls(session_manager, one_item),
+        PrefixCalls(session_manager),
+        EvictionCalls(session_manager, one_item),
+        KvCalls(session_manager, one_item),
+        InspectionCalls(session_manager, watch_streams, time),
+    ]
 
 
 def _attach_path(config: CacheConfig, address: str) -> Path:

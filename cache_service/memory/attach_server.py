@@ -1,11 +1,12 @@
 """The attach socket: hands an arena to the process at the other end, and notices when that process or its mapping ends.
 
 Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED) and
-tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token and a newline. The answer is one
-JSON line with the descriptor of the arena and, where there is a host tier, of its arena; an arena in CUDA memory has a handle
-in the line instead of a descriptor. The client keeps the connection open for as long as it maps the arenas. So the end of the
-connection is the end of the mapping (forked children inherit both), and the pidfd is the end of the process that drives the
-session; a killed process shows both. Knows tokens and descriptors, no sessions.
+tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token, perhaps the names of the parts
+that it wants, and a newline. The answer is one JSON line with the descriptors of the parts: of the arena, of the host tier's
+arena where there is one, and of the step lane; an arena in CUDA memory has a handle in the line instead of a descriptor. The
+client keeps the connection open for as long as it maps the arenas. So the end of the connection is the end of the mapping
+(forked children inherit both), and the pidfd is the end of the process that drives the session; a killed process shows both.
+Knows tokens, parts and descriptors, no sessions.
 """
 
 import array
@@ -17,6 +18,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +32,13 @@ _MAX_HANDSHAKES = 64  # connections that have not shown a token yet
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
+class Part(StrEnum):
+    """A part of a session that a process can ask for; a line with a token alone asks for the memory."""
+
+    MEMORY = "memory"
+    STEP_LANE = "step-lane"
+
+
 class AttachRefused(Exception):
     """The text is the refusal's reason, a name of capital letters."""
 
@@ -38,18 +47,19 @@ class AttachRefused(Exception):
 class Grant:
     """The rights behind a token: descriptors, and callbacks for the ends of process and mapping. Each runs at most once."""
 
-    fields: dict[str, object]  # the line that describes the arenas
+    fields: dict[str, object]  # the line that describes the parts
     descriptors: list[int]
     on_process_end: Callable[[], None]
     on_unmapped: Callable[[], None]
     session_over: asyncio.Event  # set by the desk: the process need not be watched any more
+    given_away: socket.socket | None = None  # closed here once the process has it; its descriptor is the last one
 
 
 class AttachDesk(Protocol):
     """Decides about tokens."""
 
-    def redeem(self, token: str) -> Grant:
-        """Spends the token: from now on its session counts as attached. Raises AttachRefused."""
+    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
+        """Spends the token: its session counts as attached from now on, if memory is among the parts. Raises AttachRefused."""
 
 
 class AttachServer:
@@ -104,7 +114,7 @@ class AttachServer:
             try:
                 try:
                     async with within(self._clock, _HANDSHAKE_TIMEOUT):
-                        token = await _read_token(connection)
+                        token, parts = await _read_request(connection)
                 finally:
                     self._num_handshakes -= 1
                 process = _open_process(connection)
@@ -113,7 +123,7 @@ class AttachServer:
                 return
             try:
                 try:
-                    grant = self._desk.redeem(token)
+                    grant = self._desk.redeem(token, parts)
                 except AttachRefused as error:
                     await _refuse(connection, str(error))
                     return
@@ -123,7 +133,7 @@ class AttachServer:
 
 
 async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
-    """Hands the arena over, and stays until the mapping is gone and the process or the session too."""
+    """Hands the parts over, and stays until the mapping is gone and the process or the session too."""
     loop = asyncio.get_running_loop()
     over = grant.session_over
 
@@ -134,11 +144,8 @@ async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
 
     loop.add_reader(process, end_process)
     try:
-        answer = json.dumps(grant.fields).encode() + b"\n"
-        # One sendmsg on a fresh socket never blocks: its buffer is empty and larger than the line.
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", grant.descriptors))] if grant.descriptors else []
         with contextlib.suppress(ConnectionError):
-            connection.sendmsg([answer], ancillary)
+            _hand_over(connection, grant)
             while await loop.sock_recv(connection, 4096):
                 pass  # the client has nothing more to say; bytes that come anyway are ignored
         grant.on_unmapped()
@@ -148,7 +155,19 @@ async def _watch(connection: socket.socket, process: int, grant: Grant) -> None:
         loop.remove_reader(process)
 
 
-async def _read_token(connection: socket.socket) -> str:
+def _hand_over(connection: socket.socket, grant: Grant) -> None:
+    """One sendmsg on a fresh socket never blocks: its buffer is empty and larger than the line."""
+    answer = json.dumps(grant.fields).encode() + b"\n"
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", grant.descriptors))] if grant.descriptors else []
+    try:
+        connection.sendmsg([answer], ancillary)
+    finally:
+        if grant.given_away is not None:
+            grant.given_away.close()
+
+
+async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part]]:
+    """The token and the wanted parts. Raises AttachRefused."""
     loop = asyncio.get_running_loop()
     line = b""
     while b"\n" not in line:
@@ -156,7 +175,11 @@ async def _read_token(connection: socket.socket) -> str:
         line += piece
         if not piece or len(line) > _MAX_TOKEN_BYTES:
             raise AttachRefused("UNKNOWN_TOKEN")
-    return line.removesuffix(b"\n").decode("ascii", "replace")
+    token, *names = line.removesuffix(b"\n").decode("ascii", "replace").split(" ")
+    try:
+        return token, frozenset(map(Part, names or [Part.MEMORY]))
+    except ValueError:
+        raise AttachRefused("UNKNOWN_PART") from None
 
 
 def _open_process(connection: socket.socket) -> int:

@@ -32,7 +32,13 @@ class InspectionCalls:
             uptime_seconds=self._time() - self._started,
             pools=[reports.pool_stats(pool) for pool in manager.registry.pools],
             sessions=[
-                reports.session_info(live.core, now, live.pool.manager.num_sequences(live.core.id), int(live.is_mapped))
+                reports.session_info(
+                    live.core,
+                    now,
+                    live.pool.manager.num_sequences(live.core.id),
+                    int(live.is_mapped),
+                    None if live.stream is None else live.stream.kind,
+                )
                 for live in manager.sessions
             ],
             num_opened_sessions=manager.num_opened,

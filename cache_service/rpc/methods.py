@@ -4,6 +4,7 @@ Step and StreamSteps pass as bytes, both ways, because exactly once is a matter 
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.methods import Context, Contract, MethodRouter
+from kvkeeper.service.methods import MAX_MESSAGE_BYTES, Context, Contract, MethodRouter
 
 from .status import REFUSALS
 
@@ -29,13 +30,23 @@ CONTRACT = Contract(
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
+# In a step: 36 to commit and to reserve with one new token, and more to start, release or swap, and for guessed tokens.
+_BYTES_PER_SEQUENCE = 128
 
 
-def register(groups: Sequence[object]) -> MethodRouter:
-    """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case."""
+def max_message_bytes(max_sequences: int) -> int:
+    """Of a message that carries neither a prompt nor K and V: a step may name each sequence of a pool."""
+    return max(MAX_MESSAGE_BYTES, _BYTES_PER_SEQUENCE * max_sequences)
+
+
+def register(groups: Sequence[object], most_bytes: int = MAX_MESSAGE_BYTES) -> MethodRouter:
+    """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case.
+
+    most_bytes: of a message without a prompt.
+    """
     calls = SimpleNamespace(**handlers_of(groups))
     return MethodRouter(
-        CONTRACT,
+        replace(CONTRACT, max_message_bytes=most_bytes),
         calls,
         {
             "Step": grpc.unary_unary_rpc_method_handler(_raw_unary(calls.step)),

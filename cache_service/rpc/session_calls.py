@@ -2,7 +2,7 @@
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
-from kvkeeper.service.methods import MAX_MESSAGE_BYTES, MAX_PROMPT_MESSAGE_BYTES
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField
@@ -12,7 +12,7 @@ from .convert.checks import check_range, check_text
 from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
-from .methods import UNIMPLEMENTED_METHODS
+from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
 
 _EXECUTORS = {
     pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
@@ -33,7 +33,7 @@ class SessionCalls:
         return pb.GetCapabilitiesResponse(
             version=VERSION,
             epoch=self._session_manager.epoch,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=max_message_bytes(self._config.max_sequences),
             max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
             min_ttl_ms=_ms(MIN_TTL),
             max_ttl_ms=_ms(MAX_TTL),
@@ -61,6 +61,7 @@ class SessionCalls:
             pool=pool_info(live.pool.info),
             attach_token=live.attach_token,
             attach_socket_path=self._attach_path,
+            offers_step_lane=True,
         )
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:

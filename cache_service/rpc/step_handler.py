@@ -13,13 +13,12 @@ from google.protobuf.message import DecodeError
 
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.methods import MAX_MESSAGE_BYTES
 
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
-from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.session_manager import CarrierKind, LiveSession, SessionManager
 from .convert.step import step_batch, step_response
 from .methods import EOF
 
@@ -29,6 +28,8 @@ _STEP = "kvkeeper.cache.v1.CacheService/Step"
 
 class StepStream:
     """One StreamSteps call. It carries the steps of the session of its first message."""
+
+    kind = CarrierKind.GRPC
 
     def __init__(self, task: asyncio.Task[object]) -> None:
         self.live: LiveSession | None = None
@@ -42,10 +43,11 @@ class StepStream:
 
 
 class StepHandler:
-    """Applies steps to the pools of their sessions, each once, with and without a stream."""
+    """Applies steps to the pools of their sessions, each once, whatever carries them. max_message_bytes: of a request."""
 
-    def __init__(self, session_manager: SessionManager) -> None:
+    def __init__(self, session_manager: SessionManager, max_message_bytes: int) -> None:
         self._session_manager = session_manager
+        self._max_message_bytes = max_message_bytes
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
@@ -66,9 +68,7 @@ class StepHandler:
                     live, reply = self.apply(raw, stream.live)
                     if stream.live is None:
                         stream.live = live
-                        self._session_manager.take_stream(
-                            live, stream, StreamReplaced("another stream of this session took over")
-                        )
+                        self._session_manager.take_stream(live, stream, replaced())
                     answer = reply if isinstance(reply, bytes) else await reply
                 except Exception:
                     is_lost = False  # this service ends the stream; the client has not gone away
@@ -94,8 +94,8 @@ class StepHandler:
 
         Raises CacheError; then nothing has changed but the session's lease.
         """
-        if len(raw) > MAX_MESSAGE_BYTES:
-            raise InvalidField("the message is too large", field="request", limit=MAX_MESSAGE_BYTES)
+        if len(raw) > self._max_message_bytes:
+            raise InvalidField("the message is too large", field="request", limit=self._max_message_bytes)
         try:
             request = _parse(raw)
         except DecodeError:
@@ -154,6 +154,11 @@ class StepHandler:
         await asyncio.shield(copying)
         _, reply = self.apply(raw, live)
         return reply if isinstance(reply, bytes) else await reply
+
+
+def replaced() -> StreamReplaced:
+    """The error of a carrier that another one took over from."""
+    return StreamReplaced("another stream of this session took over")
 
 
 async def _after(copying: Awaitable[None], answer: bytes) -> bytes:

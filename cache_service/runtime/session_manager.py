@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import structlog
@@ -19,7 +20,7 @@ from ..core.calls.sessions import CloseResult
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Executor, SessionId
-from ..memory.attach_server import AttachRefused, Grant
+from ..memory.attach_server import AttachRefused, Grant, Part
 from .clock import Clock, TimerHandle
 from .lease import Session, SessionTable
 from .pool import Pool
@@ -36,21 +37,39 @@ _TICK = 1.0  # seconds between two ticks of the pools
 _TICK_AGAIN = 0.01  # seconds, after a tick that left work
 
 
+class CarrierKind(Enum):
+    """How the steps of a session come."""
+
+    GRPC = "grpc"
+    LANE = "lane"
+
+
 class Stream(Protocol):
-    """A streaming call of a session: StreamSteps or WatchEvents."""
+    """A call that answers a session on its own: WatchEvents."""
 
     def end_with(self, error: CacheError) -> None:
-        """Ends the call from outside; its client gets this error."""
+        """Ends it from outside; its client gets this error."""
+
+
+class StepCarrier(Protocol):
+    """A stream that steps come on."""
+
+    @property
+    def kind(self) -> CarrierKind: ...
+
+    def end_with(self, error: CacheError) -> None:
+        """Ends it from outside; its client gets this error."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session with its pool, its attached process and its streaming calls."""
+    """A session with its pool, its attached process and its streams."""
 
     core: Session
     pool: Pool
     attach_token: str
-    stream: Stream | None = None
+    stream: StepCarrier | None = None  # that carried the last step
+    lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
     over: asyncio.Event = field(default_factory=asyncio.Event)
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
@@ -147,34 +166,41 @@ class SessionManager:
         self._end_quarantine_when_safe(ended)
         return CloseResult(0, 0)
 
-    def take_stream(self, live: LiveSession, stream: Stream, replaced: CacheError) -> None:
+    def take_stream(self, live: LiveSession, stream: StepCarrier, replaced: CacheError) -> None:
         """The session steps on this stream from now on; its stream so far ends with the error `replaced`."""
         if live.stream is not None:
             live.stream.end_with(replaced)
         live.stream = stream
 
-    def lose_stream(self, live: LiveSession, stream: Stream, *, with_grace: bool) -> None:
+    def lose_stream(self, live: LiveSession, stream: StepCarrier, *, with_grace: bool) -> None:
         """The stream has ended. with_grace, because its client went away: the session has a short grace to come back."""
+        if live.lane is stream:
+            live.lane = None
         if live.stream is stream:
             live.stream = None
             if with_grace:
                 self.table.start_grace(live.core, self._clock.time())
                 self._watch_deadlines()
 
-    def redeem(self, token: str) -> Grant:
-        """The grant that the attach socket hands to the process that shows this token, once. Raises AttachRefused."""
+    def redeem(self, token: str, parts: frozenset[Part]) -> tuple[LiveSession, Grant]:
+        """The session of a token, and what the attach socket hands to the process that shows it, once. Raises AttachRefused.
+
+        The grant has the memory where it is among the parts; a step lane is for the caller to add.
+        """
         live = self._tokens.get(token)
         if live is None:
             raise AttachRefused("UNKNOWN_TOKEN")
-        if live.core.ttl > MAX_TTL:
+        has_memory = Part.MEMORY in parts
+        if has_memory and live.core.ttl > MAX_TTL:
             raise AttachRefused("LEASE_TOO_LONG")
         del self._tokens[token]
-        live.is_mapped = True
-        live.pool.mappings.add(live.core.id)
-        log.info("process_attached", client_name=live.core.client_name)
-        return Grant(
-            fields=live.pool.arena_fields(),
-            descriptors=live.pool.arena_descriptors(),
+        if has_memory:
+            live.is_mapped = True
+            live.pool.mappings.add(live.core.id)
+        log.info("process_attached", client_name=live.core.client_name, parts=" ".join(sorted(parts)))
+        return live, Grant(
+            fields=live.pool.arena_fields() if has_memory else {},
+            descriptors=live.pool.arena_descriptors() if has_memory else [],
             on_process_end=lambda: self._process_ended(live),
             on_unmapped=lambda: self._unmapped(live),
             session_over=live.over,
@@ -193,8 +219,7 @@ class SessionManager:
         if self._ticker is not None:
             self._ticker.cancel()
         for live in self.sessions:
-            if live.stream is not None:
-                live.stream.end_with(Draining("the service is stopping"))
+            _end_streams(live, Draining("the service is stopping"))
 
     def _end_session(self, live: LiveSession, cause: str, *, drained: bool = False) -> CloseResult:
         session_id = live.core.id
@@ -214,9 +239,7 @@ class SessionManager:
             if copying is not None:
                 self._end_quarantine_when_safe(ended)  # when the copies are done
         self._forget_oldest_ended()
-        if live.stream is not None:
-            live.stream.end_with(UnknownSession("the session has ended"))
-            live.stream = None
+        _end_streams(live, UnknownSession("the session has ended"))
         for watch in list(live.watches):
             watch.end_with(UnknownSession("the session has ended"))
         live.over.set()
@@ -291,3 +314,11 @@ class SessionManager:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_deadline = None, float("inf")
+
+
+def _end_streams(live: LiveSession, error: CacheError) -> None:
+    """Ends the carriers of the session's steps."""
+    for stream in {live.stream, live.lane} - {None}:
+        assert stream is not None
+        stream.end_with(error)
+    live.stream = live.lane = None

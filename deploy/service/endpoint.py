@@ -24,7 +24,6 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.max_receive_message_length", MAX_PROMPT_MESSAGE_BYTES + 4096),  # above the limit in methods.py, which gives a reason
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
 ]
 
@@ -40,11 +39,15 @@ class Endpoint:
         self._service_name = ""
 
     @classmethod
-    async def open(cls, listen: str) -> "Endpoint":
-        """Takes the address; no call is answered yet. Raises StartError, AddressInUse."""
+    async def open(cls, listen: str, max_message_bytes: int = 0) -> "Endpoint":
+        """Takes the address; no call is answered yet. max_message_bytes: of a message without a prompt, where it is large.
+
+        Raises StartError, AddressInUse.
+        """
         path = socket_path(listen)
         lock: SocketLock | None = None
-        server = grpc.aio.server(options=_OPTIONS)
+        most = max(MAX_PROMPT_MESSAGE_BYTES, max_message_bytes) + 4096  # above the limits in methods.py, which give a reason
+        server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_receive_message_length", most)])
         try:
             if path is not None:
                 lock = SocketLock(path)

@@ -40,10 +40,11 @@ class Contract:
     with_prompt: frozenset[str]  # methods whose messages may be as large as prompts
     unimplemented: Mapping[str, str]  # method -> feature of the NOT_IMPLEMENTED answer
     refusals: Refusals
+    max_message_bytes: int = MAX_MESSAGE_BYTES  # of those without a prompt
 
     def parse(self, method: MethodDescriptor, raw: bytes) -> Message:
         """The request of a method of the service. Raises its invalid_field."""
-        limit = MAX_PROMPT_MESSAGE_BYTES if method.name in self.with_prompt else MAX_MESSAGE_BYTES
+        limit = MAX_PROMPT_MESSAGE_BYTES if method.name in self.with_prompt else self.max_message_bytes
         if len(raw) > limit:
             text = f"the message has {len(raw):,} bytes, at most {limit:,} are taken"
             raise self.refusals.invalid_field(text, field="request", limit=limit)
@@ -52,6 +53,11 @@ class Contract:
         except DecodeError:
             text = f"the bytes are not a {method.input_type.name}"
             raise self.refusals.invalid_field(text, field="request") from None
+
+    def hide_bug(self, method: str) -> Exception:
+        """Logs the exception that is being handled, a bug; the refusal that its client gets, without details."""
+        log.exception("broken_invariant", method=method)
+        return self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
 
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
         """The call's result. An exception ends the RPC with its Status."""
@@ -68,10 +74,8 @@ class Contract:
                 # The client went away while a message was on its way to it, which cancels the call.
                 raise asyncio.CancelledError from None
             except Exception:
-                log.exception("broken_invariant", method=method)
-                hidden = self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
                 tracing.fail(span, "BROKEN_INVARIANT")
-                await self.refusals.abort(context, hidden)
+                await self.refusals.abort(context, self.hide_bug(method))
 
 
 class MethodRouter(grpc.GenericRpcHandler):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvkeeper.service import VERSION, log
+from kvkeeper.service import VERSION, grpc_runtime, log
 from kvkeeper.service.config import ConfigError
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
@@ -48,6 +48,7 @@ def run(
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
+    grpc_runtime.choose(os.environ)
     log.configure(config.log_level, program.rpartition(" ")[2])
     stop_export: Callable[[], None] = _nothing
     try:

@@ -119,6 +119,7 @@ class KvMemory:
         except BufferError:
             drained = False  # a view lives on, so the cache service has to wait for the end of this process
             log.error("arena_still_viewed")
+        self.session.disconnect()
         if not is_away:
             with contextlib.suppress(KvkeeperError):  # the session or the service is gone: the session ends either way
                 await self.session.close(drained=drained)
@@ -141,7 +142,7 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
     )
     try:
         _require_device(session.pool, model.device)
-        arena = await session.attach()
+        arena = await session.attach(step_lane=config.step_carrier == "auto")
         block_bytes = session.pool.block_bytes
         assert block_bytes == layout.block_bytes, "both services compute a block's size alike"
         arena.pin_hosts()

@@ -50,7 +50,7 @@ async def keep_serving(
         has_served, has_gone_away = True, False
         try:
             limits = limits_of(memory.session.pool, model, config)
-            _log_length(limits, model)
+            _log_session(limits, model, "lane" if memory.session.has_step_lane else "grpc")
             await engine.run_session(memory, limits, partial(on_session, True))
             return
         except KvkeeperError as error:
@@ -89,10 +89,15 @@ async def _open(
     return None
 
 
-def _log_length(limits: Limits, model: ServedModel) -> None:
-    """How long sequences get; a warning where that is shorter than the model could make them."""
-    num_blocks = limits.num_usable_blocks + 1  # and the null block
-    log.info("session_opened", num_blocks=num_blocks, block_size=limits.block_size, max_tokens_per_sequence=limits.max_len)
+def _log_session(limits: Limits, model: ServedModel, step_carrier: str) -> None:
+    """The pool, what carries the steps, and how long sequences get; a warning where the model could make them longer."""
+    log.info(
+        "session_opened",
+        num_blocks=limits.num_usable_blocks + 1,  # and the null block
+        block_size=limits.block_size,
+        max_tokens_per_sequence=limits.max_len,
+        step_carrier=step_carrier,
+    )
     if limits.max_len < model.max_len:
         log.warning(
             "shorter_than_model",

@@ -1,10 +1,11 @@
 """What the tests of the API share: a service in this process, with time that the test moves or with the loop's."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.support.worlds.cache_api import Api, ManualClock, serving
+from tests.support.worlds.step_carriers import StepCarriers
 
 
 @pytest.fixture
@@ -18,3 +19,11 @@ async def api(clock: ManualClock) -> AsyncIterator[Api]:
     async with serving(clock=clock) as served:
         yield served
         await served.audit()
+
+
+@pytest.fixture(params=["grpc", "lane"])
+def carriers(api: Api, request: pytest.FixtureRequest) -> Iterator[StepCarriers]:
+    """What carries steps: StreamSteps, then a step lane."""
+    made = StepCarriers(api, request.param)
+    yield made
+    made.close()

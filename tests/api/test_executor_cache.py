@@ -11,7 +11,20 @@ from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.runtime import pool as running_pool
 from tests.support.worlds import cache_api
-from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, int32s, kv_of, le32, le64, read_all
+from tests.support.worlds.cache_api import (
+    BLOCK_BYTES,
+    DEADLINE,
+    Api,
+    ManualClock,
+    Session,
+    int32s,
+    kv_of,
+    le32,
+    le64,
+    read_all,
+    refusal,
+)
+from tests.support.worlds.step_carriers import StepCarriers
 
 
 async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
@@ -165,6 +178,61 @@ async def test_nothing_is_written_before_a_copy_of_an_extend_that_was_cancelled(
     await asyncio.wait_for(writing, DEADLINE)
     await session.call("CommitSequence", sequence_id=2, num_tokens=7, first_token_idx=6, token_ids=[6])
     np.testing.assert_array_equal(await read_all(session, 2, first_token_idx=6), content)
+
+
+async def test_a_stream_waits_for_large_copies_and_reads_nothing_meanwhile(
+    api: Api, slow: SlowCopies, carriers: StepCarriers
+) -> None:
+    session, table = await forked(api)
+    stream = await carriers.open(session)
+    await stream.write(reserve_child(session))
+    await begun(api, slow)
+    await stream.write(b"\xff")  # would be refused at once
+    for _ in range(9):
+        await api.stats()
+    assert (await api.stats()).sessions[0].step_id == 3
+    slow.may_go_on.set()
+    answer = pb.StepResponse.FromString(await stream.read())
+    (copy,) = int32s(answer.copy_destination_block_ids)
+    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
+    assert (await refusal(stream.read())).reason == "INVALID_FIELD"
+
+
+async def test_a_step_that_waits_for_copies_ends_with_its_stream(api: Api, slow: SlowCopies, carriers: StepCarriers) -> None:
+    session, _ = await forked(api)
+    other = await api.open()
+    await other.create(1, 4)
+    copying = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    replaced = await carriers.open(other)
+    await replaced.write(other.step_bytes(1))  # it waits for the copies
+    await api.until(lambda stats: stats.sessions[1].step_carrier != pb.STEP_CARRIER_UNSPECIFIED)
+    stream = api.raw_stream()
+    await stream.write(other.start_bytes(1, 1))
+    assert (await refusal(asyncio.wait_for(replaced.read(), DEADLINE))).reason == "STREAM_REPLACED"
+    slow.may_go_on.set()
+    await asyncio.wait_for(copying, DEADLINE)
+    answer = pb.StepResponse.FromString(await asyncio.wait_for(stream.read(), DEADLINE))  # and no STEP_CONFLICT
+    assert int32s(answer.start_results) == [pb.START_RESULT_STARTED]
+
+
+async def test_a_stream_that_is_lost_during_its_copies_finds_its_step_done(
+    api: Api, slow: SlowCopies, carriers: StepCarriers
+) -> None:
+    session, table = await forked(api)
+    stream = await carriers.open(session)
+    await stream.write(reserve_child(session))
+    await begun(api, slow)
+    stream.cancel()
+    again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await api.stats()
+    assert not again.done()
+    slow.may_go_on.set()
+    answer = pb.StepResponse.FromString(await asyncio.wait_for(again, DEADLINE))
+    (copy,) = int32s(answer.copy_destination_block_ids)
+    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
+    assert slow.num_begun == 1
+    await api.until(lambda stats: stats.sessions[0].step_carrier == pb.STEP_CARRIER_UNSPECIFIED)
 
 
 async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_are_done(

@@ -1,23 +1,19 @@
-"""Steps take effect exactly once, in order, or not at all; over the unary call and over the stream."""
+"""Steps take effect exactly once, in order, or not at all; over the unary call, over StreamSteps and over a step lane."""
 
 import asyncio
 import sys
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, int32s, le32, le64, refusal, serving
+from tests.support.worlds.step_carriers import EOF, StepCarriers
 
 
-async def _stepping(api: Api, session_bytes: bytes) -> tuple[grpc.aio.StreamStreamCall, bytes]:
-    stream = api.raw_stream()
-    await stream.write(session_bytes)
-    return stream, await stream.read()
-
-
-async def test_a_step_over_the_stream_answers_what_the_unary_one_does(api: Api) -> None:
+async def test_a_step_over_a_stream_answers_what_the_unary_one_does(api: Api, carriers: StepCarriers) -> None:
     unary, streamed = await api.open(), await api.open()
     for session in (unary, streamed):
         await session.create(1, 6)
@@ -25,7 +21,7 @@ async def test_a_step_over_the_stream_answers_what_the_unary_one_does(api: Api) 
         pb.StepResponse.FromString(raw)
         for raw in (
             await api.raw_step(unary.start_bytes(1, 1)),
-            (await _stepping(api, streamed.start_bytes(1, 1)))[1],
+            (await carriers.stepping(streamed, streamed.start_bytes(1, 1)))[1],
         )
     ]
     for answer, session in zip(answers, (unary, streamed), strict=True):
@@ -36,7 +32,7 @@ async def test_a_step_over_the_stream_answers_what_the_unary_one_does(api: Api) 
     assert set(int32s(answers[0].start_block_ids)).isdisjoint(int32s(answers[1].start_block_ids))
 
 
-async def test_a_repeat_gets_the_same_bytes(api: Api) -> None:
+async def test_a_repeat_gets_the_same_bytes(api: Api, carriers: StepCarriers) -> None:
     session = await api.open()
     await session.create(1, 6)
     raw = session.start_bytes(1, 1)
@@ -45,7 +41,7 @@ async def test_a_repeat_gets_the_same_bytes(api: Api) -> None:
     await other.create(1, 8)
     await api.raw_step(other.start_bytes(1, 1))
     assert await api.raw_step(raw) == first
-    stream, again = await _stepping(api, raw)
+    stream, again = await carriers.stepping(session, raw)
     assert again == first
     await stream.write(raw)
     assert await stream.read() == first
@@ -99,36 +95,47 @@ async def test_a_failed_step_uses_no_id_and_changes_nothing(api: Api) -> None:
     await api.raw_step(session.start_bytes(1, 1))
 
 
-async def test_a_failed_step_ends_its_stream_and_not_its_session(api: Api, clock: ManualClock) -> None:
+async def test_a_failed_step_ends_its_stream_but_no_lane_and_no_session(
+    api: Api, carriers: StepCarriers, clock: ManualClock
+) -> None:
     session = await api.open()
-    stream, _ = await _stepping(api, session.step_bytes(1))
+    stream, _ = await carriers.stepping(session, session.step_bytes(1))
     await stream.write(session.step_bytes(7))
     error = await refusal(stream.read())
-    assert (error.reason, error.metadata["expected_step_id"]) == ("STEP_GAP", "2")
+    assert (error.code, error.reason, error.metadata["expected_step_id"]) == (grpc.StatusCode.ABORTED, "STEP_GAP", "2")
     clock.advance(5)  # no grace is running: its client is there
-    await _stepping(api, session.step_bytes(2))
+    if carriers.kind == "grpc":
+        stream = await carriers.open(session)
+    await stream.write(session.step_bytes(2))
+    assert pb.StepResponse.FromString(await stream.read()).step_id == 2
 
 
-async def test_a_second_stream_takes_over(api: Api) -> None:
+@pytest.mark.parametrize("kinds", [("grpc", "grpc"), ("grpc", "lane"), ("lane", "grpc")], ids="-then-".join)
+async def test_a_second_stream_takes_over(api: Api, kinds: tuple[str, str]) -> None:
     session = await api.open()
     raw = session.step_bytes(1)
-    first, answer = await _stepping(api, raw)
-    second, again = await _stepping(api, raw)
+    by_kind = {kind: StepCarriers(api, kind) for kind in kinds}
+    first, answer = await by_kind[kinds[0]].stepping(session, raw)
+    second, again = await by_kind[kinds[1]].stepping(session, raw)
     assert again == answer
-    error = await refusal(first.read())
+    error = await refusal(asyncio.wait_for(first.read(), DEADLINE))
     assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
     await second.write(session.step_bytes(2))
     assert pb.StepResponse.FromString(await second.read()).step_id == 2
+    for opened in by_kind.values():
+        opened.close()
 
 
-async def test_a_lost_stream_may_come_back_within_its_grace(api: Api, clock: ManualClock) -> None:
+async def test_a_lost_stream_may_come_back_over_grpc_within_its_grace(
+    api: Api, carriers: StepCarriers, clock: ManualClock
+) -> None:
     session = await api.open()
     raw = session.step_bytes(1)
-    stream, answer = await _stepping(api, raw)
+    stream, answer = await carriers.stepping(session, raw)
     stream.cancel()
     await api.until(lambda _: _has_grace(api))
     clock.advance(0.4)
-    again, repeated = await _stepping(api, raw)
+    again, repeated = await StepCarriers(api, "grpc").stepping(session, raw)
     assert repeated == answer
     clock.advance(5)
     assert len((await api.stats()).sessions) == 1
@@ -164,20 +171,20 @@ async def test_a_killed_client_has_a_grace_too(api: Api, clock: ManualClock) -> 
     assert (await api.stats()).num_reaped_sessions == 1
 
 
-async def test_a_stream_that_its_client_ends_starts_the_grace(api: Api, clock: ManualClock) -> None:
+async def test_a_stream_that_its_client_ends_starts_the_grace(api: Api, carriers: StepCarriers, clock: ManualClock) -> None:
     session = await api.open()
-    stream, _ = await _stepping(api, session.step_bytes(1))
+    stream, _ = await carriers.stepping(session, session.step_bytes(1))
     await stream.done_writing()
-    assert await stream.read() is grpc.aio.EOF
+    assert await stream.read() is EOF
     clock.advance(0.4)
     await session.call("RenewSession")  # any message ends it
     clock.advance(5)
     assert len((await api.stats()).sessions) == 1
 
 
-async def test_an_open_stream_alone_does_not_renew(api: Api, clock: ManualClock) -> None:
+async def test_an_open_stream_alone_does_not_renew(api: Api, carriers: StepCarriers, clock: ManualClock) -> None:
     session = await api.open()
-    stream, _ = await _stepping(api, session.step_bytes(1))
+    stream, _ = await carriers.stepping(session, session.step_bytes(1))
     clock.advance(9)
     await stream.write(session.step_bytes(2))
     await stream.read()
@@ -189,9 +196,9 @@ async def test_an_open_stream_alone_does_not_renew(api: Api, clock: ManualClock)
     assert len((await api.stats()).sessions) == 0
 
 
-async def test_a_stream_carries_one_session(api: Api) -> None:
+async def test_a_stream_carries_one_session(api: Api, carriers: StepCarriers) -> None:
     first, second = await api.open(), await api.open()
-    stream, _ = await _stepping(api, first.step_bytes(1))
+    stream, _ = await carriers.stepping(first, first.step_bytes(1))
     await stream.write(second.step_bytes(1))
     error = await refusal(stream.read())
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "session_id")
@@ -199,17 +206,39 @@ async def test_a_stream_carries_one_session(api: Api) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe", bytes(100), b"\x08" * 1001])
-async def test_malformed_bytes_are_refused(api: Api, raw: bytes) -> None:
-    for call in (api.raw_step, lambda raw: api.raw_stream(iter([raw])).read()):
-        error = await refusal(call(raw))
+async def test_malformed_bytes_are_refused(api: Api, carriers: StepCarriers, raw: bytes) -> None:
+    stream = await carriers.open(await api.open())
+    for call in (api.raw_step(raw), _answer(stream, raw)):
+        error = await refusal(call)
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
         assert error.metadata["field"] == "request"
 
 
-async def test_a_step_message_has_a_limit(api: Api) -> None:
+async def test_a_step_message_has_a_limit(api: Api, carriers: StepCarriers) -> None:
     session = await api.open()
-    error = await refusal(api.raw_step(session.step_bytes(1, commit_token_ids=bytes(256 << 10))))
-    assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(256 << 10))
+    stream, raw = await carriers.open(session), session.step_bytes(1, commit_token_ids=bytes(256 << 10))
+    for call in (api.raw_step(raw), _answer(stream, raw)):
+        error = await refusal(call)
+        assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(256 << 10))
+
+
+@pytest.mark.parametrize("kind", ["grpc", "lane"])
+async def test_the_limit_lets_a_step_name_all_sequences_of_the_pool(kind: str) -> None:
+    """More than 256 KiB: most of 8192 sequences that commit a token and reserve the next slot are in no pool of this test."""
+    async with serving(max_sequences=8192) as api:
+        carriers = StepCarriers(api, kind)
+        limit = (await api.stub.GetCapabilities(pb.GetCapabilitiesRequest())).max_message_bytes
+        assert limit == 128 * 8192
+        session, ids = await api.open(), le64(*range(1, 8193))
+        stream = await carriers.open(session)
+        columns = {"commit_num_tokens": 1, "commit_num_new_tokens": 1, "commit_token_ids": 7}
+        columns |= {"reserve_min_tokens": 2, "reserve_max_tokens": 2}
+        whole = {name: le32(*[value] * 8192) for name, value in columns.items()}
+        raw = session.step_bytes(1, commit_sequence_ids=ids, reserve_sequence_ids=ids, **whole)
+        assert 256 << 10 < len(raw) <= limit
+        error = await refusal(_answer(stream, raw))
+        assert (error.reason, error.metadata["sequence_id"]) == ("UNKNOWN_SEQUENCE", "1")  # so it was taken and read
+        carriers.close()
 
 
 @pytest.mark.parametrize(
@@ -286,3 +315,8 @@ async def test_a_failed_call_fixes_no_mode(api: Api) -> None:
 
 def _has_grace(api: Api) -> bool:
     return any(live.core.grace_deadline is not None for live in api.server.session_manager.sessions)
+
+
+async def _answer(stream: Any, raw: bytes) -> bytes:
+    await stream.write(raw)
+    return await stream.read()

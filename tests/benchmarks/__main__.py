@@ -9,6 +9,7 @@ NAMES = (
     "step_core",
     "evict",
     "step",
+    "step_lane",
     "admission",
     "flat",
     "crowd",

@@ -13,11 +13,17 @@ from ...core.values.types import BlockState, Executor
 from ...core.values.views import BlockView, PoolStats
 from ...runtime.lease import Session
 from ...runtime.pool import Pool, PoolInfo
+from ...runtime.session_manager import CarrierKind
 from .kv_spec import kv_spec_message
 
 _INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "is_on_gpu"))
 _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 
+_CARRIERS: dict[CarrierKind | None, Any] = {
+    None: pb.STEP_CARRIER_UNSPECIFIED,
+    CarrierKind.GRPC: pb.STEP_CARRIER_GRPC,
+    CarrierKind.LANE: pb.STEP_CARRIER_LANE,
+}
 _BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
 
 
@@ -70,7 +76,9 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
     )
 
 
-def session_info(session: Session, now: float, num_sequences: int, num_processes: int) -> pb.SessionInfo:
+def session_info(
+    session: Session, now: float, num_sequences: int, num_processes: int, carrier: CarrierKind | None
+) -> pb.SessionInfo:
     """A session for people to look at. The ids of all sessions are shown, because all clients have the same role."""
     return pb.SessionInfo(
         session_id=session.id,
@@ -81,6 +89,7 @@ def session_info(session: Session, now: float, num_sequences: int, num_processes
         num_sequences=num_sequences,
         lease_left_ms=max(0, round((session.deadline - now) * 1000)),
         num_attached_processes=num_processes,
+        step_carrier=_CARRIERS[carrier],
     )
 
 

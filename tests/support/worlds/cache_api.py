@@ -190,6 +190,8 @@ async def refusal(call: Awaitable[Any]) -> KvkeeperError:
         answer = await call
     except grpc.RpcError as error:
         return error_of(error)
+    except KvkeeperError as error:
+        return error
     raise AssertionError(f"not refused: {answer!r}")
 
 

@@ -1,4 +1,4 @@
-"""Attaching to a pool's memory: the attach socket hands over a memfd or a CUDA IPC handle, and a memfd of the host tier.
+"""A pool's memory in this process: the attach socket hands over a memfd or a CUDA IPC handle, and a memfd of the host tier.
 
 The connection stays open for as long as the memory is mapped: the service takes its end as the end of the mapping, and may then
 give the blocks to another session. A token is good for one attach. No error names a path or a handle.
@@ -6,7 +6,6 @@ give the blocks to another session. A token is good for one attach. No error nam
 
 import contextlib
 import gc
-import json
 import mmap
 import os
 import socket
@@ -16,13 +15,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kvkeeper.client.attaching import HandedOver, attaching
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 from kvkeeper.cuda.handle import handle_of
 from kvkeeper.cuda.imported import ImportedArena
 from kvkeeper.cuda.runtime import CudaError, cuda_runtime
-
-_MAX_REPLY_BYTES = 4096
 
 
 class DeviceBytes:
@@ -132,48 +130,39 @@ def _views(memories: dict[str, mmap.mmap]) -> dict[str, npt.NDArray[np.uint8]]:
 
 def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0) -> Arena:
     """Attach within the time given. The sizes are those of the pool's arenas, as it told them. Raises KvkeeperError."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(path)
-        connection.sendall(token.encode() + b"\n")
-        arena = _receive_arena(connection, num_bytes, num_host_bytes)
-        connection.settimeout(None)
-        return arena
-    except TimeoutError:
-        connection.close()
-        raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="the attach socket did not answer in time") from None
-    except OSError as error:
-        connection.close()
-        raise KvkeeperError(
-            grpc.StatusCode.UNAVAILABLE, message=f"the attach socket cannot be used: {os.strerror(error.errno or 0)}"
-        ) from None
-    except BaseException:
-        connection.close()
-        raise
+    with attaching(path, token, timeout_s) as handed_over:
+        return _map(handed_over, num_bytes, num_host_bytes)
 
 
-def _receive_arena(connection: socket.socket, num_bytes: int, num_host_bytes: int) -> Arena:
-    line, descriptors = _receive_line(connection)
-    try:
-        reply = _parse(line)
-        if "error" in reply:
-            raise KvkeeperError(grpc.StatusCode.PERMISSION_DENIED, message=f"attach refused: {reply['error']}")
-        is_on_device = reply.get("kind") == CUDA_KIND
-        sizes = ([] if is_on_device else [num_bytes]) + ([num_host_bytes] if num_host_bytes else [])
-        if not (is_on_device or reply.get("kind") == "memfd") or len(descriptors) != len(sizes):
-            raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA IPC arenas only")
-        told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
-        # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
-        pairs = list(zip(descriptors, sizes, strict=True))
-        if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
-            raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
-        memories = [mmap.mmap(descriptor, size) for descriptor, size in pairs]
-        memory = None if is_on_device else memories.pop(0)
-        return Arena(connection, memory, memories[0] if memories else None, _import(reply) if is_on_device else None)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+def attach_arena_and_lane(
+    path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0
+) -> tuple[Arena, socket.socket | None]:
+    """The same, with a socket for steps; None where the service had none to give. Raises KvkeeperError."""
+    with attaching(path, token, timeout_s, "memory", "step-lane") as handed_over:
+        lane = handed_over.take_lane()
+        try:
+            return _map(handed_over, num_bytes, num_host_bytes), lane
+        except BaseException:
+            if lane is not None:
+                lane.close()
+            raise
+
+
+def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
+    reply, descriptors = handed_over.fields, handed_over.descriptors
+    is_on_device = reply.get("kind") == CUDA_KIND
+    sizes = ([] if is_on_device else [num_bytes]) + ([num_host_bytes] if num_host_bytes else [])
+    if not (is_on_device or reply.get("kind") == "memfd") or len(descriptors) != len(sizes):
+        raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA IPC arenas only")
+    told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
+    # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
+    pairs = list(zip(descriptors, sizes, strict=True))
+    if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
+        raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
+    memories = [mmap.mmap(descriptor, size) for descriptor, size in pairs]
+    memory = None if is_on_device else memories.pop(0)
+    imported = _import(reply) if is_on_device else None
+    return Arena(handed_over.connection, memory, memories[0] if memories else None, imported)
 
 
 def _import(reply: dict[str, object]) -> ImportedArena:
@@ -185,28 +174,3 @@ def _import(reply: dict[str, object]) -> ImportedArena:
         raise KvkeeperError(
             grpc.StatusCode.FAILED_PRECONDITION, message=f"the pool's CUDA memory cannot be mapped: {error}"
         ) from None
-
-
-def _receive_line(connection: socket.socket) -> tuple[bytes, list[int]]:
-    line, descriptors = b"", []
-    try:
-        while not line.endswith(b"\n") and len(line) < _MAX_REPLY_BYTES:
-            data, received, _, _ = socket.recv_fds(connection, _MAX_REPLY_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
-            descriptors += received
-            if not data:
-                raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, message="the attach socket closed without an answer")
-            line += data
-        return line, descriptors
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-
-
-def _parse(line: bytes) -> dict[str, object]:
-    reply: object = None
-    with contextlib.suppress(ValueError):
-        reply = json.loads(line)
-    if not isinstance(reply, dict):
-        raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the attach socket answered nonsense")
-    return reply

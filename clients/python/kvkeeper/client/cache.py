@@ -6,18 +6,23 @@ KvkeeperError. cache_sync.py has the same for threads.
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
-from kvkeeper.client.arena import Arena, attach_arena
+from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.cache_calls import Call
+from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
+from kvkeeper.client.step_lane import StepLane, attach_lane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
@@ -82,6 +87,7 @@ class AsyncCacheSession:
         self._opened = opened
         self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
         self._steps: StepStream | None = None
+        self._lane: StepLane | None = None  # until the first step
 
     async def __aenter__(self) -> "AsyncCacheSession":
         return self
@@ -89,22 +95,39 @@ class AsyncCacheSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def attach(self) -> Arena:
-        """Map the pool's memory; once per session."""
-        attaching = asyncio.get_running_loop().run_in_executor(
-            None,
-            attach_arena,
-            self._opened.attach_socket_path,
-            self._opened.attach_token,
-            self.pool.arena_bytes,
-            self._transport.options.timeout_s,
-            self.pool.host_arena_bytes,
-        )
-        try:
-            return await asyncio.shield(attaching)
-        except asyncio.CancelledError:
-            attaching.add_done_callback(_close_unwanted)  # the thread goes on, and nothing else would unmap
-            raise
+    @property
+    def has_step_lane(self) -> bool:
+        """Whether steps go over a socket of this host beside gRPC."""
+        return self._lane is not None if self._steps is None else self._steps.has_lane
+
+    async def attach(self, *, step_lane: bool = True) -> Arena:
+        """Map the pool's memory; once per session, before its first step.
+
+        step_lane: also have a socket for steps, where the service offers one.
+        """
+        opened, pool, timeout_s = self._opened, self.pool, self._transport.options.timeout_s
+        arguments = opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes
+        if not (step_lane and opened.offers_step_lane):
+            return await _in_thread(lambda: attach_arena(*arguments), Arena.close)
+        arena, lane = await _in_thread(lambda: attach_arena_and_lane(*arguments), _close_both)
+        self._use_lane(lane)
+        return arena
+
+    async def attach_step_lane(self) -> bool:
+        """Have a socket for steps without mapping the memory, instead of attach(). Whether there is one now.
+
+        There is none where the service is on another host, or does not trust this process; steps then go over gRPC.
+        """
+        opened, timeout_s = self._opened, self._transport.options.timeout_s
+        if opened.offers_step_lane:
+            attach = partial(attach_lane, opened.attach_socket_path, opened.attach_token, timeout_s)
+            with contextlib.suppress(KvkeeperError):
+                self._use_lane(await _in_thread(attach, _close_lane))
+        return self.has_step_lane
+
+    def _use_lane(self, lane: socket.socket | None) -> None:
+        if lane is not None:
+            self._lane = StepLane(lane)
 
     async def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
         """Apply one iteration. completed_step_id None says that the device work of all earlier steps is done.
@@ -116,7 +139,7 @@ class AsyncCacheSession:
         completed = self.step_id if completed_step_id is None else completed_step_id
         request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
         if self._steps is None:
-            self._steps = StepStream(self._transport.channel, self._transport.options)
+            self._steps, self._lane = StepStream(self._transport.channel, self._transport.options, self._lane), None
         answer = decode(await self._steps.exchange(request))
         self.step_id = step_id
         return answer
@@ -132,8 +155,15 @@ class AsyncCacheSession:
         try:
             return await self._do(self._calls.close(drained))
         finally:
-            if self._steps is not None:
-                self._steps.cancel()
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Drop the stream of steps without a word to the service, as after its end; the session lives on for a short grace."""
+        if self._steps is not None:
+            self._steps.cancel()
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
 
     async def create_sequence(
         self,
@@ -296,6 +326,26 @@ async def _all_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb
             return tuple(rows)
 
 
-def _close_unwanted(attaching: "asyncio.Future[Any]") -> None:
-    if not attaching.cancelled() and attaching.exception() is None:
-        attaching.result().close()
+async def _in_thread(attach: Callable[[], T], give_up: Callable[[T], object]) -> T:
+    """The result of a blocking attach. When this call is cancelled the thread goes on, and its result is given up."""
+    attaching = asyncio.get_running_loop().run_in_executor(None, attach)
+
+    def close_unwanted(ended: "asyncio.Future[T]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            give_up(ended.result())
+
+    try:
+        return await asyncio.shield(attaching)
+    except asyncio.CancelledError:
+        attaching.add_done_callback(close_unwanted)
+        raise
+
+
+def _close_lane(lane: socket.socket | None) -> None:
+    if lane is not None:
+        lane.close()
+
+
+def _close_both(attached: tuple[Arena, socket.socket | None]) -> None:
+    attached[0].close()
+    _close_lane(attached[1])

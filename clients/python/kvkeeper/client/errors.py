@@ -1,4 +1,4 @@
-"""The one place that turns a gRPC failure into a KvkeeperError.
+"""The one place that turns a failure into a KvkeeperError.
 
 A failure is a google.rpc.Status with an ErrorInfo (reason, metadata to go on with) and, when waiting helps, a
 RetryInfo. A failure of gRPC itself has a status code and an empty reason. The modules that read the details are imported with
@@ -8,8 +8,12 @@ the first failure: a command without failures does not wait for them.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
+
+if TYPE_CHECKING:
+    from google.rpc import status_pb2
 
 # gRPC's own text; only where the service refused to receive does it begin with the word SERVER.
 _TOO_LARGE = re.compile(r"(SERVER: )?Received message larger than max \((\d+) vs\. (\d+)\)")
@@ -51,7 +55,7 @@ class KvkeeperError(Exception):
 def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     """The KvkeeperError that a failed call stands for. is_ours: this side ended the call."""
     code, message = error.code(), error.details() or ""
-    told = _told(error)
+    told = _told_by(error)
     if told.reason:
         return KvkeeperError(code, told.reason, message, told.metadata, told.retry_after)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
@@ -74,17 +78,38 @@ class _Told:
     retry_after: float | None = None
 
 
-def _told(error: grpc.RpcError) -> _Told:
+def error_of_status(raw: bytes) -> KvkeeperError:
+    """The KvkeeperError that the bytes of a google.rpc.Status stand for."""
+    from google.protobuf.message import DecodeError
+    from google.rpc import status_pb2
+
+    try:
+        status = status_pb2.Status.FromString(raw)
+    except DecodeError:
+        return KvkeeperError(grpc.StatusCode.INTERNAL, message="the service answered nonsense")
+    codes = {code.value[0]: code for code in grpc.StatusCode}
+    told = _told(status)
+    return KvkeeperError(
+        codes.get(status.code, grpc.StatusCode.UNKNOWN), told.reason, status.message, told.metadata, told.retry_after
+    )
+
+
+def _told_by(error: grpc.RpcError) -> _Told:
     """The details of the call's status. A status that contradicts its own code tells nothing."""
-    from google.rpc import error_details_pb2
     from grpc_status import rpc_status
 
-    told = _Told()
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # both kinds of RpcError are calls
     except ValueError:
-        return told
-    for packed in status.details if status else ():
+        return _Told()
+    return _told(status) if status else _Told()
+
+
+def _told(status: "status_pb2.Status") -> _Told:
+    from google.rpc import error_details_pb2
+
+    told = _Told()
+    for packed in status.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if packed.Unpack(info):
             told.reason, told.metadata = info.reason, dict(info.metadata)

@@ -1,18 +1,22 @@
-"""One session of the cache service for threads: the same calls as in cache.py, blocking. Steps go one by one as unary calls.
+"""One session of the cache service for threads: the same calls as in cache.py, blocking. Without a lane steps are unary calls.
 
 A session is not for use from two threads at once.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.arena import Arena, attach_arena
+from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.cache_calls import Call
 from kvkeeper.client.cache_sync import all_sequences, do
+from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
+from kvkeeper.client.step_lane import LaneBroken, MessageTooLarge, attach_lane
+from kvkeeper.client.step_lane_sync import BlockingStepLane
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from kvkeeper.client.transport import Stream, Transport
 
@@ -32,6 +36,7 @@ class CacheSession:
         self._transport = transport
         self._opened = opened
         self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
+        self._lane: BlockingStepLane | None = None
         self._step = transport.channel.unary_unary(_STEP_METHOD, request_serializer=None, response_deserializer=None)
 
     def __enter__(self) -> "CacheSession":
@@ -40,11 +45,35 @@ class CacheSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def attach(self) -> Arena:
-        """Map the pool's memory; once per session."""
-        opened, pool = self._opened, self.pool
-        timeout_s = self._transport.options.timeout_s
-        return attach_arena(opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes)
+    @property
+    def has_step_lane(self) -> bool:
+        """Whether steps go over a socket of this host beside gRPC."""
+        return self._lane is not None and self._lane.is_open
+
+    def attach(self, *, step_lane: bool = True) -> Arena:
+        """Map the pool's memory; once per session, before its first step.
+
+        step_lane: also have a socket for steps, where the service offers one.
+        """
+        opened, pool, timeout_s = self._opened, self.pool, self._transport.options.timeout_s
+        arguments = opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes
+        if not (step_lane and opened.offers_step_lane):
+            return attach_arena(*arguments)
+        arena, lane = attach_arena_and_lane(*arguments)
+        self._lane = None if lane is None else BlockingStepLane(lane)
+        return arena
+
+    def attach_step_lane(self) -> bool:
+        """Have a socket for steps without mapping the memory, instead of attach(). Whether there is one now.
+
+        There is none where the service is on another host, or does not trust this process; steps then go over gRPC.
+        """
+        opened, timeout_s = self._opened, self._transport.options.timeout_s
+        if opened.offers_step_lane:
+            with contextlib.suppress(KvkeeperError):
+                lane = attach_lane(opened.attach_socket_path, opened.attach_token, timeout_s)
+                self._lane = None if lane is None else BlockingStepLane(lane)
+        return self.has_step_lane
 
     def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
         """Apply one iteration. completed_step_id None says that the device work of all earlier steps is done.
@@ -55,8 +84,23 @@ class CacheSession:
         step_id = self.step_id + 1
         completed = self.step_id if completed_step_id is None else completed_step_id
         request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
-        answer = decode(self._transport.call(self._step, request))
+        answer = decode(self._exchange(request))
         self.step_id = step_id
+        return answer
+
+    def _exchange(self, request: bytes) -> bytes:
+        """Over the lane where there is one. What it cannot carry is repeated as a unary call, which leaves a whole lane be."""
+        if self._lane is not None:
+            try:
+                return self._lane.exchange(request, self._transport.options.timeout_s)
+            except LaneBroken:
+                self._lane = None
+            except MessageTooLarge:
+                pass
+            except KvkeeperError as error:
+                if not error.unavailable:
+                    raise
+        answer: bytes = self._transport.call(self._step, request)
         return answer
 
     def renew(
@@ -67,7 +111,15 @@ class CacheSession:
 
     def close(self, drained: bool = True) -> pb.CloseSessionResponse:
         """End the session. drained says that nothing of it will write to the arena any more."""
-        return self._do(self._calls.close(drained))
+        try:
+            return self._do(self._calls.close(drained))
+        finally:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Drop the stream of steps without a word to the service, as after its end; the session lives on for a short grace."""
+        if self._lane is not None:
+            self._lane.close()
 
     def create_sequence(
         self,

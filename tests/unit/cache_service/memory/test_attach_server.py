@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache_service.memory import attach_server as attach
-from kvkeeper.cache_service.memory.attach_server import AttachRefused, AttachServer, Grant
+from kvkeeper.cache_service.memory.attach_server import AttachRefused, AttachServer, Grant, Part
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
 DEADLINE = 10.0
@@ -28,12 +28,18 @@ class Desk:
         self.process_ended = asyncio.Event()
         self.unmapped = asyncio.Event()
         self.session_over = asyncio.Event()
+        self.parts: list[frozenset[Part]] = []
+        self.given_away: socket.socket | None = None
 
-    def redeem(self, token: str) -> Grant:
+    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
+        self.parts.append(parts)
         if token != self.token:
             raise AttachRefused("UNKNOWN_TOKEN")
-        arena = self.arena
-        return Grant(arena.fields(), arena.descriptors(), self.process_ended.set, self.unmapped.set, self.session_over)
+        descriptors = self.arena.descriptors()
+        if self.given_away is not None:
+            descriptors = [self.given_away.fileno()]
+        ends = self.process_ended.set, self.unmapped.set, self.session_over
+        return Grant(self.arena.fields(), descriptors, *ends, self.given_away)
 
 
 @pytest.fixture
@@ -98,6 +104,41 @@ async def test_a_token_is_answered_with_the_memory(server: AttachServer, desk: D
     connection.close()
     await asyncio.wait_for(desk.unmapped.wait(), DEADLINE)
     assert not desk.process_ended.is_set()  # this very process
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b"token\n", {Part.MEMORY}),
+        (b"token memory\n", {Part.MEMORY}),
+        (b"token step-lane\n", {Part.STEP_LANE}),
+        (b"token memory step-lane\n", {Part.MEMORY, Part.STEP_LANE}),
+    ],
+)
+async def test_the_line_names_the_parts(server: AttachServer, desk: Desk, line: bytes, parts: set[Part]) -> None:
+    connection = await connect(server)
+    os.close((await answer(connection, line))["descriptor"])  # type: ignore[arg-type]
+    connection.close()
+    assert desk.parts == [parts]
+
+
+@pytest.mark.parametrize("line", [b"token lane\n", b"token memory \n", b"token  memory\n", b"token MEMORY\n"])
+async def test_an_unknown_part_is_refused_and_the_token_stays_good(server: AttachServer, desk: Desk, line: bytes) -> None:
+    connection = await connect(server)
+    assert await answer(connection, line) == {"error": "UNKNOWN_PART"}
+    connection.close()
+    assert desk.parts == []
+
+
+async def test_a_socket_that_is_given_away_is_closed_here(server: AttachServer, desk: Desk) -> None:
+    ours, desk.given_away = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = await connect(server)
+    theirs = socket.socket(fileno=(await answer(connection, b"token step-lane\n"))["descriptor"])  # type: ignore[arg-type]
+    assert desk.given_away.fileno() == -1
+    theirs.close()
+    assert ours.recv(1) == b""  # no other process holds it
+    ours.close()
+    connection.close()
 
 
 async def test_bytes_after_the_token_are_ignored(server: AttachServer, desk: Desk) -> None:

@@ -22,6 +22,12 @@ def pressure_word(level: int) -> str:
     return pb.PressureLevel.Name(level).removeprefix("PRESSURE_LEVEL_").lower()
 
 
+def carrier_word(carrier: int) -> str:
+    """What the steps of a session come on: "lane", "grpc", or "-" while no stream is open."""
+    is_open = carrier != pb.STEP_CARRIER_UNSPECIFIED
+    return pb.StepCarrier.Name(carrier).removeprefix("STEP_CARRIER_").lower() if is_open else "-"
+
+
 def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     yield "blocks", _blocks(pool)
     yield (

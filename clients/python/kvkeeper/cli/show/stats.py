@@ -11,7 +11,7 @@ from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.outcome import OPTIONS, failure
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import facts, table
-from kvkeeper.cli.show.pool_counts import show_pool
+from kvkeeper.cli.show.pool_counts import carrier_word, show_pool
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 
@@ -68,7 +68,7 @@ def _show_cache(stats: Any) -> str:
     ]
     parts += [show_pool(pool) for pool in stats.pools] or ["  no pool yet"]
     if stats.sessions:
-        headers = ("session", "client", "step", "completed", "sequences", "lease left ms", "attached")
+        headers = ("session", "client", "step", "completed", "sequences", "lease left ms", "attached", "steps over")
         rows = [
             (
                 session.session_id[:8],
@@ -78,6 +78,7 @@ def _show_cache(stats: Any) -> str:
                 session.num_sequences,
                 session.lease_left_ms,
                 session.num_attached_processes,
+                carrier_word(session.step_carrier),
             )
             for session in stats.sessions
         ]

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kvkeeper.cli.show.pool_counts import pressure_word
+from kvkeeper.cli.show.pool_counts import carrier_word, pressure_word
 from kvkeeper.cli.show.status import pool_line
 
 HIT_RATE_SECONDS = 10.0
@@ -162,7 +162,7 @@ def _sessions(sessions: Sequence[Any], history: History) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("session", "client"):
         table.add_column(name)
-    for name in ("sequences", "steps/s", "step", "completed", "lease left", "attached"):
+    for name in ("sequences", "steps/s", "step", "completed", "lease", "attached", "via"):
         table.add_column(name, justify="right")
     for session in sessions:
         table.add_row(
@@ -174,6 +174,7 @@ def _sessions(sessions: Sequence[Any], history: History) -> Table:
             f"{session.completed_step_id:,}",
             f"{session.lease_left_ms / 1000:,.1f} s",
             f"{session.num_attached_processes:,}",
+            carrier_word(session.step_carrier),
         )
     return table
 

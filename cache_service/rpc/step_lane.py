@@ -1,0 +1,153 @@
+"""Step lanes: sockets of the same host on which the messages of Step go to and fro, beside gRPC and at less cost.
+
+Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a StepRequest, StepResponse or
+Status. Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over
+from another one, and another one from it. A refused step is answered and the lane goes on. Nothing here waits for a client: an
+answer that finds the socket's buffer full ends the lane as if its client had gone, and an answer that no frame can hold is
+asked for anew over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: StepHandler makes them.
+"""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Awaitable
+from dataclasses import replace
+
+from ..core.values.errors import CacheError, InvalidField
+from ..memory.attach_server import Grant, Part
+from ..runtime.session_manager import CarrierKind, LiveSession, SessionManager
+from .methods import CONTRACT
+from .status import REFUSALS
+from .step_handler import StepHandler, replaced
+
+STEP_REQUEST, STEP_RESPONSE, STATUS, TOO_LARGE = b"\1", b"\2", b"\3", b"\4"
+_BUFFER_BYTES = 1 << 20  # asked for; the kernel gives what it allows, and larger messages go over gRPC
+
+
+class StepLanes:
+    """Hands a session's parts to the process that attaches, with a lane where it asks for one."""
+
+    def __init__(self, session_manager: SessionManager, handler: StepHandler, max_message_bytes: int) -> None:
+        self._session_manager = session_manager
+        self._handler = handler
+        # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
+        self._frame = bytearray(1 + max_message_bytes + 1)
+
+    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
+        """See AttachDesk. Where no socket can be had, the grant says so and its process steps over gRPC."""
+        live, grant = self._session_manager.redeem(token, parts)
+        if Part.STEP_LANE not in parts:
+            return grant
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # out of descriptors
+            return replace(grant, fields={**grant.fields, "step_lane": False})
+        ours.setblocking(False)  # theirs is for its process to set
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        live.lane = StepLane(self._session_manager, self._handler, live, ours, self._frame)
+        return replace(
+            grant,
+            fields={**grant.fields, "step_lane": True},
+            descriptors=[*grant.descriptors, theirs.fileno()],
+            given_away=theirs,
+        )
+
+
+class StepLane:
+    """The service's end of one lane, from the attach until the session or its client ends it."""
+
+    kind = CarrierKind.LANE
+
+    def __init__(
+        self,
+        session_manager: SessionManager,
+        handler: StepHandler,
+        live: LiveSession,
+        connection: socket.socket,
+        frame: bytearray,
+    ) -> None:
+        """frame: where frames are read to, shared with other lanes."""
+        self._session_manager = session_manager
+        self._handler = handler
+        self._live = live
+        self._socket = connection
+        self._frame = memoryview(frame)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Task[None] | None = None  # for the copies of a step; no frame is read meanwhile
+        self._loop.add_reader(connection, self._read_frame)
+
+    def end_with(self, error: CacheError) -> None:
+        """Ends the lane; its client gets this error, where the socket takes it."""
+        with contextlib.suppress(OSError):
+            self._socket.send(STATUS + _status(error))
+        self._end(is_lost=False)
+
+    def _read_frame(self) -> None:
+        """Takes one frame; the loop comes back for the next one."""
+        try:
+            num_bytes = self._socket.recv_into(self._frame, 0, socket.MSG_TRUNC)  # the length of all of it, though cut off
+        except BlockingIOError:
+            return
+        except OSError:
+            num_bytes = 0
+        if num_bytes == 0:
+            self._end(is_lost=True)
+        elif self._frame[0] != STEP_REQUEST[0]:
+            text = f"a frame from a client begins with the byte {STEP_REQUEST[0]}"
+            self._send(STATUS, _status(InvalidField(text, field="request")))
+        else:
+            self._take_step(bytes(self._frame[1:num_bytes]))
+
+    def _take_step(self, raw: bytes) -> None:
+        live = self._live
+        try:
+            _, reply = self._handler.apply(raw, live)
+        except Exception as error:
+            self._send(STATUS, _status(error))
+            return
+        if live.stream is not self:
+            self._session_manager.take_stream(live, self, replaced())
+        if isinstance(reply, bytes):
+            self._send(STEP_RESPONSE, reply)
+            self._handler.after_answer(live)
+        else:
+            self._loop.remove_reader(self._socket)
+            self._waiting = self._loop.create_task(self._answer_later(reply))
+
+    async def _answer_later(self, reply: Awaitable[bytes]) -> None:
+        try:
+            answer = await reply
+        except Exception as error:
+            self._send(STATUS, _status(error))
+        else:
+            self._send(STEP_RESPONSE, answer)
+            self._handler.after_answer(self._live)
+        self._waiting = None
+        if self._socket.fileno() != -1:
+            self._loop.add_reader(self._socket, self._read_frame)
+
+    def _send(self, kind: bytes, body: bytes) -> None:
+        """Never waits. A client that does not read its answers, or is gone, has lost the lane."""
+        try:
+            self._socket.send(kind + body)
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                self._send(TOO_LARGE, b"")
+            else:
+                self._end(is_lost=True)
+
+    def _end(self, *, is_lost: bool) -> None:
+        """is_lost: the client has gone away, or seems to, and its session has a grace to come back over gRPC."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._session_manager.lose_stream(self._live, self, with_grace=is_lost)
+
+
+def _status(error: Exception) -> bytes:
+    """The google.rpc.Status of a refusal, as the trailers of a gRPC call carry it. Called where the error is handled."""
+    refusal = error if isinstance(error, CacheError) else CONTRACT.hide_bug("StepLane")
+    return REFUSALS.to_status(refusal).SerializeToString()

@@ -1,0 +1,126 @@
+"""The client's end of a step lane: a socket that the attach socket handed over, for steps on the same host.
+
+A frame is a kind byte and the unchanged bytes of a StepRequest, StepResponse or Status. Knows no repeats and no deadlines: a
+lane that broke stays broken, and its session goes on over gRPC. Sending never waits, and answers are read by the loop.
+"""
+
+import asyncio
+import errno
+import socket
+
+from kvkeeper.client.attaching import attaching
+from kvkeeper.client.errors import KvkeeperError, error_of_status
+
+STEP_REQUEST = b"\1"
+_STEP_RESPONSE, _STATUS, _TOO_LARGE = 2, 3, 4
+
+
+class LaneBroken(Exception):
+    """The lane has ended, with or without its step applied. A repeat over gRPC finds out."""
+
+
+class MessageTooLarge(Exception):
+    """The request, or the answer of a step that was applied, fits no frame. The lane goes on; this step goes over gRPC."""
+
+
+class StepLane:
+    """Takes the socket over, and reads it in the running loop. Not for use from two tasks at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        # Both ends have the same size, and no frame is larger than it.
+        self._frame = bytearray(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[bytes] | None = None
+        self._farewell: KvkeeperError | None = None  # that the service ended the lane with, between two steps
+        self._loop.add_reader(connection, self._read_frame)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has ended it."""
+        return self._socket.fileno() != -1
+
+    async def exchange(self, request: bytes) -> bytes:
+        """The answer to a step. Raises KvkeeperError where the service refused it, LaneBroken, MessageTooLarge."""
+        if not self.is_open or self._farewell is not None:
+            raise self._end()
+        waiter = self._waiter = self._loop.create_future()
+        try:
+            self._socket.send(STEP_REQUEST + request)
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                raise MessageTooLarge from None
+            self._waiter = None
+            while self._read_frame():
+                pass  # what the service sent before it ended the lane
+            raise self._end() from None
+        try:
+            return await waiter
+        finally:
+            self._waiter = None
+
+    def close(self) -> None:
+        """End the lane; a step that waits ends with LaneBroken. Idempotent."""
+        if self.is_open:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._finish(LaneBroken())
+
+    def _read_frame(self) -> bool:
+        """Takes one frame. Whether there may be another one."""
+        try:
+            num_bytes = self._socket.recv_into(self._frame, 0, socket.MSG_TRUNC)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:  # told before the frames that were sent before it
+            return True
+        except OSError:
+            num_bytes = 0
+        try:
+            self._finish(answer_of(self._frame, num_bytes))
+        except LaneBroken:
+            self.close()
+        except (KvkeeperError, MessageTooLarge) as error:
+            self._finish(error)
+        return self.is_open
+
+    def _end(self) -> Exception:
+        """Closes the lane; the error that the service ended it with, told once, or LaneBroken."""
+        self.close()
+        farewell, self._farewell = self._farewell, None
+        return farewell or LaneBroken()
+
+    def _finish(self, outcome: bytes | Exception) -> None:
+        """Ends the step that waits. A status that no step waits for is the service's farewell."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            if isinstance(outcome, KvkeeperError):
+                self._farewell = outcome
+        elif isinstance(outcome, bytes):
+            waiter.set_result(outcome)
+        else:
+            waiter.set_exception(outcome)
+
+
+def answer_of(frame: bytearray, num_bytes: int) -> bytes:
+    """The StepResponse in the first bytes of frame; num_bytes may be more than it holds.
+
+    Raises KvkeeperError for a Status, MessageTooLarge, and LaneBroken for the end and for what no service sends.
+    """
+    if not 0 < num_bytes <= len(frame):
+        raise LaneBroken
+    kind, body = frame[0], bytes(memoryview(frame)[1:num_bytes])
+    if kind == _STEP_RESPONSE:
+        return body
+    if kind == _STATUS:
+        raise error_of_status(body)
+    raise MessageTooLarge if kind == _TOO_LARGE else LaneBroken
+
+
+def attach_lane(path: str, token: str, timeout_s: float) -> socket.socket | None:
+    """A socket for steps without a mapping of the memory; None where the service had none to give. Raises KvkeeperError."""
+    with attaching(path, token, timeout_s, "step-lane") as handed_over:
+        lane = handed_over.take_lane()
+    handed_over.connection.close()
+    return lane

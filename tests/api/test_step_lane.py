@@ -1,0 +1,364 @@
+"""Step lanes beside what they share with StreamSteps (test_steps.py): frames, sockets and processes, and what never blocks."""
+
+import asyncio
+import errno
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.rpc import step_lane
+from kvkeeper.cache_service.rpc.step_handler import StepHandler
+from kvkeeper.client.arena import attach_arena_and_lane
+from kvkeeper.client.attaching import attaching
+from kvkeeper.client.errors import KvkeeperError, error_of_status
+from tests.support.processes import lane_process
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, serving
+from tests.support.worlds.messages import differences, show
+from tests.support.worlds.step_carriers import (
+    STEP_REQUEST,
+    STEP_RESPONSE,
+    TOO_LARGE,
+    LaneStream,
+    StepCarriers,
+    attach_lane,
+    num_open_files,
+)
+
+
+@pytest.fixture
+def carriers(api: Api) -> Any:
+    made = StepCarriers(api, "lane")
+    yield made
+    made.close()
+
+
+def step_id_of(answer: bytes) -> int:
+    return pb.StepResponse.FromString(answer).step_id
+
+
+@pytest.mark.parametrize("frame", [b"\2", b"\3abc", b"\4", b"\0" * 100, b"\xff" * 1000, b"{}"])
+async def test_a_frame_of_another_kind_is_refused_and_nothing_is_lost(
+    api: Api, carriers: StepCarriers, clock: ManualClock, frame: bytes
+) -> None:
+    session = await api.open()
+    await session.create(1, 6)
+    lane, _ = await carriers.stepping(session, session.start_bytes(1, 1))
+    before = (await api.stats()).pools[0]
+    await lane.write_frame(frame)
+    error = await refusal(lane.read())
+    assert (error.code, error.reason, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "request")
+    assert (await api.stats()).pools[0] == before
+    clock.advance(5)  # no grace is running
+    await lane.write(session.step_bytes(2))
+    assert step_id_of(await lane.read()) == 2
+
+
+async def test_an_empty_frame_is_the_end_of_the_lane(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    lane, _ = await carriers.stepping(session, session.step_bytes(1))
+    await lane.write_frame(b"")
+    assert await lane.read_frame() == b""
+    await session.step(2)
+
+
+async def test_frames_that_wait_are_answered_in_order(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+    for step_id in (1, 2, 2, 3):
+        await lane.write(session.step_bytes(step_id))
+    assert [step_id_of(await lane.read()) for _ in range(4)] == [1, 2, 2, 3]
+    assert (await api.stats()).pools[0].num_steps == 3
+
+
+async def test_a_client_that_does_not_read_loses_its_lane_and_not_its_step(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+    raw = session.step_bytes(1)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        await asyncio.wait_for(_repeat_for_ever(lane, raw), DEADLINE)
+    assert [live.stream for live in api.server.session_manager.sessions] == [None]
+    assert api.server.session_manager.sessions[0].core.grace_deadline is not None
+    answer = (await lane.read_frame())[1:]
+    assert await api.raw_step(raw) == answer  # over gRPC, in the same session
+    assert (await api.stats()).pools[0].num_steps == 1
+
+
+async def _repeat_for_ever(lane: LaneStream, raw: bytes) -> None:
+    """Each repeat is answered, and no answer is read."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await loop.sock_sendall(lane.socket, STEP_REQUEST + raw)
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_that_no_frame_holds_is_repeated_over_grpc(
+    api: Api, carriers: StepCarriers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_lane, "_BUFFER_BYTES", 1)  # the kernel's least
+    session = await api.open()
+    await session.create(1, 4)
+    await session.create(2, 1336)  # 334 blocks
+    lane, _ = await carriers.stepping(session, session.start_bytes(1, 1))
+    raw = session.start_bytes(2, 2)
+    largest = lane.socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    monkeypatch.setattr(StepHandler, "apply", _with_padding(StepHandler.apply, largest))
+    await lane.write(raw)
+    assert await lane.read_frame() == TOO_LARGE
+    monkeypatch.undo()
+    answer = pb.StepResponse.FromString(await api.raw_step(raw))
+    assert (answer.step_id, len(int32s(answer.start_block_ids))) == (2, 334)
+    await lane.write(session.step_bytes(3))  # a unary call takes no lane over
+    assert step_id_of(await lane.read()) == 3
+    assert (await api.stats()).pools[0].num_steps == 3
+
+
+def _with_padding(apply: Any, num_bytes: int) -> Any:
+    """A reply that is longer than the recorded one: what a pool of a million blocks would make."""
+
+    def padded(handler: StepHandler, raw: bytes, bound: Any = None) -> Any:
+        live, reply = apply(handler, raw, bound)
+        return live, reply + bytes(num_bytes)
+
+    return padded
+
+
+async def test_the_end_of_a_session_is_told_on_its_lane(api: Api, carriers: StepCarriers) -> None:
+    stepping, idle = await api.open(), await api.open()
+    lane, _ = await carriers.stepping(stepping, stepping.step_bytes(1))
+    unused = await carriers.open(idle)
+    for session, stream in ((stepping, lane), (idle, unused)):
+        await session.call("CloseSession", drained=True)
+        assert (await refusal(stream.read())).reason == "UNKNOWN_SESSION"
+        assert await stream.read_frame() == b""
+
+
+async def test_stopping_ends_a_lane_with_draining() -> None:
+    async with serving() as api:
+        session = await api.open()
+        carriers = StepCarriers(api, "lane")
+        lane, _ = await carriers.stepping(session, session.step_bytes(1))
+        await api.server.stop()
+        error = await refusal(lane.read())
+        assert (error.reason, error.retry_after is not None) == ("DRAINING", True)
+        carriers.close()
+
+
+async def test_a_lane_without_steps_takes_over_with_its_first_one(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+    stream, _ = await StepCarriers(api, "grpc").stepping(session, session.step_bytes(1))
+    assert (await api.stats()).sessions[0].step_carrier == pb.STEP_CARRIER_GRPC
+    await lane.write(session.step_bytes(2))
+    assert step_id_of(await lane.read()) == 2
+    assert (await refusal(stream.read())).reason == "STREAM_REPLACED"
+    assert (await api.stats()).sessions[0].step_carrier == pb.STEP_CARRIER_LANE
+
+
+async def test_the_end_of_an_unused_lane_starts_no_grace(api: Api, carriers: StepCarriers, clock: ManualClock) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+    stream, _ = await StepCarriers(api, "grpc").stepping(session, session.step_bytes(1))
+    lane.cancel()
+    await api.until(lambda _: api.server.session_manager.sessions[0].lane is None)
+    clock.advance(5)
+    await stream.write(session.step_bytes(2))
+    assert step_id_of(await stream.read()) == 2
+
+
+async def test_a_bug_is_told_without_details(api: Api, carriers: StepCarriers, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepHandler, "_apply", broken)
+        await lane.write(session.step_bytes(1))
+        error = await refusal(lane.read())
+    assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "BROKEN_INVARIANT")
+    assert "secret" not in str(error)
+    await lane.write(session.step_bytes(1))
+    assert step_id_of(await lane.read()) == 1
+
+
+# Sockets
+
+
+async def test_a_service_without_descriptors_gives_the_memory_alone(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await api.open()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step_lane.socket, "socketpair", refuse)
+        opened = session.opened
+        arena, lane = await asyncio.to_thread(
+            attach_arena_and_lane, opened.attach_socket_path, opened.attach_token, opened.pool.arena_bytes, DEADLINE
+        )
+    assert lane is None
+    assert arena.array.size == opened.pool.arena_bytes
+    arena.close()
+    await session.step(1)
+
+
+async def test_a_session_with_a_long_lease_has_a_lane_but_no_memory(api: Api) -> None:
+    session = await api.open(ttl_ms=3_600_000)
+
+    def attach() -> None:
+        opened = session.opened
+        with attaching(opened.attach_socket_path, opened.attach_token, DEADLINE, "memory", "step-lane"):
+            pass
+
+    with pytest.raises(KvkeeperError, match="LEASE_TOO_LONG"):
+        await asyncio.to_thread(attach)
+    lane = LaneStream(await asyncio.to_thread(attach_lane, session))
+    assert (await api.stats()).sessions[0].num_attached_processes == 0
+    await lane.write(session.step_bytes(1))
+    assert step_id_of(await lane.read()) == 1
+    assert (await session.call("CloseSession")).num_quarantined_blocks == 0  # nothing is mapped
+    lane.cancel()
+
+
+async def test_lanes_leave_no_descriptors(api: Api) -> None:
+    carriers, before = StepCarriers(api, "lane"), 0
+    for turn in range(12):
+        session = await api.open()
+        lane, _ = await carriers.stepping(session, session.step_bytes(1))
+        if turn % 3 == 0:
+            lane.cancel()  # lost
+            await api.until(lambda _: not api.server.session_manager.sessions[0].lane)
+            await session.call("CloseSession", drained=True)
+        elif turn % 3 == 1:
+            await session.call("CloseSession", drained=True)
+            assert (await refusal(lane.read())).reason == "UNKNOWN_SESSION"
+        else:
+            stream, _ = await StepCarriers(api, "grpc").stepping(session, session.step_bytes(1))
+            assert (await refusal(lane.read())).reason == "STREAM_REPLACED"
+            stream.cancel()
+            await session.call("CloseSession", drained=True)
+        lane.cancel()
+        await _until_watched(api, 0)
+        if turn == 2:  # what opens once is open
+            before = num_open_files()
+    assert num_open_files() == before
+
+
+async def _until_watched(api: Api, num_processes: int) -> None:
+    """The attach socket has let go of the processes of ended sessions."""
+    await api.until(lambda _: len(api.server._attach._connections) == num_processes)
+
+
+# Processes
+
+
+@pytest.fixture
+async def stepper(api: Api) -> AsyncIterator["Stepper"]:
+    made = Stepper(api)
+    yield made
+    await made.end()
+
+
+class Stepper:
+    """A process that steps over a lane of its own."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, session: Session, raw: bytes, *parts: str) -> None:
+        arguments = str(Path(lane_process.__file__)), session.opened.attach_socket_path, session.opened.attach_token, raw.hex()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", *arguments, *parts, stdout=asyncio.subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        assert await asyncio.wait_for(self.process.stdout.readline(), DEADLINE) == b"stepped\n"
+
+    async def end(self) -> None:
+        if self.process is not None:
+            if self.process.returncode is None:
+                self.process.kill()
+            await self.process.communicate()
+
+
+@pytest.mark.parametrize("parts", [("step-lane",), ("memory", "step-lane")], ids=" and ".join)
+async def test_a_killed_client_loses_its_session_at_once(api: Api, stepper: Stepper, parts: tuple[str, ...]) -> None:
+    session = await api.open()
+    await session.create(1, 10)
+    await stepper.start(session, session.start_bytes(1, 1), *parts)
+    stats = await api.stats()
+    assert (stats.sessions[0].step_carrier, stats.pools[0].num_running_sequences) == (pb.STEP_CARRIER_LANE, 1)
+    assert stepper.process is not None
+    stepper.process.kill()
+    stats = await api.until(lambda stats: not stats.sessions and not stats.pools[0].num_quarantined_blocks)
+    assert (stats.num_reaped_sessions, stats.pools[0].num_referenced_blocks) == (1, 0)
+
+
+async def test_a_stopped_client_stops_nothing_but_its_own_session(api: Api, stepper: Stepper, clock: ManualClock) -> None:
+    session, other = await api.open(), await api.open()
+    await stepper.start(session, session.step_bytes(1), "step-lane")
+    assert stepper.process is not None
+    stepper.process.send_signal(signal.SIGSTOP)
+    for step_id in range(1, 20):
+        clock.advance(1)
+        await other.step(step_id)
+    assert [row.session_id for row in (await api.stats()).sessions] == [other.opened.session_id]
+
+
+async def test_a_released_sequence_is_told_alike(api: Api, carriers: StepCarriers) -> None:
+    """A refusal's details come over the lane as they do over gRPC."""
+    session = await api.open()
+    lane = await carriers.open(session)
+    raw = session.step_bytes(1, release_sequence_ids=le64(9))
+    over_grpc = await refusal(api.raw_step(raw))
+    await lane.write(raw)
+    over_lane = await refusal(lane.read())
+    assert (over_lane.code, over_lane.reason, over_lane.message, over_lane.metadata) == (
+        over_grpc.code,
+        over_grpc.reason,
+        over_grpc.message,
+        over_grpc.metadata,
+    )
+
+
+async def test_the_example_of_the_page_is_what_a_service_answers(api: Api, carriers: StepCarriers) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    shown = re.findall(r"^lane -> ([0-9a-f ]+)\nlane <- (\d\d) (.*)$", page, re.MULTILINE)
+    assert len(shown) == 2
+    session = await api.open()
+    lane = await carriers.open(session)
+    for sent, kind, answer in shown:
+        frame = bytes.fromhex(sent)
+        request = pb.StepRequest.FromString(frame[1:])
+        assert (frame[:1], request.session_id, request.epoch) == (STEP_REQUEST, "0" * 32, 1)
+        request.session_id, request.epoch = session.opened.session_id, session.opened.epoch
+        await lane.write_frame(frame[:1] + request.SerializeToString())
+        told = await lane.read_frame()
+        assert told[:1].hex() == kind
+        if told[:1] == STEP_RESPONSE:
+            assert differences(json.loads(answer), show(pb.StepResponse.FromString(told[1:]))) == []
+        else:
+            error = error_of_status(told[1:])
+            assert answer == f"{error.code.name} {error.reason} {json.dumps(error.metadata)}"
+
+
+def test_kinds_of_frames_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text().split("### Step lanes")[1]
+    for kind, name in (
+        (step_lane.STEP_REQUEST, "StepRequest"),
+        (STEP_RESPONSE, "StepResponse"),
+        (step_lane.STATUS, "google.rpc.Status"),
+        (step_lane.TOO_LARGE, "nothing"),
+    ):
+        assert f"| {kind[0]} | " in page
+        assert name in page.split(f"| {kind[0]} | ")[1].split("\n")[0]
