@@ -20,6 +20,7 @@ NAMES = (
     "chunking",
     "preempt",
     "speculation",
+    "quality",
     "trace",
     "policies",
     "reports",
