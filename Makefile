@@ -25,6 +25,7 @@ $(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,cpu]'
+	$(BIN)/python -c 'from kvkeeper.kernels.cpu import compiled; compiled.switch(on=True)'  # else the first engine compiles
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

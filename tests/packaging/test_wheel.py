@@ -1,7 +1,8 @@
 """The wheel, as a user gets it: built in isolation and installed into a fresh environment with its declared dependencies only.
 
 First without an extra: all but the engine is imported, and the cache service steps. Then with the extra `engine`: every module
-is imported but the one that compiles kernels, and that one with the extra `cpu`. Catches a dependency that is used and not declared, and a folder that the build leaves out.
+is imported but the one that compiles kernels, and that one with the extra `cpu`. Catches a dependency that is used and not
+declared, and a folder that the build leaves out.
 """
 
 import contextlib
