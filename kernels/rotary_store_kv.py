@@ -5,6 +5,7 @@ import torch
 from .activations.rotary import require_tables, rotary
 from .checks import on_cuda, require, require_index, require_kv_layer
 from .cpu import compiled
+from .cpu.rows import rotary_store_kv as compiled_rotary_store_kv
 from .store_kv import StorePlan, plan_store, store_kv
 
 _OP = "rotary_store_kv"
@@ -47,8 +48,6 @@ def rotary_store_kv(
             plan = plan_store(slot_mapping, kv_layer)
         heads_dense = qk.stride(1) == v.stride(1) == qk.shape[2] and v.stride(2) == 1
         if plan.token_rows is None and heads_dense and cos.is_contiguous() and sin.is_contiguous():
-            from .cpu.rows import rotary_store_kv as compiled_rotary_store_kv
-
             _require_rows(qk, v, cos, sin, kv_layer, slot_mapping)
             return compiled_rotary_store_kv(qk, v, cos, sin, kv_layer, plan.k_rows, plan.v_rows)
     qk = rotary(qk, cos, sin)

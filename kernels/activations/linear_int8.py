@@ -13,6 +13,7 @@ import torch
 
 from ..checks import require
 from ..cpu import compiled
+from ..cpu.rows import scale_rows, unscale_rows
 from ..errors import UnsupportedDeviceError
 from .linear_weight import LinearWeight
 
@@ -77,8 +78,6 @@ def linear_int8(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
     if not len(rows):
         return x.new_empty((*x.shape[:-1], weight.out_features))
     if compiled.serves(rows):
-        from ..cpu.rows import scale_rows, unscale_rows
-
         scaled, scales = scale_rows(rows, _LEAST_SCALE)
         return unscale_rows(_multiply(scaled, weight), scales, weight.bias).view(*x.shape[:-1], -1)
     scales = rows.abs().amax(1, keepdim=True).clamp_(min=_LEAST_SCALE)

@@ -4,6 +4,7 @@ import torch
 
 from ..checks import on_cuda, require
 from ..cpu import compiled
+from ..cpu.rows import rms_norm as compiled_rms_norm
 
 _OP = "rms_norm"
 
@@ -41,8 +42,6 @@ def rms_norm(
         require(dense, _OP, "x", "and residual must be contiguous, or [T, H, D] and contiguous in D")
         return gpu.rms_norm(x, weight, eps, residual), x
     if compiled.serves(x) and _in_rows(x, weight) and (residual is None or residual.is_contiguous()):
-        from ..cpu.rows import rms_norm as compiled_rms_norm
-
         return compiled_rms_norm(x, weight, eps, residual), x
     if residual is not None:
         x = x.add_(residual)
