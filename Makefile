@@ -24,11 +24,12 @@ $(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
 	    || { echo "kvkeeper needs Python 3.11 or 3.12; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,cpu]'
+	$(BIN)/python -c 'from kvkeeper.kernels.cpu import compiled; compiled.switch(on=True)'  # else the first engine compiles
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,cpu,dev]'
 	touch $@
 
 clients/node/node_modules/.installed: clients/node/package.json clients/node/package-lock.json

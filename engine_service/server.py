@@ -22,6 +22,7 @@ from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 
+from .compute.cpu_kernels import switch_kernels
 from .compute.served_model import ServedModel, load_served_model
 from .config import EngineConfig
 from .loop.engine import Engine, make_engine
@@ -127,6 +128,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     metrics: MetricsServer | None = None
     try:
         endpoint = await Endpoint.open(config.listen)  # before the long load, so that a taken address is refused at once
+        await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .activations.linear import LinearWeight
+from .activations.linear_weight import LinearWeight
 from .attention.retention import Retention
 
 

@@ -25,7 +25,7 @@ from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from ..model.config import ModelConfig, is_native, parse_model_config
 from ..model.decoder import Decoder
-from ..model.dtype_name import DtypeChoice
+from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.loader import load_model
 from ..outputs.model_text import ModelText
@@ -74,10 +74,11 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if _needs_library(raw):
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
-        return _from_folder(folder, raw, model, model.num_parameters, model.config.rope_parameters)
+        return _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, model.config.rope_parameters)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
     ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
-    return _from_folder(folder, raw, decoder, _num_parameters(folder, model_config), json.dumps(ropes))
+    name = INT8 if dtype == INT8 else _name(decoder.dtype)
+    return _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(ropes))
 
 
 def _needs_library(raw: dict[str, Any]) -> bool:
@@ -104,7 +105,13 @@ def _device_of(config: EngineConfig) -> torch.device:
     return device
 
 
-def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters: int, rope_parameters: str) -> ServedModel:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _from_folder(
+    folder: Path, raw: dict[str, Any], model: Model, compute_dtype: str, num_parameters: int, rope_parameters: str
+) -> ServedModel:
     config, dtype = model.config, model.dtype
     architectures = raw.get("architectures") or [raw.get("model_type")]
     return ServedModel(
@@ -114,7 +121,7 @@ def _from_folder(folder: Path, raw: dict[str, Any], model: Model, num_parameters
         num_parameters=num_parameters,
         vocab_size=config.vocab_size,
         max_len=config.max_position,
-        compute_dtype=str(dtype).removeprefix("torch."),
+        compute_dtype=compute_dtype,
         text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
         layout=lambda block_size: kv_layout_of(config, dtype, block_size),
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),

@@ -138,6 +138,19 @@ def attend(
         [T, num_heads, head_dim].
     """
     store_kv(k, v, kv_layer, metadata.slot_mapping, metadata.store)
+    return attend_stored(q, kv_layer, metadata, scale, window, soft_cap, q_sink)
+
+
+def attend_stored(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    q_sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same, where the step's K and V of the layer are in the arena already."""
     decode, prefill = metadata.decode, metadata.prefill
     if prefill is None:
         assert decode is not None, "a batch has tokens"

@@ -5,20 +5,26 @@ that read the same input are one matrix. K and V live in the arena and nowhere e
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
-from kvkeeper.kernels.activations.linear import LinearWeight, linear, pack_linear
+from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.activations.linear_int8 import Int8Weight, quantise_linear
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
-from .attention import AttentionMetadata, attend
+from .attention import AttentionMetadata, attend_stored
 from .config import ModelConfig
 from .rope import RotaryTable
+
+Weight = LinearWeight | Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +39,12 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: LinearWeight
+    qkv: Weight
     qk_norm: torch.Tensor | None
-    o: LinearWeight
+    o: Weight
     post_norm: torch.Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
+    gate_up: Weight
+    down: Weight
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
@@ -56,15 +62,20 @@ class DecoderWeights:
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
-        """Take over `weights`, layer by layer, so that packing them never needs the memory of two models."""
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False) -> None:
+        """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
+
+        is_int8: projections multiply 8-bit integers; the weights are float32 on a CPU. Raises UnsupportedDeviceError where
+            this CPU cannot.
+        """
+        pack = quantise_linear if is_int8 else pack_linear
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack_linear(weights.lm_head)
+        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack(weights.lm_head)
         self._layers: list[LayerWeights] = []
         while weights.layers:
-            self._layers.append(_pack_layer(weights.layers.pop(0)))
+            self._layers.append(_pack_layer(weights.layers.pop(0), pack))
         most = config.max_position
         self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device, most)
         self._local_rotary: RotaryTable | None = None
@@ -144,16 +155,15 @@ class Decoder:
         if layer.qk_norm is not None:
             qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
         q_sink = None if at_sinks is None else rotary(qk[:, : config.num_heads], *at_sinks)
-        qk = rotary(qk, *rotation)
-        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
-        return attend(q, k, v, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
+        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store)
+        return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 
-def _pack_layer(layer: LayerWeights) -> LayerWeights:
+def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> LayerWeights:
+    def packed(weight: Weight) -> Weight:
+        assert isinstance(weight, LinearWeight), "a layer is packed once"
+        return pack(weight)
+
     return dataclasses.replace(
-        layer,
-        qkv=pack_linear(layer.qkv),
-        o=pack_linear(layer.o),
-        gate_up=pack_linear(layer.gate_up),
-        down=pack_linear(layer.down),
+        layer, qkv=packed(layer.qkv), o=packed(layer.o), gate_up=packed(layer.gate_up), down=packed(layer.down)
     )

@@ -4,8 +4,11 @@ from typing import Final, Literal
 
 from .checkpoint.errors import UnsupportedModelError
 
-DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+# Of a weight while the model is loaded. int8 is an opt-in for products on a CPU: weights are read as float32 and quantised
+# then, and K, V and all else are float32.
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 4}
+INT8: Final = "int8"
 
 
 def dtype_name(weights_dtype: object, device_type: str, choice: str) -> str:
@@ -16,4 +19,6 @@ def dtype_name(weights_dtype: object, device_type: str, choice: str) -> str:
         name = "float32" if device_type == "cpu" else str(weights_dtype or "bfloat16").removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UnsupportedModelError("dtype", name, ", ".join(("auto", *DTYPE_BYTES)))
+    if name == INT8 and (choice != INT8 or device_type != "cpu"):  # never because a config says so
+        raise UnsupportedModelError("dtype", f"{INT8} on {device_type}", "int8 on a CPU, where it is asked for")
     return name

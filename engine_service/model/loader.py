@@ -11,14 +11,16 @@ from typing import Final
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.errors import UnsupportedDeviceError
+
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from .checkpoint.safetensors_files import iterate_tensors, list_weight_files
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
-from .dtype_name import DtypeChoice, dtype_name
+from .dtype_name import INT8, DtypeChoice, dtype_name
 from .weight_map import allocate_weights, norms_of
 
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
 
 def load_model(
@@ -28,7 +30,7 @@ def load_model(
 
     Args:
         device: where its weights go.
-        dtype: what it computes in. auto: the weights' own dtype, but float32 on a CPU.
+        dtype: what it computes in. auto: the weights' own dtype, but float32 on a CPU. int8: products of 8-bit integers.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -57,16 +59,21 @@ def load_model(
                 problem = f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}"
                 raise WeightsError(file_name, problem)
             if tensor.dtype not in _DTYPES.values():
-                raise UnsupportedModelError("weight dtype", str(tensor.dtype), ", ".join(_DTYPES))
+                raise UnsupportedModelError(
+                    "weight dtype", str(tensor.dtype), ", ".join(name for name in _DTYPES if name != INT8)
+                )
             destination.part.copy_(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
     if config.norm_offset:
         for norm in norms_of(weights):
             norm.add_(1)
-    return Decoder(config, weights), config
+    try:
+        return Decoder(config, weights, is_int8=dtype == INT8), config
+    except UnsupportedDeviceError:
+        raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
 
 
 def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
-    """What to compute in; weights_dtype is the config's word. Raises UnsupportedModelError."""
+    """The dtype of weights, K and V; weights_dtype is the config's word. Raises UnsupportedModelError."""
     return _DTYPES[dtype_name(weights_dtype, device.type, choice)]

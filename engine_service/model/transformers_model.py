@@ -23,7 +23,7 @@ from kvkeeper.service.extras import install_command
 
 from .attention import AttentionMetadata, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
-from .dtype_name import DtypeChoice
+from .dtype_name import INT8, DtypeChoice
 from .loader import compute_dtype
 
 log = structlog.get_logger()
@@ -120,6 +120,8 @@ def load_transformers_model(
             other logits on the paged arena than by itself.
         WeightsError: weights do not load or are missing.
     """
+    if dtype == INT8:
+        raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     try:
         import transformers
     except ImportError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeeper.kernels.activations.linear import LinearWeight
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
 
 from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
@@ -86,6 +86,7 @@ def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tu
         (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), (intermediate, intermediate)),
         (layer.down, ("mlp.down_proj",), (config.hidden_size,)),
     ):
+        assert isinstance(fused, LinearWeight), "weights are quantised when all are read"
         for kind, whole in (("weight", fused.data), ("bias", fused.bias)):
             if whole is not None:
                 for name, part in zip(names, whole.split(sizes), strict=True):

@@ -6,27 +6,13 @@ compiler uses when it freezes a model; it is not a public name, so where it is m
 it is.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..checks import on_cuda, require
+from .linear_int8 import Int8Weight, linear_int8
+from .linear_weight import LinearWeight
 
 _OP = "linear"
-
-
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
-    """A weight [out_features, in_features] as linear takes it.
-
-    Attributes:
-        bias: [out_features] or None.
-        packed: whether `data` is in oneDNN's layout, and opaque.
-    """
-
-    data: torch.Tensor
-    bias: torch.Tensor | None = None
-    packed: bool = False
 
 
 def pack_linear(weight: LinearWeight) -> LinearWeight:
@@ -42,13 +28,15 @@ def pack_linear(weight: LinearWeight) -> LinearWeight:
     return packed
 
 
-def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-    """Return x W^T + b, [..., out_features] for x [..., in_features].
+def linear(x: torch.Tensor, weight: LinearWeight | Int8Weight) -> torch.Tensor:
+    """Return x W^T + b, [..., out_features] for x [..., in_features]; with an Int8Weight, as linear_int8 does.
 
     Raises:
         KernelArgumentError: shapes or dtypes that do not fit.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
+    if isinstance(weight, Int8Weight):
+        return linear_int8(x, weight)
     on_cuda(_OP, x)
     fits = x.shape[-1] == weight.data.shape[1] and x.dtype == weight.data.dtype
     require(fits, _OP, "x", "{} {} does not fit {}", x.dtype, x.shape, weight.data.shape)

@@ -3,6 +3,8 @@
 import torch
 
 from ..checks import on_cuda, require
+from ..cpu import compiled
+from ..cpu.rows import rms_norm as compiled_rms_norm
 
 _OP = "rms_norm"
 
@@ -39,8 +41,16 @@ def rms_norm(
         dense = all(row.is_contiguous() or (row.dim() == 3 and row.stride(2) == 1) for row in rows)
         require(dense, _OP, "x", "and residual must be contiguous, or [T, H, D] and contiguous in D")
         return gpu.rms_norm(x, weight, eps, residual), x
+    if compiled.serves(x) and _in_rows(x, weight) and (residual is None or residual.is_contiguous()):
+        return compiled_rms_norm(x, weight, eps, residual), x
     if residual is not None:
         x = x.add_(residual)
     if weight.dim() == 1:
         return torch.rms_norm(x, (x.shape[-1],), weight, eps), x
     return torch.rms_norm(x, (x.shape[-1],), None, eps).mul_(weight), x
+
+
+def _in_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the compiled kernel can walk x: without gaps, or, with a weight per head, with gaps between tokens only."""
+    dense = weight.is_contiguous() and x.is_contiguous()
+    return dense or (weight.is_contiguous() and weight.dim() == 2 and x.dim() == 3 and x.stride()[1:] == weight.stride())

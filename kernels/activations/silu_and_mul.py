@@ -3,6 +3,8 @@
 import torch
 
 from ..checks import on_cuda, require
+from ..cpu import compiled
+from ..cpu.rows import gate as compiled_gate
 
 _OP = "silu_and_mul"
 
@@ -21,5 +23,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
         require(gate_up.is_contiguous(), _OP, "gate_up", "must be contiguous")
         return gate_on_cuda(gate_up, gelu=False)
+    if compiled.serves(gate_up) and gate_up.is_contiguous():
+        return compiled_gate(gate_up, gelu=False)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from ..checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from ..cpu import compiled
+from ..cpu.attention import DirectDecode, direct_decode
 from ..layout import NULL_BLOCK_ID
 from ..scratch import Scratch
 from .dense_attention import dense_attention
@@ -56,7 +58,7 @@ class DecodePlan:
         order, inverse: int64 [S], the sequences by length and back, or None where their order is kept.
         empty: int64 indices of sequences of length 0, whose output is zero, or None.
         scratch: memory to gather into.
-        sparse: read instead of groups, which are empty then; None: groups are read.
+        sparse, direct: read instead of groups, which are empty then; None: groups are read.
     """
 
     groups: tuple[DecodeGroup, ...]
@@ -65,6 +67,7 @@ class DecodePlan:
     empty: torch.Tensor | None
     scratch: Scratch
     sparse: SparseDecode | None = None
+    direct: DirectDecode | None = None
 
 
 def plan_decode(
@@ -89,6 +92,10 @@ def plan_decode(
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     kept = kept_of(_OP, retention, lens)
+    if kept is None and dtype is torch.float32 and compiled.serves(kv_layer):
+        num_keys = int((lens if window is None else np.minimum(lens, window)).sum())
+        direct = DirectDecode(block_tables.int().contiguous(), seq_lens.int().contiguous(), window, num_keys)
+        return DecodePlan((), None, None, None, scratch or Scratch(), direct=direct)
     starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
     spans = lens - starts
     if kept is not None:
@@ -189,6 +196,9 @@ def paged_attention_decode(
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
         options = Options(scale, window, soft_cap, retention, q_sink)
         return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch)
+    if plan.direct is not None:
+        q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
+        return direct_decode(q, kv_layer, plan.direct, scale=scale, soft_cap=soft_cap)
     if plan.sparse is not None:
         return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink)
     if plan.order is not None:

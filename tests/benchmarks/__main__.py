@@ -21,6 +21,7 @@ NAMES = (
     "chunking",
     "preempt",
     "speculation",
+    "quality",
     "trace",
     "policies",
     "reports",

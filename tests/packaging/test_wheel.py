@@ -1,7 +1,8 @@
 """The wheel, as a user gets it: built in isolation and installed into a fresh environment with its declared dependencies only.
 
 First without an extra: all but the engine is imported, and the cache service steps. Then with the extra `engine`: every module
-is imported. Catches a dependency that is used and not declared, and a folder that the build leaves out.
+is imported but the one that compiles kernels, and that one with the extra `cpu`. Catches a dependency that is used and not
+declared, and a folder that the build leaves out.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ PACKAGE_ROOTS = (
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
+COMPILED_HERE = "kvkeeper.kernels.cpu.kernels"  # needs the extra `cpu`
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
 UNTIL_SERVING = """
 import asyncio, sys
@@ -114,4 +116,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
 
     run(python, "-m", "pip", "install", "-q", "-c", constraints, "torch==2.13.0", cwd=tmp_path)
     run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine]", cwd=tmp_path)
-    run(python, "-W", "error", "-c", IMPORT_ALL, *modules, cwd=tmp_path)
+    run(python, "-W", "error", "-c", IMPORT_ALL, *(name for name in modules if name != COMPILED_HERE), cwd=tmp_path)
+
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine,cpu]", cwd=tmp_path)
+    run(python, "-W", "error", "-c", IMPORT_ALL, COMPILED_HERE, cwd=tmp_path)

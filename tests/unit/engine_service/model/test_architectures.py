@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.config import is_native
+from kvkeeper.kernels.cpu import compiled
 from tests.support.models.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
 from tests.unit.engine_service.model.test_numerics import HandTables
@@ -46,6 +47,17 @@ def read_page() -> dict[str, list[str]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def both_kernels() -> list[object]:
+    """Torch's, and the compiled ones where they are installed, as the switch holds them."""
+    if not compiled.is_installed():
+        return [None]
+    compiled.switch(on=True)
+    loaded = compiled._kernels
+    compiled.switch(on=False)
+    return [None, loaded]
+
+
 TABLE = read_page()
 PLACES = [(title, model_type) for title, members in TABLE.items() if title in SECTIONS for model_type in members]
 
@@ -59,7 +71,9 @@ def test_every_architecture_stands_on_the_page_once() -> None:
 
 @pytest.mark.parametrize(("section", "model_type"), PLACES, ids=[model_type for _, model_type in PLACES])
 @pytest.mark.filterwarnings("ignore")  # of the library's configs and of its slow paths
-def test_an_architecture_is_what_the_page_says(section: str, model_type: str, tmp_path: Path) -> None:
+def test_an_architecture_is_what_the_page_says(
+    section: str, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_kernels: list[object]
+) -> None:
     folder = build_architecture(model_type, tmp_path)
     if (reason := SECTIONS[section]) is not None:
         with pytest.raises(UnsupportedModelError, match=reason):
@@ -69,5 +83,8 @@ def test_an_architecture_is_what_the_page_says(section: str, model_type: str, tm
     assert model.config.max_position == LIMITED.get(model_type, MAX_POSITION)
     lengths = (5, min(90, model.config.max_position))
     cases = [NumericsCase(random_tokens(length, vocab_size=VOCAB_SIZE)) for length in lengths]
-    for ours, theirs in zip(HandTables(model, 4).compute(cases, 7), logits_of(folder, cases), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    expected = logits_of(folder, cases)
+    for kernels in both_kernels:
+        monkeypatch.setattr(compiled, "_kernels", kernels)
+        for ours, theirs in zip(HandTables(model, 4).compute(cases, 7), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

@@ -30,6 +30,7 @@ from tests.support.models.tiny_models import (
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("kernel_path")
 
 BLOCK_SIZES = (4, 16)
 

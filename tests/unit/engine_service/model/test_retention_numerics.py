@@ -24,6 +24,7 @@ from tests.support.reference.within_cache import load_network, within_cache_logi
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("kernel_path")
 
 BOUND = 1e-4
 # Sinks that end in, before and behind a block's end; windows smaller than a block, and larger.

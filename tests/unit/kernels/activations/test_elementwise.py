@@ -1,4 +1,4 @@
-"""rms_norm, rotary and the gates against their references."""
+"""rms_norm, rotary and the gates against their references, on both paths of a CPU."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+
+pytestmark = pytest.mark.usefixtures("kernel_path")
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 2, 16)])

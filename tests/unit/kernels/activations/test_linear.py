@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.linear import LinearWeight, linear, pack_linear
+from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 
 

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from tests.unit.kernels.worlds import edge_lengths, make_world, random_queries
 
+pytestmark = pytest.mark.usefixtures("kernel_path")
 SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -55,7 +57,8 @@ def test_both_in_each_dtype_and_block_size(dtype, block_size):
 
 @pytest.fixture
 def gathering(monkeypatch):
-    """Lets no step be small enough for sparse products."""
+    """Lets no step be small enough for sparse products, and no compiled kernel read keys in place."""
+    monkeypatch.setattr(compiled, "_kernels", None)
     monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
 
 

@@ -11,6 +11,7 @@ from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_p
 from kvkeeper.kernels.errors import KernelArgumentError
 from tests.unit.kernels.worlds import World, edge_lengths, make_world, random_queries
 
+pytestmark = pytest.mark.usefixtures("kernel_path")
 SCALE = 0.3
 KEPT = [(0, 1), (0, 4), (1, 1), (1, 4), (3, 2), (4, 3), (4, 4), (5, 8), (9, 1)]  # around the edges of blocks of 4
 
@@ -145,14 +146,17 @@ def test_sequences_that_keep_everything_are_computed_as_without_the_others() -> 
     check_decode(world, kept)
 
 
-def test_a_sequence_that_sees_all_its_keys_costs_nothing_more() -> None:
+def test_a_sequence_that_sees_all_its_keys_costs_nothing_more(kernel_path: str) -> None:
     world = make_world([9, 12])
     args = (world.block_tables, world.seq_lens, world.layer)
     gathered = plan_decode(*args, torch.float16, None, retention=columns([(4, 8), (0, 0)]))
     assert [group.sinks for group in gathered.groups] == [None]
-    sparse = plan_decode(*args, torch.float32, None, retention=columns([(4, 8), (0, 0)])).sparse
-    assert sparse is not None
-    assert sparse.sinks is None
+    plan = plan_decode(*args, torch.float32, None, retention=columns([(4, 8), (0, 0)]))
+    if kernel_path == "compiled":
+        assert plan.direct is not None
+    else:
+        assert plan.sparse is not None
+        assert plan.sparse.sinks is None
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,7 +23,7 @@ def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(PretendCuda)
 
 
-_OPS = ("attend", "gelu_and_mul", "linear", "rms_norm", "rotary", "silu_and_mul")
+_OPS = ("attend_stored", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
 
 
 def pretend_model_on_cuda(monkeypatch):

@@ -1,0 +1,453 @@
+"""The loops, compiled by numba for the CPU that they run on; the launchers in this folder call them.
+
+Owns the arithmetic of the compiled path. Rules. A kernel is a C function of one pointer: to a row of 8-byte arguments, of
+which the launcher knows the order. The first two are libgomp's omp_get_thread_num and omp_get_num_threads, or zeros where one
+thread does it all; each thread takes its own share of the items. A kernel trusts its arguments. Numbers that are not finite
+stay so: the engine looks for them in the logits, so no flag of fast arithmetic that forbids them is set.
+
+All of it is in one file, because numba's cache on disk is renewed when the file of a kernel has changed, and asks for no
+other.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+_FLAGS: Final = {"reassoc", "contract", "arcp", "nsz", "afn"}
+_SIGNATURE: Final = types.void(types.voidptr)
+_TILE: Final = 128  # keys of one pass: their scores stay in the first cache
+
+
+def _can_keep() -> bool:
+    """Whether numba finds a folder for what it compiles: beside this file, or the user's cache directory."""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        return False
+    return True
+
+
+ARE_KEPT: Final = _can_keep()
+
+
+def _kernel(function: Callable[[Any], None]) -> Any:
+    """Compile now, or take it from disk. Where it cannot be kept there, it is compiled by every process."""
+    options = {"fastmath": _FLAGS, "error_model": "numpy", "boundscheck": False}
+    return cfunc(_SIGNATURE, cache=ARE_KEPT, **options)(function)
+
+
+_helper = njit(fastmath=_FLAGS, error_model="numpy", boundscheck=False)
+
+
+@intrinsic
+def _pointer(typing_context, address, like):
+    """The pointer at an address, to elements of the type of `like`."""
+    element = types.CPointer(like)
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(element))
+
+    return element(types.int64, like), generate
+
+
+@intrinsic
+def _ask(typing_context, address):
+    """Call the C function int f(void) at an address."""
+
+    def generate(context, builder, signature, arguments):
+        function = ir.FunctionType(ir.IntType(32), [])
+        answer = builder.call(builder.inttoptr(arguments[0], function.as_pointer()), [])
+        return builder.sext(answer, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _float_of_bits(typing_context, bits):
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    """Ask for the cache line at an address; the address may be any."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        )
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@_helper
+def _floats(address, count):
+    return carray(_pointer(address, np.float32(0)), (count,))
+
+
+@_helper
+def _int64s(address, count):
+    return carray(_pointer(address, np.int64(0)), (count,))
+
+
+@_helper
+def _int32s(address, count):
+    return carray(_pointer(address, np.int32(0)), (count,))
+
+
+@_helper
+def _share(args, num_items):
+    """The items of this thread, half-open."""
+    if args[0] == 0:
+        return 0, num_items
+    idx, count = _ask(args[0]), _ask(args[1])
+    return num_items * idx // count, num_items * (idx + 1) // count
+
+
+@_helper
+def _exp(x):
+    """e^x within 2e-7 of it, from a polynomial, because a call of the C library's would keep a loop from being vectorised."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375)
+    r = r + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@_kernel
+def rms_norm(data):
+    """x [T, N, D], row t at stride; weight [N, D]; residual of x's shape or none, added to x in place; out [T, N, D]."""
+    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
+    x_at, residual_at, weight_at, out_at = args[2], args[3], args[4], args[5]
+    num_rows, num_heads, size, stride = args[6], args[7], args[8], args[9]
+    eps = np.float32(numbers[10])
+    first, last = _share(args, num_rows)
+    for row in range(first, last):
+        for head in range(num_heads):
+            x = _floats(x_at + (row * stride + head * size) * 4, size)
+            weight = _floats(weight_at + head * size * 4, size)
+            out = _floats(out_at + (row * num_heads + head) * size * 4, size)
+            total = np.float32(0)
+            if residual_at != 0:
+                residual = _floats(residual_at + (row * num_heads + head) * size * 4, size)
+                for i in range(size):
+                    value = x[i] + residual[i]
+                    x[i] = value
+                    total += value * value
+            else:
+                for i in range(size):
+                    total += x[i] * x[i]
+            factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+            for i in range(size):
+                out[i] = x[i] * factor * weight[i]
+
+
+@_kernel
+def gate(data):
+    """out [T, I] = act(gate) * up of gate_up [T, 2 I]; act is silu, or gelu with the tanh approximation."""
+    args = carray(data, (7,), np.int64)
+    gate_up_at, out_at, num_rows, size, is_gelu = args[2], args[3], args[4], args[5], args[6]
+    first, last = _share(args, num_rows * size)
+    while first < last:
+        row, column = first // size, first % size
+        count = min(last - first, size - column)
+        gates = _floats(gate_up_at + (row * 2 * size + column) * 4, count)
+        ups = _floats(gate_up_at + (row * 2 * size + size + column) * 4, count)
+        out = _floats(out_at + first * 4, count)
+        if is_gelu != 0:
+            for i in range(count):
+                x = gates[i]
+                bent = np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)  # 1 + tanh(u) is 2 sigmoid(2 u)
+                out[i] = x / (np.float32(1) + _exp(-bent)) * ups[i]
+        else:
+            for i in range(count):
+                x = gates[i]
+                out[i] = x / (np.float32(1) + _exp(-x)) * ups[i]
+        first += count
+
+
+@_kernel
+def rotary_store_kv(data):
+    """Rotate qk [T, N + M, D], copy its queries to q [T, N, D], and keys and v [T, M, D] to rows of slots."""
+    args = carray(data, (16,), np.int64)
+    qk_at, qk_stride, v_at, v_stride, cos_at, sin_at, q_at = args[2], args[3], args[4], args[5], args[6], args[7], args[8]
+    layer_at, k_rows_at, v_rows_at = args[9], args[10], args[11]
+    num_tokens, num_heads, num_kv_heads, size = args[12], args[13], args[14], args[15]
+    half, slot = size // 2, num_kv_heads * size
+    k_rows, v_rows = _int64s(k_rows_at, num_tokens), _int64s(v_rows_at, num_tokens)
+    first, last = _share(args, num_tokens)
+    for token in range(first, last):
+        cos, sin = _floats(cos_at + token * size * 4, size), _floats(sin_at + token * size * 4, size)
+        for head in range(num_heads + num_kv_heads):
+            at = qk_at + (token * qk_stride + head * size) * 4
+            low, high = _floats(at, half), _floats(at + half * 4, half)
+            if head < num_heads:
+                to = q_at + (token * num_heads + head) * size * 4
+            else:
+                to = layer_at + (k_rows[token] * slot + (head - num_heads) * size) * 4
+            out_low, out_high = _floats(to, half), _floats(to + half * 4, half)
+            for i in range(half):
+                a, b = low[i], high[i]
+                out_low[i] = a * cos[i] + b * sin[i]
+                out_high[i] = b * cos[half + i] + a * sin[half + i]
+        v, out = _floats(v_at + token * v_stride * 4, slot), _floats(layer_at + v_rows[token] * slot * 4, slot)
+        for i in range(slot):
+            out[i] = v[i]
+
+
+@_helper
+def _scores(scores, q_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group):
+    """scores [heads * group, _TILE] of the heads' queries and the keys of positions [first, last)."""
+    position = first
+    while position < last:
+        offset = position % block_size
+        at = keys_at + (np.int64(table[position // block_size]) * block_stride + offset * slot) * 4
+        ahead = (
+            keys_at + (np.int64(table[min(position // block_size + 1, len(table) - 1)]) * block_stride + offset * slot) * 4 - at
+        )
+        end = position + min(block_size - offset, last - position)
+        while position + 4 <= end:
+            for head in range(heads):
+                for row in range(4):
+                    for line in range(0, size, 16):
+                        _prefetch(at + ahead + (row * slot + head * size + line) * 4)
+                k0, k1 = _floats(at + head * size * 4, size), _floats(at + (slot + head * size) * 4, size)
+                k2, k3 = _floats(at + (2 * slot + head * size) * 4, size), _floats(at + (3 * slot + head * size) * 4, size)
+                for member in range(head * group, head * group + group):
+                    q = _floats(q_at + member * size * 4, size)
+                    s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                    for i in range(size):
+                        s0 += q[i] * k0[i]
+                        s1 += q[i] * k1[i]
+                        s2 += q[i] * k2[i]
+                        s3 += q[i] * k3[i]
+                    place = member * _TILE + position - first
+                    scores[place] = s0
+                    scores[place + 1] = s1
+                    scores[place + 2] = s2
+                    scores[place + 3] = s3
+            at += slot * 16
+            position += 4
+        while position < end:
+            for head in range(heads):
+                k = _floats(at + head * size * 4, size)
+                for member in range(head * group, head * group + group):
+                    q = _floats(q_at + member * size * 4, size)
+                    total = np.float32(0)
+                    for i in range(size):
+                        total += q[i] * k[i]
+                    scores[member * _TILE + position - first] = total
+            at += slot * 4
+            position += 1
+
+
+@njit(fastmath=True, error_model="numpy", boundscheck=False)
+def _highest(scores):
+    """The greatest score, or any number among scores of which one is not finite: their exponentials are not finite either."""
+    highest = scores[0]
+    for i in range(1, len(scores)):
+        highest = max(highest, scores[i])
+    return highest
+
+
+@njit(fastmath=True, error_model="numpy", boundscheck=False)
+def _greatest_magnitude(row):
+    """Any number for a row that is not finite."""
+    greatest = np.float32(0)
+    for i in range(len(row)):
+        greatest = max(greatest, abs(row[i]))
+    return greatest
+
+
+@_helper
+def _tanh(x):
+    """Small ones from a series: in the quotient most of their digits would be lost."""
+    square = x * x
+    series = np.float32(62 / 2835) * square - np.float32(17 / 315)
+    series = (series * square + np.float32(2 / 15)) * square - np.float32(1 / 3)
+    small = x + x * square * series
+    large = np.float32(1) - np.float32(2) / (_exp(np.float32(2) * x) + np.float32(1))
+    return small if square < np.float32(1 / 16) else large
+
+
+@_helper
+def _exponentials(scores, highest, scale, cap):
+    """In place e^(score - the highest so far), of scores times scale and bent towards cap; that highest, and their sum."""
+    count = len(scores)
+    if cap > 0:
+        factor = scale / cap
+        for i in range(count):
+            scores[i] = cap * _tanh(scores[i] * factor)
+    else:
+        for i in range(count):
+            scores[i] *= scale
+    highest = max(highest, _highest(scores))
+    total = np.float32(0)
+    for i in range(count):
+        value = _exp(scores[i] - highest)
+        scores[i] = value
+        total += value
+    return highest, total
+
+
+@_helper
+def _weigh(scores, out_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group):
+    """Add to out [heads * group, size] the values of positions [first, last) times their scores."""
+    position = first
+    while position < last:
+        offset = position % block_size
+        at = values_at + (np.int64(table[position // block_size]) * block_stride + offset * slot) * 4
+        ahead = (
+            values_at
+            + (np.int64(table[min(position // block_size + 1, len(table) - 1)]) * block_stride + offset * slot) * 4
+            - at
+        )
+        end = position + min(block_size - offset, last - position)
+        while position + 4 <= end:
+            for head in range(heads):
+                for row in range(4):
+                    for line in range(0, size, 16):
+                        _prefetch(at + ahead + (row * slot + head * size + line) * 4)
+                v0, v1 = _floats(at + head * size * 4, size), _floats(at + (slot + head * size) * 4, size)
+                v2, v3 = _floats(at + (2 * slot + head * size) * 4, size), _floats(at + (3 * slot + head * size) * 4, size)
+                for member in range(head * group, head * group + group):
+                    out = _floats(out_at + member * size * 4, size)
+                    place = member * _TILE + position - first
+                    w0, w1, w2, w3 = scores[place], scores[place + 1], scores[place + 2], scores[place + 3]
+                    for i in range(size):
+                        out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
+            at += slot * 16
+            position += 4
+        while position < end:
+            for head in range(heads):
+                v = _floats(at + head * size * 4, size)
+                for member in range(head * group, head * group + group):
+                    out = _floats(out_at + member * size * 4, size)
+                    weight = scores[member * _TILE + position - first]
+                    for i in range(size):
+                        out[i] += weight * v[i]
+            at += slot * 4
+            position += 1
+
+
+@_helper
+def _scale(row_at, size, factor):
+    row = _floats(row_at, size)
+    for i in range(size):
+        row[i] *= factor
+
+
+@_kernel
+def attend_decode(data):
+    """out [S, N, D]: one query each, q [S, N, D], over the last `window` keys of its block table; see the launcher."""
+    args, numbers = carray(data, (19,), np.int64), carray(data, (19,), np.float64)
+    q_at, q_stride, layer_at, block_stride, kv_stride = args[2], args[3], args[4], args[5], args[6]
+    tables_at, table_stride, lens_at, window = args[7], args[8], args[9], args[10]
+    num_seqs, num_heads, num_kv_heads, size, block_size = args[11], args[12], args[13], args[14], args[15]
+    scale, cap, out_at = np.float32(numbers[16]), np.float32(numbers[17]), args[18]
+    group, slot = num_heads // num_kv_heads, num_kv_heads * size
+    lens = _int32s(lens_at, num_seqs)
+    num_keys = np.int64(0)
+    for seq in range(num_seqs):
+        num_keys += min(np.int64(lens[seq]), window)
+    # Keys of all sequences and KV heads in a row; a thread takes the heads whose first key is in its share.
+    share_first, share_last = _share(args, num_keys * num_kv_heads)
+    if share_last == num_keys * num_kv_heads:
+        share_last += 1  # sequences without keys at the end
+    scores = np.empty(num_heads * _TILE, np.float32)
+    highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
+    begin = np.int64(0)
+    for seq in range(num_seqs):
+        length = np.int64(lens[seq])
+        start = max(np.int64(0), length - window)
+        heads, first_head = np.int64(0), np.int64(0)
+        for head in range(num_kv_heads):
+            if share_first <= begin < share_last:
+                if heads == 0:
+                    first_head = head
+                heads += 1
+            begin += length - start
+        if heads == 0:
+            continue
+        first_row = seq * num_heads + first_head * group
+        query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
+        keys_at = layer_at + first_head * size * 4
+        table = _int32s(tables_at + seq * table_stride * 4, (length + block_size - 1) // block_size)
+        for member in range(heads * group):
+            highest[member], totals[member] = np.float32(-np.inf), np.float32(0)
+        zeros = _floats(row_at, heads * group * size)
+        for i in range(heads * group * size):
+            zeros[i] = np.float32(0)
+        for first in range(start, length, _TILE):
+            last = min(first + _TILE, length)
+            _scores(scores, query_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+            for member in range(heads * group):
+                place = member * _TILE
+                own, total = _exponentials(scores[place : place + last - first], highest[member], scale, cap)
+                if first > start and own > highest[member]:
+                    factor = _exp(highest[member] - own)
+                    totals[member] *= factor
+                    _scale(row_at + member * size * 4, size, factor)
+                highest[member] = own
+                totals[member] += total
+            values_at = keys_at + kv_stride * 4
+            _weigh(scores, row_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+        if length > start:
+            for member in range(heads * group):
+                _scale(row_at + member * size * 4, size, np.float32(1) / totals[member])
+
+
+@_kernel
+def scale_rows(data):
+    """out [T, D]: x [T, D], each row divided by the greatest of its magnitudes, but not by less than `least`; scales [T]."""
+    args, least = carray(data, (8,), np.int64), np.float32(carray(data, (8,), np.float64)[7])
+    x_at, out_at, scales_at, num_rows, size = args[2], args[3], args[4], args[5], args[6]
+    scales = _floats(scales_at, num_rows)
+    first, last = _share(args, num_rows)
+    for row in range(first, last):
+        x, out = _floats(x_at + row * size * 4, size), _floats(out_at + row * size * 4, size)
+        scale = max(_greatest_magnitude(x), least)
+        poison = np.float32(0)
+        factor = np.float32(1) / scale
+        for i in range(size):
+            poison += x[i] * np.float32(0)  # not a number where x is not finite
+            out[i] = x[i] * factor
+        scales[row] = scale + poison
+
+
+@_kernel
+def unscale_rows(data):
+    """y [T, D] in place: each row times its scale, plus bias [D] or none."""
+    args = carray(data, (7,), np.int64)
+    y_at, scales_at, bias_at, num_rows, size = args[2], args[3], args[4], args[5], args[6]
+    scales = _floats(scales_at, num_rows)
+    first, last = _share(args, num_rows * size)
+    while first < last:
+        row, column = first // size, first % size
+        count = min(last - first, size - column)
+        y, scale = _floats(y_at + first * 4, count), scales[row]
+        if bias_at != 0:
+            bias = _floats(bias_at + column * 4, count)
+            for i in range(count):
+                y[i] = y[i] * scale + bias[i]
+        else:
+            for i in range(count):
+                y[i] *= scale
+        first += count

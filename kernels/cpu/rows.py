@@ -1,0 +1,78 @@
+"""rms_norm, the gates, rotary_store_kv, and the scales of linear_int8, compiled: one pass over the rows of tokens."""
+
+import torch
+
+from .launch import Launcher
+
+_norm = Launcher("rms_norm", "qqqqqqqqd")
+_gate = Launcher("gate", "qqqqq")
+_rotary_store = Launcher("rotary_store_kv", "q" * 14)
+_scale = Launcher("scale_rows", "qqqqqd")
+_unscale = Launcher("unscale_rows", "qqqqq")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
+    """The compiled path of kernels.activations.rms_norm. x: rows [..., D], contiguous, or [T, H, D] with a gap behind H."""
+    out = torch.empty(x.shape)
+    size, num_heads = x.shape[-1], weight.shape[0] if weight.dim() == 2 else 1
+    num_rows = x.numel() // (num_heads * size) if x.numel() else 0
+    stride = x.stride(0) if num_heads > 1 else size
+    residual_at = 0 if residual is None else residual.data_ptr()
+    _norm(x.numel(), x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), num_rows, num_heads, size, stride, eps)
+    return out
+
+
+def gate(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    """The compiled path of kernels.activations.silu_and_mul, and with `gelu` of gelu_and_mul."""
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size))
+    if out.numel():
+        _gate(8 * gate_up.numel(), gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, int(gelu))
+    return out
+
+
+def rotary_store_kv(
+    qk: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_layer: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+) -> torch.Tensor:
+    """The compiled path of kernels.rotary_store_kv; k_rows and v_rows are a StorePlan's, of all tokens."""
+    num_tokens, num_rotated, size = qk.shape
+    num_kv_heads = kv_layer.shape[3]
+    q = torch.empty((num_tokens, num_rotated - num_kv_heads, size))
+    _rotary_store(
+        4 * qk.numel(),
+        qk.data_ptr(),
+        qk.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        q.data_ptr(),
+        kv_layer.data_ptr(),
+        k_rows.data_ptr(),
+        v_rows.data_ptr(),
+        num_tokens,
+        num_rotated - num_kv_heads,
+        num_kv_heads,
+        size,
+    )
+    return q
+
+
+def scale_rows(x: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, D] with each row divided by the greatest of its magnitudes or by `least`, and those [T]."""
+    out, scales = torch.empty(x.shape), torch.empty(len(x))
+    _scale(x.numel(), x.data_ptr(), out.data_ptr(), scales.data_ptr(), *x.shape, least)
+    return out, scales
+
+
+def unscale_rows(y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y [T, D] itself, each row times its scale [T], plus bias [D]."""
+    bias_at = 0 if bias is None else bias.data_ptr()
+    _unscale(y.numel(), y.data_ptr(), scales.data_ptr(), bias_at, *y.shape)
+    return y

@@ -1,0 +1,56 @@
+"""--cpu-kernels: which kernels a config turns on, and the refusal of those that are not installed."""
+
+import dataclasses
+
+import pytest
+
+from kvkeeper.engine_service import preflight
+from kvkeeper.engine_service.compute.cpu_kernels import switch_kernels
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.preflight import check_start
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.service.process import StartError
+
+CONFIG = EngineConfig(listen="127.0.0.1:0")
+
+
+@pytest.fixture(autouse=True)
+def off_again():
+    yield
+    compiled.switch(on=False)
+
+
+@pytest.mark.skipif(not compiled.is_installed(), reason="numba, of the extra cpu, is not installed")
+@pytest.mark.parametrize(
+    ("changes", "is_on"),
+    [
+        ({}, True),
+        ({"dtype": "float32", "cpu_kernels": "compiled"}, True),
+        ({"dtype": "int8"}, True),
+        ({"cpu_kernels": "torch"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"device": "cuda"}, False),
+        ({"model": "hash-toy"}, False),
+    ],
+)
+def test_they_are_on_where_they_have_something_to_do(changes, is_on):
+    for before in (True, False):
+        compiled.switch(on=before)
+        switch_kernels(dataclasses.replace(CONFIG, **changes))
+        assert (compiled._kernels is not None) == is_on
+
+
+def test_without_numba_auto_is_torch_and_compiled_is_refused(monkeypatch):
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    switch_kernels(CONFIG)
+    assert compiled._kernels is None
+    monkeypatch.setattr(preflight, "missing", lambda *names: [name for name in names if name == "numba"])
+    check_start(CONFIG)
+    with pytest.raises(StartError, match=r"--cpu-kernels compiled: numba is not installed; install it with: .*cpu"):
+        check_start(dataclasses.replace(CONFIG, cpu_kernels="compiled"))
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"model": "hash-toy"}])
+def test_they_are_refused_where_they_serve_nothing(changes):
+    with pytest.raises(StartError, match="--cpu-kernels compiled: they are for"):
+        check_start(dataclasses.replace(CONFIG, cpu_kernels="compiled", **changes))

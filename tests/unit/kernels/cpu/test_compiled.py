@@ -1,0 +1,103 @@
+"""The compiled kernels' own promises: dtypes that they serve, threads, numbers that are not finite, their place on disk."""
+
+import pytest
+import torch
+
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from tests.unit.kernels.worlds import make_world, random_queries
+
+caching = pytest.importorskip("numba.core.caching")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    compiled.switch(on=True)
+    yield compiled._kernels
+    compiled.switch(on=False)
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def threads(request, monkeypatch):
+    """Torch's threads; any work is worth them."""
+    monkeypatch.setattr("kvkeeper.kernels.cpu.launch._LEAST_WORK", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_they_serve_float32_on_a_cpu_and_nothing_else():
+    x = torch.ones(2, 4)
+    assert compiled.serves(x)
+    assert not any(compiled.serves(other) for other in (x.half(), x.bfloat16(), x.double(), x.to("meta")))
+    world = make_world([5])
+    assert plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None).direct is not None
+    world = make_world([5], dtype=torch.bfloat16)
+    assert plan_decode(world.block_tables, world.seq_lens, world.layer, torch.bfloat16, None).direct is None
+
+
+@pytest.mark.parametrize("seq_lens", [[1], [700], [0, 3, 0, 900, 129, 128, 0], [0, 0], [5] * 9, [257, 1]])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (130, None), (None, 2.0)])
+def test_any_number_of_threads_attends_to_all_keys_once(threads, seq_lens, window, soft_cap):
+    world = make_world(seq_lens, num_kv_heads=3)
+    q = random_queries(len(seq_lens), 6, 8)
+    args = (q, world.layer, world.block_tables, world.seq_lens)
+    options = {"scale": 0.3, "window": window, "soft_cap": soft_cap}
+    expected = reference.paged_attention_decode(*args, **options)
+    torch.testing.assert_close(paged_attention_decode(*args, **options), expected, rtol=0, atol=3e-6)
+
+
+def test_any_number_of_threads_computes_every_row_once(threads):
+    for num_rows in (1, 2, 5, 31):
+        x, residual, weight = torch.randn(num_rows, 24), torch.randn(num_rows, 24), torch.randn(24)
+        expected, kept = reference.rms_norm(x.clone(), weight, 1e-5, residual)
+        found, summed = rms_norm(x, weight, 1e-5, residual)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(summed, kept)
+        torch.testing.assert_close(silu_and_mul(x), reference.silu_and_mul(x), rtol=1e-5, atol=1e-6)
+        world, table = make_world([31], head_dim=8), torch.ones(num_rows, 8)
+        qkv = torch.randn(num_rows, 8, 8)
+        rotary_store_kv(qkv[:, :6], qkv[:, 6:], table, 0 * table, world.layer, torch.arange(num_rows) + 4)
+        rows = torch.stack([world.layer[slot // 4, 0, slot % 4] for slot in range(4, num_rows + 4)])
+        assert torch.equal(rows, qkv[:, 4:6])
+        dense = LinearWeight(torch.randn(7, 24), torch.randn(7))
+        found, weight = linear_int8(x, quantise_linear(dense)), reference.linear(x, dense)
+        assert float((found - weight).norm() / weight.norm()) < 0.05
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_shows_in_its_row_and_in_no_other(bad):
+    x, weight = torch.randn(3, 16), torch.ones(16)
+    x[1, 5] = bad
+    dense = LinearWeight(torch.randn(4, 16))
+    for found in (rms_norm(x.clone(), weight, 1e-5)[0], linear_int8(x, quantise_linear(dense))):
+        assert found.isfinite().all(1).tolist() == [True, False, True]
+    gate_up = torch.randn(3, 16)
+    gate_up[1, 13] = bad
+    assert silu_and_mul(gate_up).isfinite().all(1).tolist() == [True, False, True]
+    for part, cap in ((0, None), (1, None), (0, 3.0)):
+        world = make_world([9, 9, 9])
+        world.layer[world.block_tables[1, 1], part, 2, 0, 3] = bad
+        args = (random_queries(3, 4, 8), world.layer, world.block_tables, world.seq_lens)
+        found = paged_attention_decode(*args, scale=0.3, soft_cap=cap).isfinite().flatten(1).all(1).tolist()
+        if cap is None or bad != bad:  # a soft cap bends what is infinite to a finite score
+            assert found == [True, False, True]
+
+
+def test_exponentials_of_any_size_are_right():
+    wide = torch.cat((torch.linspace(-120, 120, 4001), torch.linspace(-1e-3, 1e-3, 99)))
+    gate_up = torch.stack((wide, torch.ones_like(wide)), 1)
+    torch.testing.assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up), rtol=1e-6, atol=1e-30)
+
+
+def test_without_a_folder_to_write_to_they_are_not_kept(kernels, monkeypatch):
+    assert compiled.are_kept() == kernels.ARE_KEPT
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert not kernels._can_keep()
