@@ -102,7 +102,7 @@ def agents(seed: int, *, num_at_once: int = 12, num_tools: int = 5, steps: int =
         which = rng.randrange(len(running))
         requests.append(running[which])
         running[which] = [*running[which], *itertools.islice(fresh, rng.randint(1, 3))]
-        if rng.random() < 1 / steps:
+        if rng.random() < 1 / steps or len(running[which]) > _MOST_TURN_BLOCKS:
             del running[which]
     return requests
 
