@@ -41,7 +41,7 @@ from .policy import Use
 from .use_history import MOST_IN_BATCH, History
 
 _OVERRULES_BELOW = 0.4  # of the hit density of the least recently used block
-_TRUSTED = 1.0  # the same while recent gains are more than some requests and all gains more than a share of the blocks used:
+_TRUSTED = 1e9  # the same, so any difference, while recent gains exceed some requests and all gains a share of the blocks used:
 _TRUSTED_REQUESTS, _TRUSTED_SHARE = 2, 0.005
 _ALLOWED_LOSS = 2  # recent hits behind LRU, in blocks of an average request, before its order is taken;
 _ALLOWED_REQUESTS, _ALLOWED_SHARE = 1, 0.0003  # and of all time, in such requests and as a share of the blocks used
