@@ -83,17 +83,17 @@ class BlockQueue:
             segment.end = end
             done += part
 
-    def oldest(self) -> int | None:
-        """The stamp of the first live entry; None when there is none."""
+    def first(self) -> int | None:
+        """The first live block; None when there is none."""
         newest = self._stamps.newest
         while self._segments:
             first = self._segments[0]
             if first.start < first.end and newest[first.blocks[first.start]] == first.stamps[first.start]:
-                return int(first.stamps[first.start])
+                return int(first.blocks[first.start])
             live = self._live(first, first.start, first.end)
             if len(live):
                 first.start = int(live[0])
-                return int(first.stamps[first.start])
+                return int(first.blocks[first.start])
             self._segments.popleft()
         return None
 

@@ -1,12 +1,15 @@
-"""Traces of evicted blocks: enough to recognise a block that comes back, with the number and time of its uses.
+"""Traces of evicted blocks: enough to recognise a block that comes back, with its class, its turn and the time of its last use.
 
 A block is recognised by a hash of its whole prefix, not by its block number. The table has no chains: a new entry replaces the
 entry at its place, which makes every operation one array operation. A few entries are lost early; that does not harm a
 statistic that knows how long each block was watched.
 
-An entry is 4 bytes: 13 bits of the hash, 4 of uses, 15 of the time in units of 1/256 of a turnover, which is finer than the
-half octaves in which ages are counted. A false match, one in 8192 looks at an occupied place, misleads a guess about the
-future, never a look-up.
+A block should be remembered for several turnovers, because in a small cache most reuses come long after the eviction. In a
+large pool only one block in eight, chosen by its hash, leaves a trace: that is enough for a statistic, and of a prefix that
+comes back a few blocks are recognised all the same.
+
+An entry is 8 bytes: 32 bits of the hash, 8 of the class, 4 of the turn, 20 of the time in units of 1/256 of a turnover, which
+is finer than the half octaves in which ages are counted.
 """
 
 from typing import NamedTuple
@@ -17,59 +20,77 @@ import numpy.typing as npt
 from ..values.types import Int64Array
 
 Uint8Array = npt.NDArray[np.uint8]
-Uint32Array = npt.NDArray[np.uint32]
 Uint64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
 
 _LEAST_ENTRIES = 1024
-_UNITS_PER_TURNOVER = 256
+_TURNOVERS = 16  # that a trace lasts, about
+_MOST_EVERY = 8
+_WHOLE_BELOW = 1 << 15  # blocks of a pool in which each evicted block leaves a trace
+UNITS_PER_TURNOVER = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-_TAGS = np.uint32(0x1FFF)  # bits of the hash; above them 4 bits of uses, then the time
-_USES_SHIFT, _USES_MASK = np.uint32(13), np.uint32(0xF)
-_TIME_SHIFT, _TIME_MASK = np.uint32(17), 0x7FFF
+_TAGS = np.uint64(0xFFFF_FFFF)
+_CLASS_SHIFT, _CLASS_MASK = np.uint64(32), np.uint64(0xFF)
+_TURN_SHIFT, _TURN_MASK = np.uint64(40), np.uint64(0xF)
+_TIME_SHIFT, _TIME_MASK = np.uint64(44), 0xF_FFFF
 
 
 class Traces(NamedTuple):
-    """The history of n blocks: uses [n], 0 for an unknown block, and stamps [n] of when each last became evictable."""
+    """The past of n blocks: classes [n], turns [n], 0 for an unknown block, and stamps [n] of when each last began to wait."""
 
-    uses: Uint8Array
+    classes: Uint8Array
+    turns: Uint8Array
     stamps: Int64Array
+
+    def where(self, chosen: BoolArray) -> "Traces":
+        return Traces(self.classes[chosen], self.turns[chosen], self.stamps[chosen])
 
 
 class Ghosts:
-    """The table of traces. Times wrap after 128 turnovers; entries older than that were overwritten long before."""
+    """The table of traces."""
 
-    def __init__(self, num_blocks: int, num_entries: int) -> None:
-        self._entries: Uint32Array = np.zeros(max(num_entries, _LEAST_ENTRIES), np.uint32)
-        self._size = np.uint64(len(self._entries))
-        self._unit = max(1, num_blocks // _UNITS_PER_TURNOVER)
+    def __init__(self, num_blocks: int) -> None:
+        self.every = min(_MOST_EVERY, max(1, num_blocks // _WHOLE_BELOW))  # one block in so many leaves a trace
+        num_entries = max(_TURNOVERS * num_blocks // self.every, _LEAST_ENTRIES)
+        self._entries: Uint64Array = np.zeros(num_entries, np.uint64)
+        self._size = np.uint64(num_entries)
+        self._unit = max(1, num_blocks // UNITS_PER_TURNOVER)
 
-    def remember(self, hashes: Uint64Array, uses: Uint8Array, stamps: Int64Array, now: int) -> Traces:
+    def remember(self, hashes: Uint64Array, blocks: Traces, now: int) -> Traces:
         """Remembers evicted blocks. Answers the traces that they replace."""
-        tags, at = self._places(hashes)
+        mixed = hashes * _GOLDEN
+        if self.every > 1:
+            chosen = self._leave_traces(mixed)
+            mixed, blocks = mixed[chosen], blocks.where(chosen)
+        tags, at = self._places(mixed)
         lost = self._traces(self._entries[at], now)
-        times = ((stamps // self._unit) & _TIME_MASK).astype(np.uint32)
-        self._entries[at] = tags | (uses.astype(np.uint32) << _USES_SHIFT) | (times << _TIME_SHIFT)
+        times = ((blocks.stamps // self._unit) & _TIME_MASK).astype(np.uint64)
+        classes, turns = blocks.classes.astype(np.uint64), blocks.turns.astype(np.uint64)
+        self._entries[at] = tags | (classes << _CLASS_SHIFT) | (turns << _TURN_SHIFT) | (times << _TIME_SHIFT)
         return lost
 
     def pop(self, hashes: Uint64Array, now: int) -> Traces:
-        """Takes out the traces of these blocks, which are cached again."""
-        tags, at = self._places(hashes)
+        """Takes out the traces of these blocks, which are cached again. A block without one has the turn 0."""
+        tags, at = self._places(hashes * _GOLDEN)
         entries = self._entries[at]
         known = (entries & _TAGS) == tags
         self._entries[at[known]] = 0
-        return self._traces(np.where(known, entries, np.uint32(0)), now)
+        return self._traces(np.where(known, entries, np.uint64(0)), now)
 
     def sample(self, first: int, every: int, now: int) -> Traces:
         """Each `every`-th entry from the first on."""
         return self._traces(self._entries[first::every], now)
 
-    def _places(self, hashes: Uint64Array) -> tuple[Uint32Array, Int64Array]:
-        mixed = hashes * _GOLDEN
-        places = ((mixed >> _HALF) * self._size) >> _HALF
-        return mixed.astype(np.uint32) & _TAGS, places.astype(np.int64)
+    def _leave_traces(self, mixed: Uint64Array) -> BoolArray:
+        return (mixed & _TAGS) % np.uint64(self.every) == 0
 
-    def _traces(self, entries: Uint32Array, now: int) -> Traces:
-        uses = ((entries >> _USES_SHIFT) & _USES_MASK).astype(np.uint8)
+    def _places(self, mixed: Uint64Array) -> tuple[Uint64Array, Int64Array]:
+        places = ((mixed >> _HALF) * self._size) >> _HALF
+        return mixed & _TAGS, places.astype(np.int64)
+
+    def _traces(self, entries: Uint64Array, now: int) -> Traces:
+        classes = ((entries >> _CLASS_SHIFT) & _CLASS_MASK).astype(np.uint8)
+        turns = ((entries >> _TURN_SHIFT) & _TURN_MASK).astype(np.uint8)
         ages = (now // self._unit - (entries >> _TIME_SHIFT).astype(np.int64)) & _TIME_MASK
-        return Traces(uses, now - ages * self._unit)
+        return Traces(classes, turns, now - ages * self._unit)

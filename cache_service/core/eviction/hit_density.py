@@ -1,79 +1,75 @@
-"""Hit density: the hits to be expected of a cached block per block and time, by the number and age of its uses.
+"""Hit density: the hits to be expected of a cached block per block and time, by its class and the age of its last use.
 
-Owns the counts of what became of all blocks seen, cached or not. A waiting block is in a cell (class, age): the class is its
-number of uses, the age is the number of blocks that became evictable since it did, in half octaves. Events are reuses and
-disappearances. The weight of everything learned halves within a few turnovers of the cache.
+Owns the counts of what became of all blocks seen, cached or not. A waiting block is in a cell (class, age): the class says how
+often it was used and by which kind of request (use_history.py), the age is the number of blocks that became evictable since it
+did, in half octaves. Events are reuses and disappearances. The weight of everything learned halves within some turnovers.
 
 - Chance of a reuse in each cell: reuses over the blocks that reached the cell. Blocks that still wait or were forgotten count
   for as long as they were seen (Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958). Without
   them, the estimate would see lucky blocks only.
-- Little evidence counts little: the average over the classes is mixed in, with the weight of a few requests. Blocks of a
-  request come and go together, so evidence is weighed in requests, not blocks.
-- At the same age, a class with more uses is never taken to be less likely to return; where the counts say so, the classes are
-  pooled (isotonic regression; Ayer et al., 1955).
+- A class takes the course over age from all classes with as many uses, and has a factor of its own (proportional hazards; Cox,
+  "Regression models and life-tables", 1972), because its own counts are too few for a curve.
+- Little evidence counts little: the average is mixed in, with the weight of a few requests. Blocks of a request come and go
+  together, so evidence is weighed in requests, not blocks.
 - Hit density: the best ratio, over all times to give up, of the chance to see the block again until then and the time it is
   expected to take room until then (the index of Gittins, "Bandit processes and dynamic allocation indices", 1979; with one
   time to give up for all blocks it is the hit density of Beckmann, Chen, Cidon, "LHD", NSDI 2018).
-- Hit density never grows with age.
 
-The two rules with "never" make the order of eviction leaves-first, see adaptive.py.
+Hit density may grow with age: in a cycle longer than the cache, the blocks used last are the last to return.
 """
-
-import math
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values.types import Int64Array
-from .ghosts import Traces, Uint8Array
+from .ghosts import UNITS_PER_TURNOVER, Traces
+from .use_history import CLASSES_PER_USE, NUM_CLASSES
 
-NUM_CLASSES = 8  # 1 use, 2 uses, and so on; the last is open
-NUM_AGES = 48
+NUM_AGES = 32  # up to 256 turnovers
 
 FloatArray = npt.NDArray[np.float64]
 
 _MOST_UNCOUNTED = 4096  # events kept until they are counted, because counting a few costs as much as counting many
 _REQUESTS_MIXED_IN = 4
 _KEPT_WEIGHT = 0.97  # of the earlier counts, at each lesson
-
-
-def age_idx(age: int) -> int:
-    """Half octaves: 0 up to 1, then from 1.4, 2, 2.8, 4, 5.7 on ..."""
-    return min(int(2 * math.log2(age)), NUM_AGES - 1) if age > 1 else 0
-
-
-def first_age(idx: int) -> int:
-    """The least age whose index is idx."""
-    return int(np.ceil(2 ** (idx / 2)))
+_EDGES = 2 ** (np.arange(NUM_AGES + 1) / 2)
+_LATER = np.triu(np.ones((NUM_AGES, NUM_AGES), np.bool_))  # [from, at]
 
 
 class HitDensity:
-    """The hit density of each cell, table [NUM_CLASSES, NUM_AGES]: never less for more uses, never more for a greater age."""
+    """table [NUM_CLASSES, NUM_AGES]."""
 
-    def __init__(self) -> None:
-        self._reuses = _Events()
-        self._lost = _Events()
+    def __init__(self, num_blocks: int) -> None:
+        self._unit = max(1, num_blocks // UNITS_PER_TURNOVER)
+        self._reuses = _Events(self._unit)
+        self._lost = _Events(self._unit)
         # Before anything is known the age decides: least recently used first.
-        self.table: list[list[float]] = [[1 / (1 + age) for age in range(NUM_AGES)]] * NUM_CLASSES
+        self.table: FloatArray = np.tile(1 / (1 + np.arange(NUM_AGES)), (NUM_CLASSES, 1))
 
-    def saw_reuse(self, blocks: Traces, now: int) -> None:
-        """These blocks are used again now."""
-        self._reuses.add(blocks, now)
+    def of(self, blocks: Traces, now: int) -> FloatArray:
+        """[n] hit densities."""
+        return np.asarray(self.table[blocks.classes, _age_idx(now - blocks.stamps, self._unit)])
 
-    def lost_sight(self, blocks: Traces, now: int) -> None:
-        """These blocks were not used up to now, and will not be recognised any more."""
-        self._lost.add(blocks, now)
+    def saw_reuse(self, blocks: Traces, now: int, weight: int = 1) -> None:
+        """These blocks are used again now; each stands for so many."""
+        self._reuses.add(blocks, now, weight)
+
+    def lost_sight(self, blocks: Traces, now: int, weight: int = 1) -> None:
+        """These blocks were not used up to now, and will not be recognised any more; each stands for so many."""
+        self._lost.add(blocks, now, weight)
 
     def learn(self, waiting: list[tuple[Traces, int]], now: int, request_len: float) -> None:
         """Computes the table anew. waiting: samples of the waiting blocks, with the number of blocks that each stands for."""
         reuses, lost = self._reuses.weights(), self._lost.weights()
-        lost = lost + sum(every * _count(sample.uses, now - sample.stamps) for sample, every in waiting)
+        lost = lost + sum(every * _count(sample, now, self._unit) for sample, every in waiting)
         reached = np.cumsum((reuses + lost)[:, ::-1], axis=1)[:, ::-1] - lost / 2
         average = reuses.sum(0) / np.maximum(reached.sum(0), 1)
         mixed_in = _REQUESTS_MIXED_IN * request_len
-        chances = (reuses + mixed_in * average) / (reached + mixed_in)
-        table = _best_ratio(_pooled(chances, reached + mixed_in))
-        self.table = np.minimum.accumulate(np.maximum.accumulate(table, axis=0), axis=1).tolist()
+        by_uses = (-1, CLASSES_PER_USE, NUM_AGES)
+        course = (reuses.reshape(by_uses).sum(1) + mixed_in * average) / (reached.reshape(by_uses).sum(1) + mixed_in)
+        course = np.repeat(course, CLASSES_PER_USE, axis=0)
+        factors = (reuses.sum(1) + mixed_in) / ((reached * course).sum(1) + mixed_in)
+        self.table = _best_ratio(course * factors[:, None])
         self._reuses.fade()
         self._lost.fade()
 
@@ -81,63 +77,57 @@ class HitDensity:
 class _Events:
     """How often something happened in each cell, [NUM_CLASSES, NUM_AGES]."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
         self._weights: FloatArray = np.zeros((NUM_CLASSES, NUM_AGES))
-        self._uses: list[Uint8Array] = []
-        self._ages: list[Int64Array] = []
+        self._kept: list[tuple[Traces, int, int]] = []
         self._num_uncounted = 0
 
-    def add(self, blocks: Traces, now: int) -> None:
-        if not len(blocks.uses):
+    def add(self, blocks: Traces, now: int, weight: int) -> None:
+        if not len(blocks.classes):
             return  # empty arrays would pile up until the next lesson, which may never come
-        self._uses.append(blocks.uses)
-        self._ages.append(now - blocks.stamps)
-        self._num_uncounted += len(blocks.uses)
+        self._kept.append((blocks, now, weight))
+        self._num_uncounted += len(blocks.classes)
         if self._num_uncounted > _MOST_UNCOUNTED:
             self._count()
 
     def weights(self) -> FloatArray:
-        if self._uses:
-            self._count()
+        self._count()
         return self._weights
 
     def fade(self) -> None:
         self._weights *= _KEPT_WEIGHT
 
     def _count(self) -> None:
-        self._weights += _count(np.concatenate(self._uses), np.concatenate(self._ages))
-        self._uses, self._ages, self._num_uncounted = [], [], 0
+        for weight in {weight for _, _, weight in self._kept}:
+            same = [(blocks, now) for blocks, now, other in self._kept if other == weight]
+            classes = np.concatenate([blocks.classes for blocks, _ in same])
+            turns = np.concatenate([blocks.turns for blocks, _ in same])
+            ages = np.concatenate([now - blocks.stamps for blocks, now in same])
+            self._weights += weight * _count(Traces(classes, turns, -ages), 0, self._unit)
+        self._kept, self._num_uncounted = [], 0
 
 
-def _count(uses: Uint8Array, ages: Int64Array) -> FloatArray:
-    """The number of blocks in each cell; blocks without uses are left out."""
-    seen = uses > 0
-    rows = uses[seen].astype(np.int64) - 1
-    columns = np.minimum(2 * np.log2(np.maximum(ages[seen], 1)), NUM_AGES - 1).astype(np.int64)
-    cells = np.bincount(rows * NUM_AGES + columns, minlength=NUM_CLASSES * NUM_AGES)
-    return cells.reshape(NUM_CLASSES, NUM_AGES).astype(np.float64)
+def _age_idx(ages: Int64Array, unit: int) -> Int64Array:
+    """Half octaves of units: 0 up to 1, then from 1.4, 2, 2.8, 4, 5.7 on ..."""
+    idx = (2 * np.log2(np.maximum(ages / unit, 1))).astype(np.int64)
+    return np.minimum(idx, NUM_AGES - 1)
 
 
-def _pooled(chances: FloatArray, weights: FloatArray) -> FloatArray:
-    """The closest table that does not fall from class to class: max over starts of min over ends of the mean in between."""
-    mass = np.concatenate([np.zeros((1, NUM_AGES)), np.cumsum(weights, 0)])
-    value = np.concatenate([np.zeros((1, NUM_AGES)), np.cumsum(weights * chances, 0)])
-    result = np.empty_like(chances)
-    for row in range(NUM_CLASSES):
-        starts, ends = slice(0, row + 1), slice(row + 1, NUM_CLASSES + 1)
-        means = (value[None, ends] - value[starts, None]) / (mass[None, ends] - mass[starts, None])
-        result[row] = means.min(1).max(0)
-    return result
+def _count(blocks: Traces, now: int, unit: int) -> FloatArray:
+    """The number of blocks in each cell; unknown blocks are left out."""
+    known = blocks.turns > 0
+    cells = blocks.classes[known].astype(np.int64) * NUM_AGES + _age_idx(now - blocks.stamps[known], unit)
+    return np.bincount(cells, minlength=NUM_CLASSES * NUM_AGES).reshape(NUM_CLASSES, NUM_AGES).astype(np.float64)
 
 
 def _best_ratio(chances: FloatArray) -> FloatArray:
     """[classes, ages] from chances per cell: max over ends of (chance of a reuse until then) / (expected time until then)."""
-    edges = 2 ** (np.arange(NUM_AGES + 1) / 2)
-    stays = np.cumsum(np.log1p(-np.clip(chances, 0, 0.999)), axis=1)
-    before = np.concatenate([np.zeros((NUM_CLASSES, 1)), stays[:, :-1]], axis=1)
-    later = np.triu(np.ones((NUM_AGES, NUM_AGES), np.bool_))  # [from, at]
-    reaches = np.where(later, np.exp(np.minimum(before[:, None, :] - before[:, :, None], 0)), 0)
-    takes = np.cumsum(reaches * ((1 - chances / 2) * np.diff(edges))[:, None, :], axis=2)
+    chances = np.clip(chances, 0, 0.999)
+    stays = np.cumsum(np.log1p(-chances), axis=1)
+    before = np.concatenate([np.zeros((len(chances), 1)), stays[:, :-1]], axis=1)
+    reaches = np.where(_LATER, np.exp(np.minimum(before[:, None, :] - before[:, :, None], 0)), 0)
+    takes = np.cumsum(reaches * ((1 - chances / 2) * np.diff(_EDGES))[:, None, :], axis=2)
     returns = 1 - np.exp(np.minimum(stays[:, None, :] - before[:, :, None], 0))
-    ratios = np.where(later, returns / np.where(later, takes, 1), 0)
+    ratios = np.where(_LATER, returns / np.where(_LATER, takes, 1), 0)
     return np.asarray(ratios.max(axis=2))

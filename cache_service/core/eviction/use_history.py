@@ -1,8 +1,10 @@
-"""The past of each cached block: its number of uses, and a hash of its prefix by which it is recognised.
+"""The past of each cached block: its uses, its turn, its class, and a hash of its prefix by which it is recognised.
 
-Uses are counted in batches, because counting a few costs as much as counting many: a fixed number of array operations, however
-many sequences ended. Rule: a block has at least the uses of any block below it, so the unused blocks of a sequence are its last
-ones.
+The turn of a block is 1 for those of a prompt of which nothing was known, and one more than that of the block above for those
+that a later request brought. The class says what blocks that fare alike have in common: how often they were used, in which
+turn the last request was that used them, how many blocks that one brought (in octaves of octaves), and whether they were its
+last. Uses are counted in batches, because counting a few costs as much as counting many. Rule: a block whose past is known has
+ancestors whose past is known, so the unknown blocks of a sequence are its last ones.
 """
 
 import numpy as np
@@ -13,45 +15,73 @@ from .ghosts import Ghosts, Traces, Uint8Array, Uint64Array
 from .policy import Use
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MOST_UINT8 = 255
-_NOTHING_FOUND = Traces(np.empty(0, np.uint8), np.empty(0, np.int64))
+_NOTHING_FOUND = Traces(np.empty(0, np.uint8), np.empty(0, np.uint8), np.empty(0, np.int64))
+
+MOST_USES = 4
+_NUM_TURNS, _NUM_SIZES = 4, 4  # of classes; sizes: up to 1 block, 7, 31, more
+CLASSES_PER_USE = 2 * _NUM_TURNS * _NUM_SIZES
+NUM_CLASSES = MOST_USES * CLASSES_PER_USE
+MOST_IN_BATCH = 255 - MOST_USES  # sequences, so that a count fits while it is made
+_MOST_TURNS = 15
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 class History:
-    """uses [num_blocks]: 0 for a block that no ended sequence held, else at most max_uses; hashes, valid where uses > 0."""
+    """Arrays over block ids. turns: 0 for a block that no ended sequence held; the others are valid where it is not 0."""
 
-    def __init__(self, num_blocks: int, max_uses: int) -> None:
-        self._max_uses = max_uses
-        self.most_in_batch = _MOST_UINT8 - max_uses  # sequences, so that a count fits while it is made
-        self.uses: Uint8Array = np.zeros(num_blocks, np.uint8)
+    def __init__(self, num_blocks: int) -> None:
+        self.uses: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to MOST_USES
+        self.turns: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to _MOST_TURNS
+        self.classes: Uint8Array = np.zeros(num_blocks, np.uint8)
         self.hashes: Uint64Array = np.zeros(num_blocks, np.uint64)
         self._hasher = PrefixHasher()
 
     def record(self, batch: list[Use], ghosts: Ghosts, now: int) -> Traces:
         """Counts the uses of ended sequences, each with 1 block or more. Answers the traces of new blocks that were ghosts."""
-        assert len(batch) <= self.most_in_batch, "a batch of more sequences than can be counted"
+        assert len(batch) <= MOST_IN_BATCH, "a batch of more sequences than can be counted"
         blocks = np.concatenate([use.blocks for use in batch])
         lens = np.array([len(use.blocks) for use in batch])
-        is_new = self.uses[blocks] == 0
+        is_new = self.turns[blocks] == 0
         found = _NOTHING_FOUND
         if np.count_nonzero(is_new):
             new = self._hash(batch, blocks, lens, is_new)
             found = ghosts.pop(self.hashes[new], now)
-            self.uses[new] = found.uses
+            self.turns[new] = found.turns
+            self.uses[new] = found.classes // CLASSES_PER_USE + (found.turns > 0)
+            found = found.where(found.turns > 0)
         np.add.at(self.uses, blocks, np.uint8(1))
-        # The most uses from the end of a sequence up to each block. Rows of earlier sequences are lifted above the later
-        # ones, so that one accumulation from the end serves all sequences.
-        lift = np.repeat(np.arange(len(lens), 0, -1) * (self._max_uses + 1), lens)
-        uses = np.minimum(self.uses[blocks], self._max_uses) + lift
-        uses = np.maximum.accumulate(uses[::-1])[::-1] - lift
-        self.uses[blocks] = 0  # counts above the most allowed are dropped
-        np.maximum.at(self.uses, blocks, uses.astype(np.uint8))
+        self.uses[blocks] = np.minimum(self.uses[blocks], MOST_USES)
+        self._classify(blocks, lens)
         return found
 
     def forget_blocks(self, blocks: Int32Array) -> None:
+        self.turns[blocks] = 0
         self.uses[blocks] = 0
+
+    def traces(self, blocks: Int32Array, stamps: Int64Array) -> Traces:
+        return Traces(self.classes[blocks], self.turns[blocks], stamps)
+
+    def _classify(self, blocks: Int32Array, lens: Int64Array) -> None:
+        """Gives the blocks of each sequence their class, and those that it brought their turn."""
+        start = 0
+        sizes, turns = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
+        for row, length in enumerate(lens.tolist()):
+            path = blocks[start : start + length]
+            known = self.turns[path].nonzero()[0]
+            num_known = int(known[-1]) + 1 if len(known) else 0
+            turn = min(int(self.turns[path[num_known - 1]]) + 1, _MOST_TURNS) if num_known else 1
+            above, brought = path[:num_known], path[num_known:]
+            self.turns[brought] = turn
+            if len(known) < num_known:  # only some ghosts leave a trace
+                missed = above[self.turns[above] == 0]
+                self.turns[missed], self.uses[missed] = turn - 1, np.maximum(self.uses[missed], self.uses[above[-1]])
+            turns[row], sizes[row] = turn, min(len(brought).bit_length() // 2, _NUM_SIZES - 1)
+            start += length
+        kinds = (np.minimum(turns, _NUM_TURNS) - 1) * _NUM_SIZES + sizes
+        classes = np.repeat(2 * kinds, lens)
+        classes[np.cumsum(lens) - 1] += 1
+        self.classes[blocks] = (self.uses[blocks] - 1) * CLASSES_PER_USE + classes
 
     def _hash(self, batch: list[Use], blocks: Int32Array, lens: Int64Array, is_new: BoolArray) -> Int32Array:
         """Hashes the prefixes that end with each unused block. Answers these blocks, each once."""

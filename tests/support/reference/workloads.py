@@ -2,7 +2,8 @@
 
 A request is a list of block contents as numbers; equal numbers are equal prefixes, as in a Mooncake trace. The kinds differ
 in what decides whether a prefix returns: nothing (scan), the place in a cycle (loop), popularity (zipf), recency (recency),
-being a conversation's last turn (multi_turn), or something that changes (drift, shift, phases).
+being a conversation's last turn (multi_turn), a tool call that returns soon (agents), a document that is asked about for a
+while (rag), the tenant (tenants), or something that changes (drift, shift, phases).
 """
 
 import itertools
@@ -88,6 +89,50 @@ def recency(seed: int, *, length: int = 6, decay: float = 0.03, new: float = 0.2
     return requests
 
 
+def agents(seed: int, *, num_at_once: int = 12, num_tools: int = 5, steps: int = 8, num_requests: int = 2000) -> Requests:
+    """Agents under a few tool prompts, each with many short steps; between them questions that are not asked again."""
+    rng, fresh = random.Random(seed), itertools.count(10**6)
+    running: Requests = []
+    requests: Requests = []
+    while len(requests) < num_requests:
+        if len(running) < num_at_once:
+            running.append([*_document(rng.randrange(num_tools), 10), *itertools.islice(fresh, 3)])
+        if rng.random() < 0.4:
+            requests.append(list(itertools.islice(fresh, rng.randint(4, 24))))
+        which = rng.randrange(len(running))
+        requests.append(running[which])
+        running[which] = [*running[which], *itertools.islice(fresh, rng.randint(1, 3))]
+        if rng.random() < 1 / steps or len(running[which]) > _MOST_TURN_BLOCKS:
+            del running[which]
+    return requests
+
+
+def rag(seed: int, *, num_open: int = 15, length: int = 12, num_requests: int = 2000) -> Requests:
+    """Documents under one system prompt: each is asked about a few times in a row of its own, then never again."""
+    rng, fresh = random.Random(seed), itertools.count(10**6)
+    requests: Requests = []
+    documents = list(range(num_open))
+    for number in range(num_requests):
+        which = rng.randrange(num_open)
+        requests.append([0, 1, *(2 + block for block in _document(documents[which], length)), *itertools.islice(fresh, 2)])
+        if rng.random() < 0.3:
+            documents[which] = num_open + number
+    return requests
+
+
+def tenants(seed: int) -> Requests:
+    """Conversations of one tenant, documents of another, a third that reads everything once, each on its own contents."""
+    rng = random.Random(seed)
+    fresh = itertools.count(10**9)
+    left = [iter(multi_turn(seed)), iter(zipf(seed))]
+    requests: Requests = []
+    for _ in range(2200):
+        kind = rng.randrange(3)
+        one = list(itertools.islice(fresh, 10)) if kind == 2 else next(left[kind])
+        requests.append([block + kind * 10**8 for block in one])
+    return requests
+
+
 def phases(seed: int) -> Requests:
     """A different kind of workload after another, on other contents: what was learned in one is wrong in the next."""
     kinds: tuple[Requests, ...] = (zipf(seed), loop(seed), recency(seed), scan(seed), multi_turn(seed))
@@ -102,6 +147,9 @@ WORKLOADS: dict[str, Callable[[int], Requests]] = {
     "shift": shift,
     "drift": drift,
     "recency": recency,
+    "agents": agents,
+    "rag": rag,
+    "tenants": tenants,
     "phases": phases,
 }
 

@@ -32,7 +32,7 @@ def test_first_in_is_first_out_over_many_segments() -> None:
     assert queue.num_segments > 3
     popped = [queue.pop(count) for count in (1, 63, 64, 65, 1023, 1024, 1025, MANY)]
     assert np.concatenate(popped).tolist() == list(range(1, MANY + 1))
-    assert queue.oldest() is None
+    assert queue.first() is None
     assert queue.pop(3).tolist() == []
 
 
@@ -41,7 +41,7 @@ def test_entries_that_are_no_longer_evictable_are_skipped() -> None:
     stamps.end_waits(np.arange(1, 3001, dtype=np.int32))
     again = blocks(7, 8)
     queue.push(again, stamps.give(again))
-    assert queue.oldest() == 3001
+    assert queue.first() == 3001
     assert queue.live().tolist() == [*range(3001, MANY + 1), 7, 8]
     assert queue.pop(MANY).tolist() == [*range(3001, MANY + 1), 7, 8]
 
@@ -53,7 +53,7 @@ def test_pop_stops_at_the_last_stamp_asked_for() -> None:
     assert queue.pop(10, until=4).tolist() == []
     assert queue.pop(2, until=4999).tolist() == [5, 6]
     assert len(queue.pop(MANY, until=4999)) == 4993
-    assert queue.oldest() == MANY
+    assert queue.first() == MANY
 
 
 def test_sweeping_keeps_the_order_and_drops_stale_entries() -> None:

@@ -1,0 +1,102 @@
+"""The cached blocks that may be evicted now, because no cached block below them is left.
+
+Owns the parent of each block, the number of its children, and the set of the leaves, from which a policy chooses by any order.
+So leaves go before their parents whatever that order is, and no walk of the tree is needed: removing a leaf may make its
+parent one. A block is in the set from the time that it waits without children; entries that no longer hold are dropped when
+they are looked at. All operations are a fixed number of array operations for any number of blocks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ..values.types import Int32Array
+from .block_queue import Stamps
+
+_NOT_IN_SET = -1
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Leaves:
+    """parents [num_blocks], 0 where it is not known; num_children [num_blocks]; 16 bytes a block."""
+
+    def __init__(self, num_blocks: int, stamps: Stamps) -> None:
+        self.parents: Int32Array = np.zeros(num_blocks, np.int32)
+        self.num_children: Int32Array = np.zeros(num_blocks, np.int32)
+        self.is_removed: BoolArray = np.zeros(num_blocks, np.bool_)
+        self._stamps = stamps
+        self._set: Int32Array = np.zeros(num_blocks, np.int32)  # dense, in no order
+        self._places: Int32Array = np.full(num_blocks, _NOT_IN_SET, np.int32)
+        self._size = 0
+
+    def link(self, parents: Int32Array, children: Int32Array) -> None:
+        """These blocks are parents of these children; pairs may repeat, and may be known."""
+        unknown = self.parents[children] != parents
+        if not np.count_nonzero(unknown):
+            return
+        children, first = np.unique(children[unknown], return_index=True)
+        self._count_off(children)
+        self.parents[children] = parents[unknown][first]
+        np.add.at(self.num_children, self.parents[children], 1)
+
+    def add(self, blocks: Int32Array) -> None:
+        """These distinct blocks wait."""
+        new = blocks[(self.num_children[blocks] == 0) & (self._places[blocks] == _NOT_IN_SET)]
+        end = self._size + len(new)
+        self._set[self._size : end] = new
+        self._places[new] = np.arange(self._size, end)
+        self._size = end
+
+    def remove(self, blocks: Int32Array) -> None:
+        """These distinct blocks will be evicted: their parents may be leaves now."""
+        self.is_removed[blocks] = True
+        self._drop(blocks)
+        parents = self._count_off(blocks)
+        self.add(np.unique(parents[self._are_leaves(parents)]))
+
+    def restore(self, blocks: Int32Array) -> None:
+        """These distinct blocks, removed before, will not be evicted."""
+        self.is_removed[blocks] = False
+        np.add.at(self.num_children, self.parents[blocks], 1)
+
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        """The contents of these removed blocks are gone."""
+        self.is_removed[blocks] = False
+        self.parents[blocks] = 0
+        self.num_children[blocks] = 0
+
+    def sample(self, most: int, rng: np.random.Generator) -> Int32Array:
+        """All leaves, or about so many of them by chance."""
+        whole = self._set[: self._size]
+        found = whole if self._size <= most else whole[np.unique(rng.integers(0, self._size, most))]
+        holds = self._are_leaves(found)
+        leaves = found[holds]
+        self._drop(found[~holds])
+        return leaves
+
+    def _are_leaves(self, blocks: Int32Array) -> BoolArray:
+        return (self.num_children[blocks] == 0) & (self._stamps.newest[blocks] > 0) & ~self.is_removed[blocks]
+
+    def _count_off(self, children: Int32Array) -> Int32Array:
+        """Their known parents have one child less. Answers these parents."""
+        parents = self.parents[children]
+        parents = parents[parents > 0]
+        np.subtract.at(self.num_children, parents, 1)
+        self.num_children[parents] = np.maximum(self.num_children[parents], 0)
+        return parents
+
+    def _drop(self, blocks: Int32Array) -> None:
+        """Takes distinct blocks out of the set; the last ones move into the gaps."""
+        places = self._places[blocks]
+        places = places[places != _NOT_IN_SET]
+        if not len(places):
+            return
+        self._places[self._set[places]] = _NOT_IN_SET
+        left = self._size - len(places)
+        gaps = places[places < left]
+        tail = self._set[left : self._size]
+        moved = tail[self._places[tail] != _NOT_IN_SET]
+        self._set[gaps] = moved
+        self._places[moved] = gaps
+        self._size = left
