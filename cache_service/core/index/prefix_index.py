@@ -47,6 +47,7 @@ class PrefixIndex:
         self._key_len = 4 + 4 * block_size
         self._lose_hosts = lose_hosts
         num_nodes = num_blocks + max(num_host_blocks - 1, 0)
+        self.num_changes = 0  # nodes added and removed so far: while it stands, so does every match
         self._nodes: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * num_nodes
         self._roots: dict[str, int] = {}
@@ -291,6 +292,7 @@ class PrefixIndex:
     def _add(self, key: bytes) -> int:
         """A new node, not linked yet."""
         node = self._unused.pop()
+        self.num_changes += 1
         self._nodes[key] = node
         self._keys[node] = key
         return node
@@ -351,6 +353,7 @@ class PrefixIndex:
         if self.logits.by_node:
             self.logits.by_node.pop(node, None)
         del self._nodes[key]
+        self.num_changes += 1
         self._keys[node] = None
         removed.append(node)
 

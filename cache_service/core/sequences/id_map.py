@@ -29,7 +29,7 @@ class IdMap:
     def find(self, ids: Int64Array, field: str) -> Int64Array:
         """[n] slots of [n] distinct ids. Raises UnknownSequence with the first that is not there, or InvalidField.
 
-        Steps name the same sequences again and again, so the last answer is kept until the map changes.
+        Steps name the same sequences again and again, so the last answer is kept until one of them may be gone.
         """
         key = ids.tobytes()
         if key == self._last_key:
@@ -58,18 +58,14 @@ class IdMap:
         self._slots[at + 1 : self._size + 1] = self._slots[at : self._size]
         self._ids[at], self._slots[at] = sequence_id, slot
         self._size += 1
-        self._forget_last()
 
     def remove(self, sequence_id: int) -> None:
         at = int(np.searchsorted(self._ids[: self._size], sequence_id))
         self._ids[at : self._size - 1] = self._ids[at + 1 : self._size]
         self._slots[at : self._size - 1] = self._slots[at + 1 : self._size]
         self._size -= 1
-        self._forget_last()
+        self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
 
     def items(self) -> tuple[Int64Array, Int64Array]:
         """([n] ids ascending, [n] slots)."""
         return self._ids[: self._size].copy(), self._slots[: self._size].copy()
-
-    def _forget_last(self) -> None:
-        self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
