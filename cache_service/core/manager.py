@@ -266,7 +266,9 @@ class PoolManager:
         return self.state.gauge.level
 
     def audit(self) -> Iterator[list[str]]:
-        return self._queries.audit()
+        for wrong in self._queries.audit():
+            yield wrong
+            self.finish_step()  # of a step that was answered meanwhile
 
     def check_invariants(self) -> list[str]:
         """The whole audit in one go; empty when all invariants hold."""

@@ -88,6 +88,11 @@ class SequenceTable:
             self.settle()
         return self._tokens
 
+    @property
+    def prompts(self) -> Int32Array:
+        """[slots, most tokens] token ids, of which the rows of waiting sequences are up to date: no step appends to them."""
+        return self._tokens
+
     def tokens_of(self, slots: Int64Array | int) -> Int32Array:
         """[slots, most tokens] token ids, of which the rows of these sequences are up to date.
 

@@ -262,8 +262,8 @@ class StepApplier:
     def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
         if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare()):
             return StartResult.NO_ROOM
-        if self._sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
-            return StartResult.LOADING
+        if self._swapper is not None and self._sequences.states[slot] == SequenceState.LOADING:
+            return StartResult.STARTED if self._load_now(owner, log, slot) else StartResult.LOADING
         return StartResult.STARTED
 
     def _load_now(self, owner: SessionState, log: StepLog, slot: int) -> bool:

@@ -7,7 +7,7 @@ nothing changes between two steps of the session; so steps of other sessions, an
 Blocks are granted when the step comes, never before. What a forecast saves is finding, checking and measuring the sequences.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,13 +45,12 @@ class Forecast:
         assert plan.reserve_slots is not None, "a forecast forks nothing"
         grows = stays[self.growing]
         reserved = batch.reserve_max[kept]
-        return replace(
-            self,
-            batch=batch._replace(reserve_ids=batch.reserve_ids[kept], reserve_min=reserved, reserve_max=reserved),
-            plan=plan._replace(reserve_slots=plan.reserve_slots[kept]),
-            held=self.held[kept],
-            growing=np.searchsorted(kept, self.growing[grows]),
-            places=self.places[grows],
+        return Forecast(
+            batch._replace(reserve_ids=batch.reserve_ids[kept], reserve_min=reserved, reserve_max=reserved),
+            plan._replace(reserve_slots=plan.reserve_slots[kept]),
+            self.held[kept],
+            kept.searchsorted(self.growing[grows]),
+            self.places[grows],
         )
 
 

@@ -22,7 +22,7 @@ from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId,
 # These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
 # with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is
 # left when all are or-ed together. Which row is wrong is found out afterwards, by plain comparisons.
-_RUNNING = np.int8(SequenceState.RUNNING)
+_RUNNING, _WAITING = np.int8(SequenceState.RUNNING), int(SequenceState.WAITING)
 _RUNNING_BYTE = _RUNNING.tobytes()
 _ONE = np.int32(1)
 _ONE_BYTES = np.array([1], "<i4").tobytes()
@@ -178,13 +178,13 @@ def check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch
         return NO_INT64
     slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
     for sequence_id, slot in zip(batch.start_ids.tolist(), slots.tolist(), strict=True):
-        if sequences.states[slot] != SequenceState.WAITING:
+        if sequences.states[slot] != _WAITING:
             raise wrong_state(sequence_id, int(sequences.states[slot]))
-    if int(batch.start_max_new.min()) < 1:
+    if min(batch.start_max_new.tolist()) < 1:  # few as they are, lists are the shorter way
         raise InvalidField("a start computes 1 token or more", field="start_max_new_tokens", limit=1)
-    if np.count_nonzero(batch.start_may_wait & ~_ONE):
+    if not {0, 1}.issuperset(batch.start_may_wait.tolist()):
         raise InvalidField("1 where the answer COMPUTING is welcome, else 0", field="start_may_wait", limit=1)
-    if int(batch.start_max_hit.min()) < 0:
+    if min(batch.start_max_hit.tolist()) < 0:
         raise InvalidField("a hit has 0 tokens or more", field="start_max_hit_tokens", limit=0)
     return slots
 

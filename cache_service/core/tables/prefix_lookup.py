@@ -48,7 +48,7 @@ class PrefixLookup:
         if len(nodes) == num_most or not len(rivals):
             return False
         start = len(nodes) * size
-        next_block = seqs.tokens_of(slot)[slot, start : start + size]
+        next_block = seqs.prompts[slot, start : start + size]
         return bool((seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1).any())
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
@@ -63,7 +63,7 @@ class PrefixLookup:
         key = (slot, num_most, self._index.num_changes, seqs.num_added)
         if key == self._last_key and self._host is None:
             return self._last_match
-        tokens = seqs.tokens_of(slot)[slot, : num_most * self._block_size]
+        tokens = seqs.prompts[slot, : num_most * self._block_size]
         self._last_key, self._last_match = key, self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
         return self._last_match
 
@@ -88,7 +88,7 @@ class PrefixLookup:
         num_blocks, rest = divmod(known, self._block_size)
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
-        nodes = self._index.match(int(seqs.roots[slot]), seqs.tokens_of(slot)[slot, :known], num_blocks)
+        nodes = self._index.match(int(seqs.roots[slot]), seqs.prompts[slot, :known], num_blocks)
         blocks = self._index.block_of_node[nodes]
         if np.count_nonzero(blocks) < num_blocks:
             return None
