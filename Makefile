@@ -73,7 +73,8 @@ test: $(TEST_NEEDS)  ## all tests, in two lanes; of one folder: .venv/bin/pytest
 
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
 COMPUTING := tests/unit/kernels tests/unit/cache_service/core tests/unit/engine_service/model \
-    tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/sim
+    tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/sim \
+    tests/unit/cache_service/rpc/test_foretold_replies.py
 
 test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lane
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
@@ -85,6 +86,7 @@ test-computing: $(TEST_NEEDS)  ## the lane of what only computes, behind all els
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \
     tests/unit/cache_service/core/eviction/test_machine.py tests/unit/cache_service/core/eviction/test_workloads.py \
+    tests/unit/cache_service/rpc/test_foretold_replies.py \
     tests/unit/kernels/gpu tests/unit/kernels/attention/test_paged_attention.py \
     tests/unit/engine_service/model/test_architectures.py tests/unit/engine_service/model/test_demo_model.py \
     tests/unit/engine_service/model/test_numerics.py tests/unit/engine_service/model/test_retention_numerics.py \

@@ -24,6 +24,7 @@ from .pool_state import PoolState
 from .sequences.claims import StartNumbers
 from .sequences.publisher import ALL_BLOCKS
 from .step.apply import StepApplier
+from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
@@ -106,8 +107,18 @@ class PoolManager:
 
     # Steps
 
-    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
-        return self._steps.step(session, batch)
+    def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
+        return self._steps.step(session, batch, forecast)
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self._steps.is_unfinished
+
+    def finish_step(self) -> None:
+        self._steps.finish_step()
+
+    def foretell(self, session: SessionId) -> Forecast | None:
+        return self._steps.foretell(session)
 
     def complete(
         self,
@@ -255,7 +266,9 @@ class PoolManager:
         return self.state.gauge.level
 
     def audit(self) -> Iterator[list[str]]:
-        return self._queries.audit()
+        for wrong in self._queries.audit():
+            yield wrong
+            self.finish_step()  # of a step that was answered meanwhile
 
     def check_invariants(self) -> list[str]:
         """The whole audit in one go; empty when all invariants hold."""

@@ -59,11 +59,11 @@ class EvictionCalls:
         """In slices, each with the copies of what it demotes; at most as many blocks as could be evicted at the beginning."""
         pool = self._session_manager.require(request.session_id, request.epoch).pool
         checks.check_one_target(request)
-        manager = pool.manager
-        num_left, num_evicted, num_demoted = manager.stats().num_cached_blocks, 0, 0
+        num_left, num_evicted, num_demoted = pool.stats().num_cached_blocks, 0, 0
         turns = Turns()
         while True:
             await self._one_item.wait_for_copies(request)
+            manager = pool.manager
             with manager.demoting(SessionId(request.session_id)) as moved:
                 count = _evict(manager, request, num_evicted, at_most=min(num_left, _SLICE_BLOCKS))
             await run_copies(pool, moved.copies)
@@ -73,7 +73,7 @@ class EvictionCalls:
             await turns.offer()
         return pb.EvictBlocksResponse(
             num_evicted_blocks=num_evicted,
-            num_free_blocks=manager.stats().num_free_blocks,
+            num_free_blocks=pool.stats().num_free_blocks,
             num_demoted_blocks=num_demoted,
         )
 

@@ -62,7 +62,9 @@ class PrefixCalls:
         try:
             while clearing.clear_some(_SLICE_BLOCKS):
                 await turns.offer()
+                live.pool.finish_step()
         finally:  # also where the call is cancelled
+            live.pool.finish_step()
             result = clearing.end()
             live.pool.publish_soon()
         return pb.ClearPrefixCacheResponse(

@@ -97,12 +97,12 @@ class SequenceCalls:
         sessions = self._listed(request.session_id)
         ids = ((live.core.id, live.pool.manager.sequence_ids(live.core.id)) for live in sessions)
         positions, next_page_token = pagination.page(ids, size, request.page_token)
-        managers = {live.core.id: live.pool.manager for live in sessions}
+        pools = {live.core.id: live.pool for live in sessions}
         rows, turns = list[pb.SequenceInfo](), Turns()
         for session_id, sequence_id in positions:
             await turns.offer()
             with suppress(UnknownSession, UnknownSequence):  # it has ended since the call began
-                view = managers[SessionId(session_id)].view(SessionId(session_id), sequence_id, with_table=False)
+                view = pools[SessionId(session_id)].manager.view(SessionId(session_id), sequence_id, with_table=False)
                 rows.append(sequences.sequence_info(view, with_table=False))
         return pb.ListSequencesResponse(sequences=rows, next_page_token=next_page_token)
 

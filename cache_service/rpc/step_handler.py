@@ -20,6 +20,7 @@ from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
 from ..runtime.session_manager import CarrierKind, LiveSession, SessionManager
 from .convert.step import step_batch, step_response
+from .foretold import foretold_step
 from .methods import EOF
 
 _parse = pb.StepRequest.FromString
@@ -45,14 +46,17 @@ class StepStream:
 class StepHandler:
     """Applies steps to the pools of their sessions, each once, whatever carries them. max_message_bytes: of a request."""
 
-    def __init__(self, session_manager: SessionManager, max_message_bytes: int) -> None:
+    def __init__(self, session_manager: SessionManager, max_message_bytes: int, *, foretells: bool = True) -> None:
+        """foretells: steps are foretold, which changes no reply; a test compares them with those of a handler that does not."""
         self._session_manager = session_manager
         self._max_message_bytes = max_message_bytes
+        self._foretells = foretells
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
         """The unary call. Raises CacheError."""
         live, reply = self.apply(raw)
+        live.pool.finish_step()
         live.pool.publish_soon()
         return reply if isinstance(reply, bytes) else await reply
 
@@ -86,7 +90,13 @@ class StepHandler:
                 self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def after_answer(self, live: LiveSession) -> None:
-        """Does what a step left undone. Each carrier of steps calls it once the answer is on its way."""
+        """Does what a step left undone, and foretells the next one. Each carrier calls it once the answer is on its way.
+
+        A carrier awaits nothing between `apply` and this but the copies of an awaitable reply.
+        """
+        manager = live.pool.manager
+        if self._foretells and not live.over.is_set():
+            live.forecast = manager.foretell(live.core.id)
         live.pool.publish_some()
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
@@ -119,11 +129,12 @@ class StepHandler:
         if recorded is not None:
             return live, recorded
         session.check_completed(step_id, completed_step_id)
-        batch = step_batch(request)
+        foretold = foretold_step(request, live.forecast) if live.forecast is not None else None
+        batch, forecast = foretold or (step_batch(request), None)
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
-            reply = live.pool.manager.step(session.id, batch)
+            reply = live.pool.manager.step(session.id, batch, forecast)
         except Exception:
             session.mode = mode
             raise
@@ -132,6 +143,7 @@ class StepHandler:
         if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
             copying = live.pool.copy(copies_of(reply))
             if copying is not None:
+                live.pool.finish_step()
                 return live, _after(copying, answer)
         return live, answer
 

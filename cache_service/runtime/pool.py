@@ -56,7 +56,7 @@ class Pool:
         host_arena: SharedMemoryArena | None = None,
     ) -> None:
         self.key = spec.key
-        self.manager = PoolManager(config, start_numbers)
+        self._manager = PoolManager(config, start_numbers)
         self.arena = arena
         self.host_arena = host_arena
         block_bytes, num_host_blocks = spec.block_bytes, config.num_host_blocks
@@ -86,6 +86,17 @@ class Pool:
         self.num_lagged_watches = 0  # ended because their reader fell behind, over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; no block is granted until they are done
         self._is_publishing = self._is_reclaiming = False
+
+    @property
+    def manager(self) -> PoolManager:
+        """The core, with all that steps have left for after their answers: no caller sees a part of a step."""
+        self.finish_step()
+        return self._manager
+
+    def finish_step(self) -> None:
+        """Does what the last step has left for after its answer."""
+        if self._manager.is_unfinished:
+            self._manager.finish_step()
 
     @property
     def is_idle(self) -> bool:

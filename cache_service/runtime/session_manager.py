@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 
 from ..core.calls.sessions import CloseResult
+from ..core.step.forecast import Forecast
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Executor, SessionId
@@ -72,6 +73,7 @@ class LiveSession:
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    forecast: Forecast | None = None  # of its next step
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 
 

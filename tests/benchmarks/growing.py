@@ -27,6 +27,14 @@ class Growing:
         """Whether all sequences fill a block in this step; where they are staggered, some do in each."""
         return self.are_staggered or int(self.lens[0] + step_idx) % BLOCK_SIZE == 0
 
+    def created(self, step_idx: int) -> list[tuple[int, np.ndarray]]:
+        """Ids and prompts of the sequences that a step starts: none after the first."""
+        return []
+
+    @property
+    def max_sequences(self) -> int:
+        return self.num_sequences
+
     def num_blocks(self, num_steps: int) -> int:
         """Blocks for so many steps of all sequences, with room to spare."""
         return self.num_sequences * (4 + num_steps // BLOCK_SIZE) + 16

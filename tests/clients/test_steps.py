@@ -91,6 +91,30 @@ def test_an_answer_reads_back_as_it_was_written(columns: dict[str, Any], counts:
         assert getattr(result, name) == counts[name]
 
 
+def test_a_request_has_the_bytes_that_protobuf_writes() -> None:
+    """Over all columns, as a repeat is recognised by its bytes, and other clients write theirs with protobuf."""
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        lens = np.where(rng.random(len(_REQUEST_COLUMNS)) < 0.4, rng.integers(0, 300, len(_REQUEST_COLUMNS)), 0).tolist()
+        most = [MAX_ID if dtype.itemsize == 8 else 2**31 - 1 for _, _, dtype in _REQUEST_COLUMNS]
+        columns = {
+            name: rng.integers(0, high, length, dtype=dtype)
+            for (name, _, dtype), high, length in zip(_REQUEST_COLUMNS, most, lens, strict=True)
+        }
+        epoch, step_id, completed = (int(2.0 ** rng.uniform(0, 62)) - 1 for _ in range(3))
+        traceparent = "00-trace" * int(rng.integers(0, 3))
+        message = pb.StepRequest(
+            session_id="s" * int(rng.integers(0, 40)), epoch=epoch, step_id=step_id, completed_step_id=completed
+        )
+        for name, field, _ in _REQUEST_COLUMNS:
+            if len(columns[name]):
+                setattr(message, field, columns[name].tobytes())
+        if traceparent:
+            message.traceparent = traceparent
+        raw = encode(StepItems(**columns), message.session_id, epoch, step_id, completed, traceparent)
+        assert raw == message.SerializeToString()
+
+
 @pytest.mark.parametrize("alone", ["swap_out_results", "swap_in_results", "transfer_ids", "ready_ids"])
 def test_swaps_and_orders_are_read_wherever_one_is_there(alone: str) -> None:
     groups = {"transfer_ids": "transfer", "ready_ids": "ready"}

@@ -22,6 +22,7 @@ from .free_list import FreeList
 
 _ONE = np.int32(1)  # of the counts' own type: ufunc.at then takes 3 ns an entry, with another type 40
 _NONE: Int32Array = np.empty(0, np.int32)
+_FEW = 64  # blocks that a set of Python's counts sooner than numpy
 
 
 class BlockPool:
@@ -87,6 +88,8 @@ class BlockPool:
 
     def acquire(self, blocks: Int32Array) -> None:
         """Adds a table's reference per entry to blocks that are referenced, cached or fenced."""
+        if not len(blocks):  # most starts find nothing
+            return
         in_tables = self._num_tables(blocks)
         self._acquire(blocks)
         self.num_shared += self._num_distinct_where(blocks, (in_tables < 2) & (self._num_tables(blocks) > 1))
@@ -260,7 +263,7 @@ class BlockPool:
 
     def _last_occurrences(self, blocks: Int32Array) -> Int32Array:
         """Each block once, at its last place, so that a parent in several tables comes after the leaves of all of them."""
-        if not has_repeats(blocks):
+        if len(set(blocks.tolist())) == len(blocks) if len(blocks) <= _FEW else not has_repeats(blocks):
             return blocks
         _, first_from_end = np.unique(blocks[::-1], return_index=True)
         return blocks[np.sort(len(blocks) - 1 - first_from_end)]

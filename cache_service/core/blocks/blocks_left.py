@@ -24,7 +24,8 @@ class BlocksLeft:
 
     def beside(self, hits: Int32Array, num_spare: int) -> int:
         """Available blocks that are left once these distinct hits are held and num_spare are left alone; may be negative."""
-        return self._pool.num_available - self._pool.num_revived(hits) - num_spare
+        num_revived = self._pool.num_revived(hits) if len(hits) else 0
+        return self._pool.num_available - num_revived - num_spare
 
     def num_filled_above(self, share: float) -> int:
         """How many of the held and cached blocks are above this share of the pool; may be negative."""

@@ -47,6 +47,7 @@ class PrefixIndex:
         self._key_len = 4 + 4 * block_size
         self._lose_hosts = lose_hosts
         num_nodes = num_blocks + max(num_host_blocks - 1, 0)
+        self.num_changes = 0  # nodes added and removed so far: while it stands, so does every match
         self._nodes: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None]  # by node; None for a number that is not in use. It grows to num_nodes
         self._roots: dict[str, int] = {}
@@ -296,6 +297,7 @@ class PrefixIndex:
         else:
             node = len(self._keys)
             self._keys.append(key)
+        self.num_changes += 1
         self._nodes[key] = node
         return node
 
@@ -355,6 +357,7 @@ class PrefixIndex:
         if self.logits.by_node:
             self.logits.by_node.pop(node, None)
         del self._nodes[key]
+        self.num_changes += 1
         self._keys[node] = None
         removed.append(node)
 

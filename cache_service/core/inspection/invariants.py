@@ -72,6 +72,8 @@ def _check_counters(state: PoolState) -> list[str]:
         wrong.append("sequences and the sessions that own them disagree")
     if seqs.num_retaining != np.count_nonzero(seqs.num_window[live]):
         wrong.append("the number of sequences with retention is wrong")
+    if seqs.num_active != np.count_nonzero(np.isin(seqs.states, (SequenceState.RUNNING, SequenceState.LOADING))):
+        wrong.append("the number of active sequences is wrong")
     if seqs.num_free_slots + len(live) != len(seqs.ids):
         wrong.append("free and used sequence slots do not add up")
     return wrong

@@ -3,10 +3,12 @@
 Owns which sequences are behind, the adoption of duplicates, and what tables know of the index. Rules: a commit only notes its
 slots; `publish` works them off in the order of the commits, in slices where it is told so; of content that is known already the
 indexed block goes into the table, and the session hears of it in its next reply; what it gives up waits for the steps that
-were told of it. A caller that cuts or releases a sequence publishes first. Does not know steps or sessions, only SessionState.
+were told of it. A caller that cuts a sequence publishes first, one that releases sequences publishes those. Does not know steps
+or sessions, only SessionState.
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates
 
 ALL_BLOCKS = 2**31
+_RUNNING = np.int8(SequenceState.RUNNING)
 _MOST_PENDING = 256  # commits that may wait; only a caller that never publishes meets it
 
 
@@ -61,6 +64,17 @@ class Publisher:
             max_blocks -= self._publish_commit(*pending.popleft(), max_blocks, told_now)
         return bool(pending)
 
+    def publish_slots(self, owner: SessionState, slots: Int64Array, *, told_now: SessionState) -> None:
+        """Publishes what can be of these sequences of one session, which are about to end. The others stay pending."""
+        if self._is_on and not self.is_paused:
+            self._publish_commit(owner, slots, ALL_BLOCKS, told_now)
+
+    def pending_slots(self) -> Int64Array:
+        """[n] sequences with pending blocks."""
+        noted = [slots for _, slots in (*self._pending, *self._waiting)]
+        slots = noted[0] if len(noted) == 1 else np.concatenate([NO_INT64, *noted])
+        return slots[self._num_to_publish(slots) > self._sequences.num_published[slots]]
+
     def is_waiting(self, slot: int) -> bool:
         """Whether committed blocks of the sequence wait for a copy in flight. Everything else was published, if it ever is."""
         return any(np.count_nonzero(slots == slot) for _, slots in self._waiting)
@@ -68,8 +82,9 @@ class Publisher:
     def forget_slots(self, slots: list[int]) -> None:
         """These sequences end. Everything else of them was published before."""
         if self._waiting:
-            left = [(owner, waiting[~np.isin(waiting, slots)]) for owner, waiting in self._waiting]
-            self._waiting = [(owner, waiting) for owner, waiting in left if len(waiting)]
+            self._waiting = [noted for noted in _without(self._waiting, slots) if len(noted[1])]
+        if self._pending:
+            self._pending = deque(_without(self._pending, slots))
 
     @property
     def is_paused(self) -> bool:
@@ -142,7 +157,7 @@ class Publisher:
         if not len(behind):
             return 0
         slots = slots[behind]
-        slots = slots[seqs.states[slots] == SequenceState.RUNNING]
+        slots = slots[seqs.states[slots] == _RUNNING]
         first = seqs.num_published[slots]
         last = self._num_to_publish(slots)
         waiting = self._stop_at_copies(slots, first, last) if owner.copies and len(slots) else NO_INT64
@@ -191,7 +206,7 @@ class Publisher:
         """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
             seqs = self._sequences
-            tokens = seqs.tokens[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            tokens = seqs.tokens_of(slots)[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
             nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
             self._settle(owner, until, slots, places, nodes)
             seqs.note_last_nodes(slots, nodes)
@@ -199,7 +214,7 @@ class Publisher:
     def _publish_run(self, owner: SessionState, until: int, slot: int, start: int, end: int) -> None:
         """Consecutive blocks of one sequence."""
         seqs, size = self._sequences, self._block_size
-        tokens = seqs.tokens[slot, start * size : end * size]
+        tokens = seqs.tokens_of(slot)[slot, start * size : end * size]
         nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
         self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
         seqs.note_last_nodes(slot, nodes[-1])
@@ -220,3 +235,10 @@ class Publisher:
         # Steps that were told of the duplicate may still read it, so it is fenced like everything that is dropped.
         owner.drop_blocks(pool, own[::-1].copy(), until=until)
         self._counters.num_adopted_blocks += len(own)
+
+
+def _without(noted: Iterable[tuple[SessionState, Int64Array]], slots: list[int]) -> Iterator[tuple[SessionState, Int64Array]]:
+    """Notes without these slots."""
+    for owner, noted_slots in noted:
+        is_left = noted_slots != slots[0] if len(slots) == 1 else ~np.isin(noted_slots, slots)
+        yield owner, noted_slots[is_left]

@@ -16,6 +16,7 @@ from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
 from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1
+_ACTIVE = frozenset({int(SequenceState.RUNNING), int(SequenceState.LOADING)})
 _MOST_NOTED = 256  # steps whose accesses may wait to be counted
 
 
@@ -70,6 +71,8 @@ class SequenceTable:
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
             *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len),
         )
+        self.num_active = 0  # running or loading
+        self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
         self._free_slots = list(range(slots - 1, -1, -1))
 
     @property
@@ -83,6 +86,25 @@ class SequenceTable:
         """[slots, most tokens] token ids; a row holds num_tokens of them."""
         if self._told:
             self.settle()
+        return self._tokens
+
+    @property
+    def prompts(self) -> Int32Array:
+        """[slots, most tokens] token ids, of which the rows of waiting sequences are up to date: no step appends to them."""
+        return self._tokens
+
+    def tokens_of(self, slots: Int64Array | int) -> Int32Array:
+        """[slots, most tokens] token ids, of which the rows of these sequences are up to date.
+
+        For a look at a few rows on the path of a step, which need not wait for a thousand others.
+        """
+        if self._told:
+            wanted = np.zeros(len(self.ids), np.bool_)
+            wanted[slots] = True
+            for told, positions, tokens in self._told:
+                at = wanted[told].nonzero()[0]
+                if len(at):
+                    self._tokens[told[at], positions[at]] = tokens[at]
         return self._tokens
 
     @property
@@ -123,7 +145,7 @@ class SequenceTable:
     @property
     def has_active(self) -> bool:
         """Whether any sequence holds blocks, or is about to."""
-        return bool(((self.states == SequenceState.RUNNING) | (self.states == SequenceState.LOADING)).any())
+        return self.num_active > 0
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens need."""
@@ -189,8 +211,7 @@ class SequenceTable:
         self.tables[slot, : len(hits)] = hits
         self.tables[slot, len(hits) : len(hits) + len(new_blocks)] = new_blocks
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
-        self.settle()
-        self._num_accesses[slot] += 1
+        self._num_accesses[slot] += 1  # at once: no step named it while it waited
         self._last_access[slot] = now
 
     def set_hit(self, slot: int, hit_len: int) -> None:
@@ -362,13 +383,15 @@ class SequenceTable:
 
     def _enter(self, slot: int, state: SequenceState) -> None:
         """The one place that writes a state."""
-        before = SequenceState(int(self.states[slot]))
-        assert (before, state) in TRANSITIONS, f"a sequence goes from {before.name} to {state.name}"
+        before = int(self.states[slot])
+        assert (before, state) in TRANSITIONS, f"a sequence goes from {SequenceState(before).name} to {state.name}"
         self.states[slot] = state
+        self.num_active += (state in _ACTIVE) - (before in _ACTIVE)
 
     def _take_slot(self) -> int:
         """A slot whose counters are all 0."""
         self.settle()
+        self.num_added += 1
         slot = self._free_slots.pop()
         for column in self._counters:
             column[slot] = 0

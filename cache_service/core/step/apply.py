@@ -1,13 +1,17 @@
 """The steps of one pool.
 
 Owns the order of things: a step is decided by validate.py and then applied by the parts in tables/ and tiers/, list by list, as
-the protocol says. Which session may call, and whether a call is a repeat, is lease.py's.
+the protocol says. A step that was foretold, see forecast.py, is decided already, and writes its columns after its answer: what
+it owes is done by finish_step, before anything else looks at the pool. Which session may call, and whether a call is a repeat,
+is lease.py's.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.session_state import SessionState
+from ..sequences.session_state import Granted, SessionState
 from ..tables.inflight_prefix import InflightPrefixes
 from ..tables.lifecycle import SequenceLifecycle
 from ..tables.reserve import Reservations
@@ -17,10 +21,24 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
+from .forecast import Forecast, foretell
 from .reply import int32_of, step_reply, with_moves
-from .validate import StepPlan, check_step, has_one_each, has_swaps
+from .validate import StepPlan, check_starts, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    """A step that was answered. commits: they are still to be applied; growth: the forecast whose grants are to be written."""
+
+    owner: SessionState
+    batch: StepBatch
+    plan: StepPlan
+    grants: Grants
+    commits: bool
+    growth: Forecast | None
+    now: float
 
 
 class StepApplier:
@@ -46,16 +64,67 @@ class StepApplier:
         self._starter = starter
         self._inflight = inflight
         self._swapper = swapper
+        self._unfinished: _Unfinished | None = None
 
-    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
-        """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply."""
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the last step has something left for after its answer."""
+        return self._unfinished is not None
+
+    def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
+        """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply.
+
+        forecast: what the session was foretold, where the batch is just that but for its tokens and starts.
+        """
+        self.finish_step()
         owner = self._state.session(session)
-        plan = check_step(self._sequences, owner, batch)
+        if forecast is not None and (forecast.batch.step_id != owner.step_id + 1 or self._sequences.num_retaining):
+            forecast = None
+        if forecast is None:
+            plan = check_step(self._sequences, owner, batch)
+        else:
+            plan = (
+                forecast.plan._replace(start_slots=check_starts(self._sequences, owner, batch))
+                if len(batch.start_ids)
+                else forecast.plan
+            )
         if len(batch.completed_transfers) or len(batch.failed_transfers):
             self._check_report(owner, batch.completed_transfers, batch.failed_transfers)
         owner.step_id = batch.step_id
         owner.complete_steps(self._pool, batch.completed_step_id)
-        return self._apply(owner, batch, plan)
+        return self._apply(owner, batch, plan, forecast)
+
+    def finish_step(self) -> None:
+        """Does what the last step has left for after its answer. Without such a step it does nothing."""
+        step, self._unfinished = self._unfinished, None
+        if step is None:
+            return
+        owner, batch, plan = step.owner, step.batch, step.plan
+        if step.commits:
+            lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
+            self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=True)
+        if step.growth is not None and plan.reserve_slots is not None:
+            held, places = step.growth.held, step.growth.places
+            self._reservations.grant_allotted(plan.reserve_slots, held, step.grants, places, batch.step_id, step.now)
+        self._note_granted(owner, batch, plan)
+
+    def foretell(self, session: SessionId) -> Forecast | None:
+        """What the session's next step will most likely be. Nothing else may be left of its last one."""
+        assert self._unfinished is None, "a step is finished before the next one is foretold"
+        return foretell(self._sequences, self._state.session(session))
+
+    def _note_granted(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> None:
+        """For the forecast of the steps to come: what the step granted, new and running sequences alike."""
+        if plan.reserve_slots is None:
+            return
+        ids, slots = batch.reserve_ids, plan.reserve_slots
+        if len(plan.start_slots):
+            ids, slots = np.concatenate([ids, batch.start_ids]), np.concatenate([slots, plan.start_slots])
+        granted = self._sequences.last_reserve_step[slots] == batch.step_id
+        if np.count_nonzero(granted) < len(granted):
+            ids, slots = ids[granted], slots[granted]
+        completes_next = batch.completed_step_id + 1
+        owner.granted.append(Granted(batch.step_id, completes_next, ids, slots, self._sequences.num_reserved[slots]))
 
     def complete(
         self,
@@ -82,7 +151,7 @@ class StepApplier:
         swapper.offloader.transfers.check_report(owner, completed, failed)
         return swapper
 
-    def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
+    def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan, forecast: Forecast | None) -> StepReply:
         state, claims, swapper, log = self._state, self._claims, self._swapper, StepLog()
         state.revision += 1
         if claims.claims:
@@ -98,11 +167,18 @@ class StepApplier:
                 swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
             if swapper.arrived:
                 log.ready.extend(swapper.conclude_arrived(owner))
-        if len(plan.commit_slots):
+        # What ends or starts in the same step looks at the commits.
+        can_wait = forecast is not None and not len(batch.release_ids) and not len(plan.start_slots)
+        if len(plan.commit_slots) and not can_wait:
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
-        if plan.needs_published:
+        release_slots = _there(owner, batch.release_ids)
+        if plan.needs_published or (
+            len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
+        ):
             self._publisher.publish(told_now=owner)
+        elif len(batch.release_ids):
+            self._publisher.publish_slots(owner, np.array(release_slots), told_now=owner)
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
             self._tell_updates(owner, log)
         if len(batch.fork_children):
@@ -112,13 +188,20 @@ class StepApplier:
             if slot is not None:
                 self._lifecycle.truncate(owner, slot, num_tokens)
         if len(batch.release_ids):
-            slots = [owner.ids.get(sequence_id) for sequence_id in batch.release_ids.tolist()]
-            self._lifecycle.release(owner, [slot for slot in slots if slot is not None])
+            if len(batch.fork_children):  # a child whose fork was refused has no slot, and nothing to release
+                release_slots = _there(owner, batch.release_ids)
+            self._lifecycle.release(owner, release_slots)
         if has_swaps(batch):
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
             starts = self._start_all(owner, log, batch, plan)
-        grants = self._reserve_all(owner, log, batch, plan, refused)
+        is_allotted = forecast is not None and not claims.claims and len(forecast.growing) <= self._pool.num_available
+        if forecast is not None and plan.reserve_slots is not None and is_allotted:
+            grants = self._reservations.allot(log, plan.reserve_slots, batch.reserve_max, forecast.growing)
+        else:
+            grants = self._reserve_all(owner, log, batch, plan, refused)
+        growth = forecast if is_allotted else None
+        self._unfinished = _Unfinished(owner, batch, plan, grants, can_wait, growth, state.now)
         if log.copy_destinations:
             owner.note_copies(self._pool, int32_of(log.copy_destinations))
         if swapper is not None:
@@ -179,8 +262,8 @@ class StepApplier:
     def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
         if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare()):
             return StartResult.NO_ROOM
-        if self._sequences.states[slot] == SequenceState.LOADING and not self._load_now(owner, log, slot):
-            return StartResult.LOADING
+        if self._swapper is not None and self._sequences.states[slot] == SequenceState.LOADING:
+            return StartResult.STARTED if self._load_now(owner, log, slot) else StartResult.LOADING
         return StartResult.STARTED
 
     def _load_now(self, owner: SessionState, log: StepLog, slot: int) -> bool:
@@ -260,3 +343,8 @@ class StepApplier:
         reserved = np.zeros(len(there), np.int32)
         reserved[there] = grants.reserved
         return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)
+
+
+def _there(owner: SessionState, ids: Int64Array) -> list[int]:
+    """Slots of those of these sequences that there are."""
+    return [slot for slot in map(owner.ids.get, ids.tolist()) if slot is not None]

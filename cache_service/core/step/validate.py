@@ -23,7 +23,7 @@ from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId,
 # These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
 # with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is
 # left when all are or-ed together. Which row is wrong is found out afterwards, by plain comparisons.
-_RUNNING = np.int8(SequenceState.RUNNING)
+_RUNNING, _WAITING = np.int8(SequenceState.RUNNING), int(SequenceState.WAITING)
 _RUNNING_BYTE = _RUNNING.tobytes()
 _ONE = np.int32(1)
 _ONE_BYTES = np.array([1], "<i4").tobytes()
@@ -33,7 +33,7 @@ _ZERO = np.int32(0)
 class StepPlan(NamedTuple):
     """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes.
 
-    needs_published: it does more than commit and reserve, so what was committed before has to be in the index first.
+    needs_published: it shares, cuts or moves blocks, so what was committed before has to be in the index first.
     """
 
     commit_slots: Int64Array
@@ -66,12 +66,13 @@ class _Seen:
 def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> StepPlan:
     """Raises the CacheError of the first item that is not lawful; changes nothing."""
     commits = _check_commits(sequences, owner, batch)
-    commit_slots, start_slots = commits.slots, _check_starts(sequences, owner, batch)
+    commit_slots, start_slots = commits.slots, check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
         reserve_slots = _check_in_order(sequences, owner, batch, commits)
-        return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=True)
+        needs_published = len(batch.fork_children) > 0 or len(batch.truncate_ids) > 0 or has_swaps(batch)
+        return StepPlan(commit_slots, start_slots, reserve_slots, needs_published)
     reserve_slots = _check_reservations(sequences, owner, batch, commits)
-    return StepPlan(commit_slots, start_slots, reserve_slots, len(start_slots) > 0)
+    return StepPlan(commit_slots, start_slots, reserve_slots, needs_published=False)
 
 
 def has_swaps(batch: StepBatch) -> bool:
@@ -172,18 +173,19 @@ def _check_reservations(sequences: SequenceTable, owner: SessionState, batch: St
     raise too_long("reserve_max_tokens", int(sequences.max_tokens[slot]))
 
 
-def _check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> Int64Array:
+def check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> Int64Array:
+    """Slots of the starts. Raises the CacheError of the first that is not lawful."""
     if not len(batch.start_ids):
         return NO_INT64
     slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
     for sequence_id, slot in zip(batch.start_ids.tolist(), slots.tolist(), strict=True):
-        if sequences.states[slot] != SequenceState.WAITING:
+        if sequences.states[slot] != _WAITING:
             raise wrong_state(sequence_id, int(sequences.states[slot]))
-    if int(batch.start_max_new.min()) < 1:
+    if min(batch.start_max_new.tolist()) < 1:  # few as they are, lists are the shorter way
         raise InvalidField("a start computes 1 token or more", field="start_max_new_tokens", limit=1)
-    if len(batch.start_may_wait) and not np.isin(batch.start_may_wait, (0, 1)).all():
+    if not {0, 1}.issuperset(batch.start_may_wait.tolist()):
         raise InvalidField("1 where the answer COMPUTING is welcome, else 0", field="start_may_wait", limit=1)
-    if int(batch.start_max_hit.min()) < 0:
+    if min(batch.start_max_hit.tolist()) < 0:
         raise InvalidField("a hit has 0 tokens or more", field="start_max_hit_tokens", limit=0)
     return slots
 

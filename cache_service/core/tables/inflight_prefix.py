@@ -15,6 +15,7 @@ from ..sequences.session_state import SessionState
 from ..values.types import SequenceState
 from .prefix_lookup import PrefixLookup
 
+_RUNNING = np.int8(SequenceState.RUNNING)
 MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed
 
@@ -42,23 +43,39 @@ class InflightPrefixes:
             seqs.restart_waits(slot, start)
         if seqs.num_waits[slot] >= MOST_WAITS:
             return 0
-        lens = np.minimum(np.minimum(seqs.num_tokens, seqs.num_reserved), seqs.share_limits.astype(np.int64) * size)
-        is_long = (seqs.states == SequenceState.RUNNING) & (seqs.roots == seqs.roots[slot]) & (lens >= start + size)
-        rivals = np.flatnonzero(is_long)
-        next_blocks = seqs.tokens[rivals, start : start + size]
         longest = 0
-        for rival in rivals[(next_blocks == seqs.tokens[slot, start : start + size]).all(1)].tolist():
+        for rival, length in self._rivals(slot, start):
             owner = owners.get(int(seqs.owners[rival]))
-            if owner is None or not self._will_publish(owner, rival, int(lens[rival])):
+            if owner is None or not self._will_publish(owner, rival, length):
                 continue
-            known = min(int(lens[rival]), end)
-            differ = np.flatnonzero(seqs.tokens[rival, :known] != seqs.tokens[slot, :known])
+            known = min(length, end)
+            differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.prompts[slot, :known])
             num_common = (int(differ[0]) if len(differ) else known) // size * size
             longest = max(longest, num_common)
         if longest <= start or longest < self._lookup.min_tokens:
             return 0
         seqs.count_wait(slot)
         return longest
+
+    def _rivals(self, slot: int, start: int) -> list[tuple[int, int]]:
+        """Running sequences with the same block at `start`, not published: (slot, tokens whose blocks may be shared) of each.
+
+        What a sequence has published is in the match already, so most running sequences are left out by one comparison.
+        """
+        seqs, size = self._sequences, self._sequences.block_size
+        is_behind = seqs.num_published * size <= max(start, self._lookup.min_tokens)
+        is_behind &= seqs.states == _RUNNING
+        rivals = is_behind.nonzero()[0]
+        rivals = rivals[seqs.roots[rivals] == seqs.roots[slot]]
+        lens = np.minimum(seqs.num_tokens[rivals], seqs.num_reserved[rivals])
+        lens = np.minimum(lens, seqs.share_limits[rivals].astype(np.int64) * size)
+        is_long = lens >= start + size
+        rivals, lens = rivals[is_long], lens[is_long]
+        if not len(rivals):
+            return []
+        next_block = seqs.prompts[slot, start : start + size]
+        same = (seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1)
+        return list(zip(rivals[same].tolist(), lens[same].tolist(), strict=True))
 
     def _will_publish(self, owner: SessionState, rival: int, length: int) -> bool:
         """Whether so many tokens of the running sequence are to be expected in the index.

@@ -13,6 +13,8 @@ from ..sequences.session_state import SessionState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
 
+_RUNNING = int(SequenceState.RUNNING)  # a member's look-up in its class costs more than the comparison
+
 
 class SequenceLifecycle:
     """Changes the sequences of one pool."""
@@ -82,7 +84,7 @@ class SequenceLifecycle:
     def release(self, owner: SessionState, slots: list[int]) -> None:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self._sequences
-        running = [slot for slot in slots if seqs.states[slot] == SequenceState.RUNNING]
+        running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
         self._tell_uses(running)
         # Deepest first, so that leaves are evicted before their parents.
         tables = [seqs.held(slot)[::-1] for slot in running]
@@ -119,7 +121,7 @@ class SequenceLifecycle:
         num_published = int(seqs.num_published[slot])
         return Use(
             blocks=seqs.tables[slot, :num_published],
-            tokens=seqs.tokens[slot, : num_published * self._block_size],
+            tokens=seqs.tokens_of(slot)[slot, : num_published * self._block_size],
             root=int(seqs.roots[slot]),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.table(slot)),

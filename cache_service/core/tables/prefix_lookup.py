@@ -11,7 +11,7 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
-from ..values.types import NO_INT32, Int32Array
+from ..values.types import NO_INT32, Int32Array, Int64Array
 
 
 class FullHit(NamedTuple):
@@ -31,15 +31,41 @@ class PrefixLookup:
         self._sequences = state.sequences
         self._index = state.index
         self._host = host
+        self._last_key, self._last_match = (0, 0, 0, 0), NO_INT32
 
     def match_sequence(self, slot: int, max_hit: int) -> Int32Array:
         """[matched] nodes that a waiting sequence can start on; none where they are too few to count as a hit."""
-        seqs = self._sequences
-        known = int(seqs.num_tokens[slot])
-        num_most = min(max_hit, known - 1) // self._block_size if self.is_on else 0
-        num_most = min(num_most, int(seqs.share_limits[slot]))
-        nodes = self.match_tokens(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_most)
+        nodes = self._match(slot, self._most_blocks(slot, max_hit))
         return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
+
+    def could_grow(self, slot: int, max_hit: int, pending: Int64Array) -> bool:
+        """Whether the match of a waiting sequence would be longer if the next block of these [n] sequences were published."""
+        seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
+        if not num_most:
+            return False
+        nodes = self._match(slot, num_most)
+        rivals = pending[seqs.last_nodes[pending] == (nodes[-1] if len(nodes) else seqs.roots[slot])]
+        if len(nodes) == num_most or not len(rivals):
+            return False
+        start = len(nodes) * size
+        next_block = seqs.prompts[slot, start : start + size]
+        return bool((seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1).any())
+
+    def _most_blocks(self, slot: int, max_hit: int) -> int:
+        """Blocks that a waiting sequence may hit at most."""
+        seqs = self._sequences
+        num_most = min(max_hit, int(seqs.num_tokens[slot]) - 1) // self._block_size if self.is_on else 0
+        return min(num_most, int(seqs.share_limits[slot]))
+
+    def _match(self, slot: int, num_most: int) -> Int32Array:
+        """[matched] nodes of a waiting sequence's first blocks. A step asks for those of a start more than once."""
+        seqs = self._sequences
+        key = (slot, num_most, self._index.num_changes, seqs.num_added)
+        if key == self._last_key and self._host is None:
+            return self._last_match
+        tokens = seqs.prompts[slot, : num_most * self._block_size]
+        self._last_key, self._last_match = key, self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
+        return self._last_match
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
@@ -62,7 +88,7 @@ class PrefixLookup:
         num_blocks, rest = divmod(known, self._block_size)
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
-        nodes = self._index.match(int(seqs.roots[slot]), seqs.tokens[slot, :known], num_blocks)
+        nodes = self._index.match(int(seqs.roots[slot]), seqs.prompts[slot, :known], num_blocks)
         blocks = self._index.block_of_node[nodes]
         if np.count_nonzero(blocks) < num_blocks:
             return None

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import HeldLogits, SessionState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
-from ..values.types import NO_INT32, Int32Array
+from ..values.types import NO_INT32, Int32Array, Int64Array
 from .prefix_lookup import PrefixLookup
 from .step_log import StepLog
 
@@ -54,6 +54,7 @@ class SequenceStarter:
         self._allocator = state.allocator
         self._blocks_left = state.blocks_left
         self._claims = state.claims
+        self._publisher = state.publisher
         self._pin_preemption = state.pin_preemption
         self._counters = state.counters
         self._lookup = lookup
@@ -89,6 +90,14 @@ class SequenceStarter:
             claims.forget_claim(slot)
         self._admit(owner, log, slot, hit, fit, is_look_up=max_hit > 0 and self._lookup.is_on)
         return True
+
+    def could_hit_more(self, slots: Int64Array, max_hits: Int32Array) -> bool:
+        """Whether one of these waiting sequences would find more if all that is committed were published."""
+        pending = self._publisher.pending_slots()
+        return len(pending) > 0 and any(
+            self._lookup.could_grow(slot, max_hit, pending)
+            for slot, max_hit in zip(slots.tolist(), max_hits.tolist(), strict=True)
+        )
 
     def _find_hit(self, owner: SessionState, slot: int, max_hit: int, exactly: int) -> Hit:
         full = self._lookup.find_full_hit(slot, max_hit) if self._index.logits.by_node and not exactly else None

@@ -4,6 +4,7 @@ Which columns there are, and which field of a message each travels in, is declar
 are not copied on the way in, and once on the way out. This is the hot path of a step.
 """
 
+from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -19,8 +20,9 @@ from ...core.values.types import NO_INT32, NO_INT64, Executor, Int32Array, Int64
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 _EMPTY: dict[np.dtype[Any], Any] = {_INT32: NO_INT32, _INT64: NO_INT64}
 
-# Of a request: a place is that of a column in BATCH_COLUMNS.
-_raw_columns = attrgetter(*(column.field for column in BATCH_COLUMNS))
+# Of a request: its columns as bytes. A place is that of a column in BATCH_COLUMNS.
+RawColumns = tuple[bytes, ...]
+raw_columns: Callable[[pb.StepRequest], RawColumns] = attrgetter(*(column.field for column in BATCH_COLUMNS))
 _PLACES = range(len(BATCH_COLUMNS))
 _DTYPES = tuple(column.dtype for column in BATCH_COLUMNS)
 _NO_COLUMNS = tuple(_EMPTY[dtype] for dtype in _DTYPES)
@@ -51,7 +53,7 @@ _LISTS_FOR = {
 
 def step_batch(request: pb.StepRequest) -> StepBatch:
     """The columns of a Step as arrays over the message's bytes. Raises InvalidField."""
-    raws = _raw_columns(request)
+    raws = raw_columns(request)
     columns = list(_NO_COLUMNS)
     try:
         for place in compress(_PLACES, raws):

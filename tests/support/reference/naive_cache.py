@@ -283,6 +283,28 @@ class NaiveCache:
         self.settle()
         return any(q.published < self.num_to_publish(q)[1] for q in self.pending)
 
+    def publish_those(self, leaving: list[NaiveSequence]) -> None:
+        """Of sequences that are about to end, all that can be published; their session is told in the reply to come."""
+        if self.config.prefix_caching:
+            for q in leaving:
+                num_ready = self.num_to_publish(q)[1] if q.running else 0
+                for block_idx in range(q.published, num_ready):
+                    self._publish_block(q, block_idx, still_used=False)
+                q.published = max(q.published, num_ready)
+            self.settle()
+
+    def could_grow(self, q: NaiveSequence, max_hit: int) -> bool:
+        """Whether a pending block would make the match of a waiting sequence longer."""
+        size = self.block_size
+        limit = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
+        num_found = len(self.match(q.tenant, q.tokens[:limit]))
+        wanted = q.tokens[: (num_found + 1) * size]
+        rivals = [
+            other for other in self.pending if other.running and other.tenant == q.tenant and other.published == num_found
+        ]
+        rivals = [other for other in rivals if self.num_to_publish(other)[0] > num_found]
+        return num_found * size < limit and any(other.tokens[: len(wanted)] == wanted for other in rivals)
+
     def num_to_publish(self, q: NaiveSequence) -> tuple[int, int]:
         """Leading blocks that are full and may be shared, and how many of them come before one that a copy is yet to fill."""
         num_full = min(q.committed // self.block_size, self.num_shareable(q))

@@ -129,8 +129,10 @@ class NaiveSteps(NaiveClaims):
             zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
         )
         self.commit(session, commits_of(batch))
-        if any(len(ids) for ids in (batch.fork_children, batch.truncate_ids, batch.release_ids, batch.start_ids)):
+        if len(batch.fork_children) or len(batch.truncate_ids) or self._could_hit_more(session, batch):
             self.publish(told_now=session)
+        else:
+            self.publish_those([self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist()])
         told = self.told(session)
         refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
@@ -242,6 +244,11 @@ class NaiveSteps(NaiveClaims):
         for block in q.table:
             self.let_go(q.session, block)
         return sum(not self.num_holders(block) for block in q.table if block != NULL_BLOCK)
+
+    def _could_hit_more(self, session: str, batch: StepBatch) -> bool:
+        """Whether a start would find more if everything that is committed were published."""
+        starts = zip(batch.start_ids.tolist(), batch.start_max_hit.tolist(), strict=True)
+        return any(self.could_grow(self.sequences[session, sequence_id], max_hit) for sequence_id, max_hit in starts)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
         """Answers the children that there was no slot for: later items that name one do nothing."""

@@ -5,7 +5,10 @@ of sequences. Decoded arrays are read-only views of the received message.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,79 +128,123 @@ _REQUEST_COLUMNS = (
 )
 
 
+# (field of StepResult, field of StepResponse, dtype)
+_ANSWER_COLUMNS = (
+    ("fork_results", "fork_results", _INT32),
+    ("start_results", "start_results", _INT32),
+    ("start_hits", "start_num_hit_tokens", _INT32),
+    ("start_reserved", "start_num_reserved_tokens", _INT32),
+    ("start_num_blocks", "start_num_blocks", _INT32),
+    ("start_block_ids", "start_block_ids", _INT32),
+    ("start_has_logits", "start_has_logits", _INT32),
+    ("reserve_reserved", "reserve_num_reserved_tokens", _INT32),
+    ("new_block_item_idx", "new_block_item_idx", _INT32),
+    ("new_block_ids", "new_block_ids", _INT32),
+    ("update_ids", "table_update_sequence_ids", _INT64),
+    ("update_table_idx", "table_update_table_idx", _INT32),
+    ("update_block_ids", "table_update_block_ids", _INT32),
+    ("copy_sources", "copy_source_block_ids", _INT32),
+    ("copy_destinations", "copy_destination_block_ids", _INT32),
+    ("swap_out_results", "swap_out_results", _INT32),
+    ("swap_in_results", "swap_in_results", _INT32),
+    ("transfer_ids", "transfer_ids", _INT64),
+    ("transfer_kinds", "transfer_kinds", _INT32),
+    ("transfer_sources", "transfer_source_block_ids", _INT32),
+    ("transfer_destinations", "transfer_destination_block_ids", _INT32),
+    ("ready_ids", "ready_sequence_ids", _INT64),
+    ("ready_hits", "ready_num_hit_tokens", _INT32),
+    ("ready_reserved", "ready_num_reserved_tokens", _INT32),
+    ("ready_num_blocks", "ready_num_blocks", _INT32),
+    ("ready_block_ids", "ready_block_ids", _INT32),
+)
+_ANSWER_NUMBERS = (
+    ("step_id", "step_id"),
+    ("num_free", "num_free_blocks"),
+    ("num_evictable", "num_evictable_blocks"),
+    ("num_fenced", "num_fenced_blocks"),
+    ("num_reclaim_hint", "num_reclaim_hint_blocks"),
+    ("pressure", "pressure"),
+    ("revision", "revision"),
+)
+
+# A StepRequest is written here byte by byte, in the order of its field numbers, as protobuf writes it: a field is its tag, its
+# length or value as a varint, and its bytes. So columns that are not there cost nothing, and no message is made.
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIELDS = pb.StepRequest.DESCRIPTOR.fields_by_name
+
+
+def _varint(number: int) -> bytes:
+    """A number from 0 on, seven bits a byte, the lowest first."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _tag(field: str, wire_type: int) -> bytes:
+    return _varint(_FIELDS[field].number << 3 | wire_type)
+
+
+_STEP_ID, _COMPLETED = _tag("step_id", _VARINT), _tag("completed_step_id", _VARINT)
+
+# The columns in the order of their fields' numbers.
+_WRITTEN = sorted(_REQUEST_COLUMNS, key=lambda column: _FIELDS[column[1]].number)
+_NAMES = tuple(name for name, _, _ in _WRITTEN)
+_TAGS = tuple(_tag(field, _LENGTH_DELIMITED) for _, field, _ in _WRITTEN)
+_REQUEST_DTYPES = tuple(dtype for _, _, dtype in _WRITTEN)
+_columns_of_items = attrgetter(*_NAMES)
+
+# Of an answer: where each column and number stands in StepResult, and what stands there without one.
+_raw_columns = attrgetter(*(field for _, field, _ in _ANSWER_COLUMNS))
+_raw_numbers = attrgetter(*(field for _, field in _ANSWER_NUMBERS))
+_PLACES = tuple(StepResult._fields.index(name) for name, _, _ in _ANSWER_COLUMNS)
+_NUMBER_PLACES = tuple(StepResult._fields.index(name) for name, _ in _ANSWER_NUMBERS)
+_DTYPES = tuple(dtype for _, _, dtype in _ANSWER_COLUMNS)
+_ALL_COLUMNS = range(len(_ANSWER_COLUMNS))
+_EMPTY_OF = {name: _EMPTY64 if dtype == _INT64 else _EMPTY32 for name, _, dtype in _ANSWER_COLUMNS}
+_NO_VALUES: list[Any] = [_EMPTY_OF.get(name, 0) for name in StepResult._fields]
+
+
+@lru_cache
+def _head(session_id: str, epoch: int) -> bytes:
+    """The first two fields, which all steps of a session share."""
+    return pb.StepRequest(session_id=session_id, epoch=epoch).SerializeToString()
+
+
+@lru_cache
+def _length(num_bytes: int) -> bytes:
+    return _varint(num_bytes)
+
+
 def encode(items: StepItems, session_id: str, epoch: int, step_id: int, completed_step_id: int, traceparent: str = "") -> bytes:
     """The serialised StepRequest. Raises TypeError for a column that is not one-dimensional of its exact dtype."""
-    request = pb.StepRequest(session_id=session_id, epoch=epoch, step_id=step_id, completed_step_id=completed_step_id)
-    for name, wire_name, dtype in _REQUEST_COLUMNS:
-        column = getattr(items, name)
+    parts = [_head(session_id, epoch)]
+    if step_id:
+        parts += (_STEP_ID, _varint(step_id))
+    if completed_step_id:
+        parts += (_COMPLETED, _varint(completed_step_id))
+    for column, name, tag, dtype in zip(_columns_of_items(items), _NAMES, _TAGS, _REQUEST_DTYPES, strict=True):
         if column is _EMPTY32 or column is _EMPTY64:  # most columns of most steps
             continue
-        if column.dtype != dtype or column.ndim != 1:
+        if (column.dtype is not dtype and column.dtype != dtype) or column.ndim != 1:
             # A silent cast would hide a truncated id; a wrong width would be read as other numbers.
             raise TypeError(f"{name} must be a one-dimensional array of {dtype}, got {column.ndim}-d {column.dtype}")
-        if column.size:
-            setattr(request, wire_name, column.tobytes())
+        if num_bytes := column.nbytes:
+            parts += (tag, _length(num_bytes), column.tobytes())
     if traceparent:
-        request.traceparent = traceparent
-    return request.SerializeToString()
+        parts.append(pb.StepRequest(traceparent=traceparent).SerializeToString())
+    return b"".join(parts)
 
 
 def decode(raw: bytes) -> StepResult:
     """The columns of a serialised StepResponse. Raises ValueError for a column whose size is not that of whole items."""
     response = pb.StepResponse.FromString(raw)
-    result = _decode_common(response)
-    if response.transfer_ids or response.ready_sequence_ids or response.swap_out_results or response.swap_in_results:
-        result = _with_moves(result, response)
-    return result
-
-
-def _with_moves(result: StepResult, response: pb.StepResponse) -> StepResult:
-    """Adds the columns that few steps have: swaps, transfer orders, sequences that were loading."""
-    return result._replace(
-        swap_out_results=_column32(response.swap_out_results),
-        swap_in_results=_column32(response.swap_in_results),
-        transfer_ids=_column64(response.transfer_ids),
-        transfer_kinds=_column32(response.transfer_kinds),
-        transfer_sources=_column32(response.transfer_source_block_ids),
-        transfer_destinations=_column32(response.transfer_destination_block_ids),
-        ready_ids=_column64(response.ready_sequence_ids),
-        ready_hits=_column32(response.ready_num_hit_tokens),
-        ready_reserved=_column32(response.ready_num_reserved_tokens),
-        ready_num_blocks=_column32(response.ready_num_blocks),
-        ready_block_ids=_column32(response.ready_block_ids),
-    )
-
-
-def _decode_common(response: pb.StepResponse) -> StepResult:
-    return StepResult(
-        step_id=response.step_id,
-        fork_results=_column32(response.fork_results),
-        start_results=_column32(response.start_results),
-        start_hits=_column32(response.start_num_hit_tokens),
-        start_reserved=_column32(response.start_num_reserved_tokens),
-        start_num_blocks=_column32(response.start_num_blocks),
-        start_block_ids=_column32(response.start_block_ids),
-        start_has_logits=_column32(response.start_has_logits),
-        reserve_reserved=_column32(response.reserve_num_reserved_tokens),
-        new_block_item_idx=_column32(response.new_block_item_idx),
-        new_block_ids=_column32(response.new_block_ids),
-        update_ids=_column64(response.table_update_sequence_ids),
-        update_table_idx=_column32(response.table_update_table_idx),
-        update_block_ids=_column32(response.table_update_block_ids),
-        copy_sources=_column32(response.copy_source_block_ids),
-        copy_destinations=_column32(response.copy_destination_block_ids),
-        num_free=response.num_free_blocks,
-        num_evictable=response.num_evictable_blocks,
-        num_fenced=response.num_fenced_blocks,
-        num_reclaim_hint=response.num_reclaim_hint_blocks,
-        pressure=response.pressure,
-        revision=response.revision,
-    )
-
-
-def _column32(data: bytes) -> Int32Array:
-    return np.frombuffer(data, _INT32) if data else _EMPTY32
-
-
-def _column64(raw: bytes) -> Int64Array:
-    return np.frombuffer(raw, _INT64) if raw else _EMPTY64
+    values = _NO_VALUES.copy()
+    columns = _raw_columns(response)
+    for at in compress(_ALL_COLUMNS, columns):
+        values[_PLACES[at]] = np.frombuffer(columns[at], _DTYPES[at])
+    for place, number in zip(_NUMBER_PLACES, _raw_numbers(response), strict=True):
+        values[place] = number
+    return StepResult._make(values)

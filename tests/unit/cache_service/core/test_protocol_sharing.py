@@ -73,11 +73,22 @@ def test_4_a_step_that_does_more_than_commit_and_reserve_tells_its_own_duplicate
     known = pool.prefill(2, range(4), session=B)
     duplicate = pool.table(1)[0]
     pool.create(3, [9, 9])
-    pool.step(reserves=[(1, 5, 5)])
-    reply = pool.step(lag=1, commits=[(1, 4, [])], starts=[(3, ALL, 0)])
+    pool.step(reserves=[(1, 5, 5)], starts=[(3, ALL, 0)])
+    reply = pool.step(lag=1, commits=[(1, 4, [])], truncates=[(3, 1)])
     assert (reply.update_ids.tolist(), reply.update_block_ids.tolist()) == ([1], known)
     pool.step(lag=1)
     assert pool.state(duplicate) is BlockState.FREE  # no step that began since was told of it
+
+
+def test_4_a_step_with_a_start_that_its_commits_do_not_matter_to_tells_its_duplicates_with_the_next_reply() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.create(1, range(4))
+    pool.step(starts=[(1, ALL, 0)])
+    known = pool.prefill(2, range(4), session=B)
+    pool.create(3, [9, 9])
+    assert pool.step(commits=[(1, 4, [])], starts=[(3, ALL, 0)]).update_ids.tolist() == []
+    reply = pool.step(releases=[3])
+    assert (reply.update_ids.tolist(), reply.update_block_ids.tolist()) == ([1], known)
 
 
 def test_4_table_updates_are_those_before_the_step_s_own_releases_and_truncates() -> None:

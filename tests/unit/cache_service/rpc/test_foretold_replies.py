@@ -1,0 +1,271 @@
+"""Replies are the same bytes with and without forecasts, whatever engines and others do between their steps.
+
+Most steps are steady, because only those are foretold. In the others sequences start, end, fork, are cut and swapped, requests
+are wrong or repeated, and beside them blocks are evicted, leases are renewed with completions, and the pool is asked questions.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, StartResult
+from kvkeeper.cache_service.rpc import step_handler
+from kvkeeper.cache_service.runtime.session_manager import LiveSession
+from kvkeeper.client.steps import StepItems, StepResult, decode
+from tests.support.worlds.foretold_pair import Outcome, Side
+
+NUM_STEPS = 10_000  # of each of the ten worlds
+_WIDE = {entry.name for entry in fields(StepItems) if entry.default_factory().dtype.itemsize == 8}  # type: ignore[misc]
+
+
+@dataclass(eq=False)
+class _Sequence:
+    id: int
+    known: int
+    max_tokens: int
+    committed: int = 0
+    grants: list[tuple[int, int]] = field(default_factory=list)  # (step, reserved so far)
+
+    @property
+    def reserved(self) -> int:
+        return self.grants[-1][1]
+
+    def reserved_by(self, step_id: int) -> int:
+        return max((length for granted_in, length in self.grants if granted_in <= step_id), default=0)
+
+
+class _Engine:
+    """One session, on both sides, and what its replies have told it."""
+
+    def __init__(self, sides: tuple[Side, Side], lives: tuple[LiveSession, ...], rng: random.Random, lag: int) -> None:
+        self.sides, self.lives, self.rng, self.lag = sides, lives, rng, lag
+        self.step_id = self.next_id = 0
+        self.waiting: list[_Sequence] = []
+        self.running: list[_Sequence] = []
+        self.loading: list[_Sequence] = []
+        self.swapped: list[_Sequence] = []
+        self.orders: list[int] = []
+        self.last: tuple[StepItems, int, int] | None = None
+
+    def create(self) -> None:
+        rng, length = self.rng, self.rng.randint(1, 24)
+        tokens = np.array(rng.choices((0, 1), (5, 1), k=length), np.int32)
+        self.next_id += 1
+        sequence = _Sequence(
+            self.next_id, length, min(length + rng.randint(1, 150), self.sides[0].pool.info.max_tokens_per_sequence)
+        )
+        tenant, priority = rng.choice(("", "", "", "x")), rng.randint(0, 1)
+        for side, live in zip(self.sides, self.lives, strict=True):
+            args = SequenceArgs(SequenceId(sequence.id), tokens, sequence.max_tokens, tenant, priority)
+            side.sessions.require(live.core.id, live.core.epoch)
+            side.pool.manager.create_sequence(live.core.id, args)
+        self.waiting.append(sequence)
+
+    def step(self, *, is_steady: bool) -> bool:
+        """One step of both sides; whether it was lawful."""
+        rng, step_id = self.rng, self.step_id + 1
+        completed = max(step_id - self.lag, 0)
+        columns: dict[str, list[int]] = {}
+
+        def put(**items: Iterable[int]) -> None:
+            for name, values in items.items():
+                columns.setdefault(name, []).extend(values)
+
+        for q in self.running:
+            length = q.reserved_by(completed)
+            if length > q.committed:
+                num_new = max(min(length + 1, q.max_tokens) - q.known, 0)  # the tokens up to the one that follows
+                q.known, q.committed = q.known + num_new, length
+                tokens = [rng.randint(0, 1) for _ in range(num_new)]
+                put(commit_ids=[q.id], commit_lens=[length], commit_num_new=[num_new], commit_tokens=tokens)
+        over = [q for q in self.running if q.reserved >= q.max_tokens]
+        if self.running and not is_steady and rng.random() < 0.6:
+            over.append(rng.choice(self.running))
+        over = list(dict.fromkeys(over))
+        stay = [q for q in self.running if q not in over]
+        forks: list[tuple[_Sequence, _Sequence]] = []
+        swap_outs: list[_Sequence] = []
+        swap_ins: list[_Sequence] = []
+        if not is_steady and rng.random() < 0.3 and stay and (parent := rng.choice(stay)).committed:
+            self.next_id += 1
+            length = rng.randint(1, parent.committed)
+            child = _Sequence(self.next_id, length, parent.max_tokens, length)
+            forks.append((parent, child))
+            put(fork_parents=[parent.id], fork_children=[child.id], fork_lens=[length])
+        if not is_steady and rng.random() < 0.2 and stay and (cut := rng.choice(stay)).committed:
+            length = rng.randint(1, cut.committed)
+            cut.known, cut.committed = length, length
+            cut.grants = [(granted_in, min(reserved, length)) for granted_in, reserved in cut.grants]
+            put(truncate_ids=[cut.id], truncate_lens=[length])
+        put(release_ids=[q.id for q in over])
+        if not is_steady and rng.random() < 0.3 and stay:
+            swap_outs = [stay.pop(rng.randrange(len(stay)))]
+            put(swap_out_ids=[q.id for q in swap_outs])
+        if self.swapped and rng.random() < 0.3:
+            swap_ins = self.swapped[:1]
+            put(swap_in_ids=[q.id for q in swap_ins])
+        starts = self.waiting[: rng.randint(0, 2)] if not is_steady or rng.random() < 0.2 else []
+        if starts:
+            most = [rng.choice((3, 1000, 1000, 1000)) for _ in starts]
+            hits = [rng.choice((0, 1000, 1000)) for _ in starts]
+            put(start_ids=[q.id for q in starts], start_max_new=most, start_max_hit=hits)
+            if rng.random() < 0.8:
+                put(start_may_wait=[int(hit > 0) for hit in hits])
+        wants = [q for q in stay if q not in [parent for parent, _ in forks]]
+        targets = [min(max(q.reserved + 1, q.known), q.max_tokens) for q in wants]
+        put(reserve_ids=[q.id for q in wants], reserve_min=targets, reserve_max=targets)
+        if self.orders and rng.random() < 0.5:
+            put(completed_transfers=self.orders)
+            self.orders = []
+        kept = {name: np.array(values, np.int64 if name in _WIDE else np.int32) for name, values in columns.items()}
+        reply = self._send(StepItems(**kept), step_id, completed)
+        if reply is None:
+            return False
+        self.step_id = step_id
+        self._take(reply, step_id, over, forks, swap_outs, swap_ins, starts, list(zip(wants, targets, strict=True)))
+        return True
+
+    def _send(self, items: StepItems, step_id: int, completed: int) -> StepResult | None:
+        rng = self.rng
+        if rng.random() < 0.02:  # a request that is wrong in one place changes nothing
+            lens = items.commit_lens + np.int32(rng.choice((1, 50)))
+            wrong = StepItems(commit_ids=items.commit_ids, commit_lens=lens, commit_num_new=items.commit_num_new,
+                              commit_tokens=items.commit_tokens, reserve_ids=items.reserve_ids,
+                              reserve_min=items.reserve_min, reserve_max=items.reserve_max)  # fmt: skip
+            if len(lens) and lens[0] > 40:
+                self._both(wrong, step_id + rng.randint(0, 1), completed)
+        reply = self._both(items, step_id, completed)[0]
+        if not isinstance(reply, bytes):
+            return None
+        self.last = (items, step_id, completed)
+        return decode(reply)
+
+    def _both(self, items: StepItems, step_id: int, completed: int) -> Outcome:
+        is_seen = self.rng.random() < 0.1
+        first, second = (
+            side.step(live, items, step_id, completed, is_seen=is_seen)
+            for side, live in zip(self.sides, self.lives, strict=True)
+        )
+        assert first == second, (step_id, items)
+        return first
+
+    def repeat(self) -> None:
+        if self.last is not None:
+            self._both(*self.last)
+
+    def renew(self) -> None:
+        """A completion that comes without a step."""
+        for side, live in zip(self.sides, self.lives, strict=True):
+            side.sessions.require(live.core.id, live.core.epoch, published=False)
+            live.core.complete(self.step_id)
+            side.pool.manager.complete(live.core.id, self.step_id)
+
+    def _take(
+        self,
+        reply: StepResult,
+        step_id: int,
+        over: list[_Sequence],
+        forks: list[tuple[_Sequence, _Sequence]],
+        swap_outs: list[_Sequence],
+        swap_ins: list[_Sequence],
+        starts: list[_Sequence],
+        wants: list[tuple[_Sequence, int]],
+    ) -> None:
+        self.running = [q for q in self.running if q not in over]
+        self.orders += reply.transfer_ids.tolist()
+        for q, result in zip(swap_outs, reply.swap_out_results.tolist(), strict=True):
+            if result == ItemResult.OK:
+                self.running.remove(q)
+                self.swapped.append(q)
+        for q, result in zip(swap_ins, reply.swap_in_results.tolist(), strict=True):
+            if result == ItemResult.OK:
+                self.swapped.remove(q)
+                self.loading.append(q)
+        for (q, target), reserved in zip(wants, reply.reserve_reserved.tolist(), strict=True):
+            if reserved >= target:
+                q.grants = [*q.grants[-2:], (step_id, reserved)]
+        for (_, child), result in zip(forks, reply.fork_results.tolist(), strict=True):
+            if result == ItemResult.OK:
+                child.grants = [(step_id, child.committed)]
+                self.running.append(child)
+        columns = (reply.start_results, reply.start_hits, reply.start_reserved)
+        for q, result, hit, reserved in zip(starts, *(column.tolist() for column in columns), strict=True):
+            if result == StartResult.STARTED:
+                q.committed, q.grants = hit, [(step_id, reserved)]
+                self.running.append(q)
+            elif result == StartResult.LOADING:
+                self.loading.append(q)
+            if result in (StartResult.STARTED, StartResult.LOADING):
+                self.waiting.remove(q)
+        ready = zip(reply.ready_ids.tolist(), reply.ready_hits.tolist(), reply.ready_reserved.tolist(), strict=True)
+        for sequence_id, hit, reserved in ready:
+            for q in [q for q in (*self.loading, *self.swapped) if q.id == sequence_id]:
+                (self.loading if q in self.loading else self.swapped).remove(q)
+                q.committed, q.grants = max(q.committed, hit), [(step_id, reserved)]
+                self.running.append(q)
+
+
+async def _live_through(seed: int, num_steps: int) -> None:
+    rng = random.Random(seed)
+    block_size, num_tokens = rng.choice((1, 2, 4)), rng.choice((400, 1000, 3000))  # that the pool can hold
+    config = PoolConfig(
+        num_blocks=1 + num_tokens // block_size,
+        block_size=block_size,
+        max_sequences=40,
+        max_tokens_per_sequence=200,
+        eviction_policy=("adaptive", "lru", "fifo")[seed % 3],
+        prefix_caching=seed % 5 != 4,
+        num_host_blocks=200 if seed % 2 else 0,
+        watermark=rng.choice((0.0, 0.05)),
+        min_prefix_tokens=rng.choice((0, 0, 5)),
+    )
+    sides = Side(config, foretells=True), Side(config, foretells=False)
+
+    async def engine() -> _Engine:
+        return _Engine(sides, tuple([await side.open() for side in sides]), rng, lag=rng.randint(1, 2))
+
+    engines = [await engine() for _ in range(3)]
+    for step_idx in range(num_steps):
+        for side in sides:
+            side.clock.now = step_idx * 0.01
+        chosen = rng.choice(engines)
+        if len(chosen.waiting) < 3 and len(chosen.running) + len(chosen.waiting) < 8 and rng.random() < 0.3:
+            chosen.create()
+        is_lawful = chosen.step(is_steady=rng.random() < 0.95)
+        if rng.random() < 0.05:
+            chosen.repeat()
+        if rng.random() < 0.05:
+            chosen.renew()
+        if rng.random() < 0.02:
+            for side in sides:
+                side.pool.manager.evict_count(min(3, side.pool.stats().num_cached_blocks))
+        if not is_lawful or rng.random() < 0.0005:
+            closed = engines.pop(engines.index(chosen))
+            for side, live in zip(sides, closed.lives, strict=True):
+                side.sessions.close(live.core.id, live.core.epoch, drained=True)
+            engines.append(await engine())
+        if rng.random() < 0.01:
+            assert sides[0].pool.stats() == sides[1].pool.stats()
+        if rng.random() < 0.002:
+            assert [side.pool.manager.check_invariants() for side in sides] == [[], []]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_replies_are_the_same_bytes_with_and_without_forecasts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    foretold = []
+
+    def noted(*args: object) -> object:
+        step = step_handler_foretold(*args)
+        foretold.append(step is not None)
+        return step
+
+    step_handler_foretold = step_handler.foretold_step
+    monkeypatch.setattr(step_handler, "foretold_step", noted)
+    asyncio.run(_live_through(seed, NUM_STEPS))
+    assert sum(foretold) > NUM_STEPS / 20, "the path that this is about was taken"
