@@ -151,7 +151,9 @@ class AdaptivePolicy:
     def waiting(self) -> Int32Array:
         chosen = self._chosen[self._stamps.are_live(self._chosen, self._chosen_stamps)]
         rest = self._order.live()
-        rows = [chosen, rest[~np.isin(rest, chosen)]]
+        is_chosen = np.zeros(self._num_blocks, np.bool_)
+        is_chosen[chosen] = True
+        rows = [chosen, rest[~is_chosen[rest]]]
         rows += [blocks[self._stamps.are_live(blocks, stamps)] for blocks, stamps in self._added]
         return np.concatenate(rows)
 

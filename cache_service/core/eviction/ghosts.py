@@ -53,7 +53,8 @@ class Ghosts:
     def __init__(self, num_blocks: int) -> None:
         self.every = min(_MOST_EVERY, max(1, num_blocks // _WHOLE_BELOW))  # one block in so many leaves a trace
         num_entries = max(_TURNOVERS * num_blocks // self.every, _LEAST_ENTRIES)
-        self._entries: Uint64Array = np.zeros(num_entries, np.uint64)
+        # Written now: memory that is touched first at random places would hold up the first evictions for 50 ms.
+        self._entries: Uint64Array = np.full(num_entries, 0, np.uint64)
         self._size = np.uint64(num_entries)
         self._unit = max(1, num_blocks // UNITS_PER_TURNOVER)
 

@@ -11,6 +11,7 @@ Python would be slower and would still need the comparison.
 """
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -51,7 +52,7 @@ class PrefixIndex:
         self._nodes: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None]  # by node; None for a number that is not in use. It grows to num_nodes
         self._roots: dict[str, int] = {}
-        self._unused: list[int] = []  # numbers that were used before
+        self._unused: deque[int] = deque()  # numbers that were used before; a list would move all of them now and then
         self.block_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
