@@ -198,7 +198,8 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
     gate.set()
 
     async def is_idle() -> bool:
-        return not (await client.stats()).num_running_requests + (await client.stats()).num_waiting_requests
+        stats = await client.stats()
+        return not stats.num_running_requests + stats.num_waiting_requests
 
     await until(is_idle)
     assert engine.service._request_memory.num_bytes == 0
