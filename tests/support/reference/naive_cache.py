@@ -47,7 +47,6 @@ class NaiveSequence:
     hit: int = 0
     table: list[int] = field(default_factory=list)
     granted_at: dict[int, int] = field(default_factory=dict)
-    pending_since: int = 0  # clock of the commit that it is pending for
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
 
@@ -102,7 +101,9 @@ class NaiveCache:
         self.index: dict[Key, int] = {}
         self.closing: list[NaiveSequence] = []  # of sessions that ended, not given back yet
         self.reclaim_at_once = 10**9  # blocks
-        self.pending: list[NaiveSequence] = []  # committed further since they were published, in the order of the commits
+        self.commits: list[
+            tuple[int, NaiveSequence]
+        ] = []  # with their clock: not passed by publishing yet
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.may_write: set[str] = set()  # sessions that ended and may still write
@@ -142,6 +143,11 @@ class NaiveCache:
             return len(q.tokens)
         limit = (q.retention.num_sink_tokens + q.retention.num_window_tokens) // self.block_size
         return min(limit, q.table.index(NULL_BLOCK)) if NULL_BLOCK in q.table else limit
+
+    @property
+    def pending(self) -> list[NaiveSequence]:
+        """Sequences that were committed further since they were published."""
+        return [q for _, q in self.commits]
 
     @property
     def holders(self) -> list[NaiveSequence]:
@@ -265,13 +271,14 @@ class NaiveCache:
         Whether more is left but for what waits for a copy. told_now: the session with a reply that is yet to be written.
         """
         group = -1
-        for q in list(self.pending):
+        for commit in list(self.commits):
+            clock, q = commit
             num_full, num_ready = self.num_to_publish(q)
-            if max_blocks <= 0 and q.pending_since != group:
+            if max_blocks <= 0 and clock != group:
                 break
-            group = q.pending_since  # one commit is looked at whole, also when only a part of it is published
+            group = clock  # one commit is looked at whole, also when only a part of it is published
             if q.published >= num_full:
-                self.pending.remove(q)
+                self.commits.remove(commit)
             elif max_blocks > 0 and q.published < num_ready:  # else the copy of its next block is still in flight
                 last = min(num_ready, q.published + max_blocks)
                 max_blocks -= last - q.published
@@ -279,7 +286,7 @@ class NaiveCache:
                     self._publish_block(q, block_idx, still_used=told_now != q.session)
                 q.published = last
                 if last == num_full:
-                    self.pending.remove(q)
+                    self.commits.remove(commit)
         self.settle()
         return any(q.published < self.num_to_publish(q)[1] for q in self.pending)
 

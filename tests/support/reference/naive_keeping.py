@@ -129,15 +129,14 @@ class NaiveKeeping(NaiveCache):
         num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
         self.index.clear()
         self.logits.clear()
-        self.pending.clear()
+        self.commits.clear()
         for q in self.sequences.values():
             q.published = 0
         for session in self.sessions if self.config.prefix_caching else ():
             self.clock += 1  # each session's are noted in one go
             for q in sorted(self.of(session), key=lambda q: q.sequence_id):
                 if q.running:
-                    self.pending.append(q)
-                    q.pending_since = self.clock
+                    self.commits.append((self.clock, q))
         self.settle()
         return num_cached, num_entries
 

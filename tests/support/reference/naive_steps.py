@@ -60,7 +60,7 @@ class NaiveSteps(NaiveClaims):
         if may_still_write:
             self.may_write.add(session)
             self._quarantine(session, behind)
-        self.pending = [q for q in self.pending if q.session != session]
+        self.commits = [(clock, q) for clock, q in self.commits if q.session != session]
         for q in sorted(sequences, key=lambda q: q.sequence_id):
             del self.sequences[session, q.sequence_id]
             self.num_changes += 1
@@ -166,9 +166,8 @@ class NaiveSteps(NaiveClaims):
             self.num_changes += bool(new_tokens) or length > q.committed
             q.tokens += new_tokens
             q.committed = length
-            if self.config.prefix_caching and q not in self.pending:
-                self.pending.append(q)
-                q.pending_since = self.clock
+            if self.config.prefix_caching:
+                self.commits.append((self.clock, q))
         self.retain(session, [self.sequences[session, sequence_id] for sequence_id, _, _ in items])
 
     def narrow(self, q: NaiveSequence, retention: Retention) -> None:
@@ -239,7 +238,7 @@ class NaiveSteps(NaiveClaims):
         """Answers how many of its blocks no other table names."""
         del self.sequences[q.session, q.sequence_id]
         self.promised.pop((q.session, q.sequence_id), None)
-        self.pending = [other for other in self.pending if other is not q]
+        self.commits = [(clock, other) for clock, other in self.commits if other is not q]
         self.num_changes += 1
         for block in q.table:
             self.let_go(q.session, block)
