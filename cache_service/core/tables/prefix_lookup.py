@@ -39,17 +39,22 @@ class PrefixLookup:
         return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
 
     def could_grow(self, slot: int, max_hit: int, pending: Int64Array) -> bool:
-        """Whether the match of a waiting sequence would be longer if the next block of these [n] sequences were published."""
+        """Whether the match of a waiting sequence would be longer if what these [n] sequences have committed were published."""
         seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
         if not num_most:
             return False
         nodes = self._match(slot, num_most)
-        rivals = pending[seqs.last_nodes[pending] == (nodes[-1] if len(nodes) else seqs.roots[slot])]
+        num_full = np.minimum(seqs.num_committed[pending] // size, seqs.share_limits[pending])
+        rivals = pending[(seqs.roots[pending] == seqs.roots[slot]) & (num_full > len(nodes))]
         if len(nodes) == num_most or not len(rivals):
             return False
         start = len(nodes) * size
-        next_block = seqs.prompts[slot, start : start + size]
-        return bool((seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1).any())
+        tokens, prompt = seqs.tokens_of(rivals), seqs.prompts[slot, : start + size]
+        rivals = rivals[(tokens[rivals, start : start + size] == prompt[start:]).all(1)]
+        last = nodes[-1] if len(nodes) else seqs.roots[slot]
+        return any(
+            seqs.last_nodes[rival] == last or np.array_equal(tokens[rival, :start], prompt[:start]) for rival in rivals.tolist()
+        )
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
         """Blocks that a waiting sequence may hit at most."""

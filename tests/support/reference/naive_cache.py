@@ -101,9 +101,7 @@ class NaiveCache:
         self.index: dict[Key, int] = {}
         self.closing: list[NaiveSequence] = []  # of sessions that ended, not given back yet
         self.reclaim_at_once = 10**9  # blocks
-        self.commits: list[
-            tuple[int, NaiveSequence]
-        ] = []  # with their clock: not passed by publishing yet
+        self.commits: list[tuple[int, NaiveSequence]] = []  # with their clock: not passed by publishing yet
         self.fences: dict[int, dict[str, int]] = {}  # block: session: the completed step that ends it
         self.quarantine: dict[int, set[str]] = {}
         self.may_write: set[str] = set()  # sessions that ended and may still write
@@ -306,9 +304,7 @@ class NaiveCache:
         limit = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
         num_found = len(self.match(q.tenant, q.tokens[:limit]))
         wanted = q.tokens[: (num_found + 1) * size]
-        rivals = [
-            other for other in self.pending if other.running and other.tenant == q.tenant and other.published == num_found
-        ]
+        rivals = [other for other in self.pending if other.running and other.tenant == q.tenant]
         rivals = [other for other in rivals if self.num_to_publish(other)[0] > num_found]
         return num_found * size < limit and any(other.tokens[: len(wanted)] == wanted for other in rivals)
 
