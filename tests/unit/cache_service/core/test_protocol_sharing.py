@@ -323,3 +323,13 @@ def test_5_never_is_never_and_later_is_not_now() -> None:
     answer = pool.manager.check_admission("", None, 16, 0)
     assert (answer.can_ever, answer.can_now, answer.num_required_blocks, answer.num_available_blocks) == (True, False, 4, 3)
     assert pool.manager.stats().num_sessions == len((A, B))
+
+
+def test_a_start_hits_what_a_sequence_behind_its_match_has_committed() -> None:
+    pool, tokens = CorePool(num_blocks=40), list(range(20))
+    pool.prefill(1, tokens[:12])
+    pool.create(2, [*tokens, 98])
+    pool.step(starts=[(2, ALL, 0)], publish=False)
+    pool.step(commits=[(2, 20, [])], publish=False)  # five blocks, of which others have published three
+    pool.create(3, [*tokens, 99])
+    assert pool.step(starts=[(3, ALL, ALL)]).start_hits.tolist() == [20]
