@@ -120,6 +120,9 @@ class PoolManager:
     def foretell(self, session: SessionId) -> Forecast | None:
         return self._steps.foretell(session)
 
+    def expect_reply(self, session: SessionId, forecast: Forecast) -> StepReply | None:
+        return self._steps.expect_reply(session, forecast)
+
     def complete(
         self,
         session: SessionId,

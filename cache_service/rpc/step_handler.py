@@ -14,13 +14,15 @@ from google.protobuf.message import DecodeError
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from ..core.step.forecast import Forecast
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced
+from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
-from ..runtime.session_manager import CarrierKind, LiveSession, SessionManager
+from ..runtime.session_manager import CarrierKind, ForetoldRequest, LiveSession, SessionManager
 from .convert.step import step_batch, step_response
-from .foretold import foretold_step
+from .foretold import ForetoldBytes
 from .methods import EOF
 
 _parse = pb.StepRequest.FromString
@@ -94,10 +96,17 @@ class StepHandler:
 
         A carrier awaits nothing between `apply` and this but the copies of an awaitable reply.
         """
-        manager = live.pool.manager
-        if self._foretells and not live.over.is_set():
-            live.forecast = manager.foretell(live.core.id)
-        live.pool.publish_some()
+        session, pool = live.core, live.pool
+        pool.finish_step()
+        pool.publish_some()
+        forecast = pool.manager.foretell(session.id) if self._foretells and not live.over.is_set() else None
+        if forecast is None:
+            return
+        foretold = live.foretold = ForetoldBytes(forecast, session.id, session.epoch)
+        reply = pool.manager.expect_reply(session.id, forecast)
+        if reply is not None:
+            foretold.answer = step_response(reply, foretold.step_id, session.epoch, session.executor)
+            foretold.num_calls = pool.num_calls
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
         """Applies one request, of the bound session if there is one; the reply is awaitable where copies are large.
@@ -106,6 +115,10 @@ class StepHandler:
         """
         if len(raw) > self._max_message_bytes:
             raise InvalidField("the message is too large", field="request", limit=self._max_message_bytes)
+        if bound is not None and bound.foretold is not None and bound.pool.copying is None:
+            answer = self._apply_foretold(bound, bound.foretold, raw)
+            if answer is not None:
+                return bound, answer
         try:
             request = _parse(raw)
         except DecodeError:
@@ -124,13 +137,30 @@ class StepHandler:
         if live.pool.copying is not None:
             return live, self._apply_later(live.pool.copying, raw, live)
         session = live.core
-        step_id, completed_step_id = request.step_id, request.completed_step_id
-        recorded = session.repeat_of(step_id, raw)
+        recorded = session.repeat_of(request.step_id, raw)
         if recorded is not None:
             return live, recorded
-        session.check_completed(step_id, completed_step_id)
-        foretold = foretold_step(request, live.forecast) if live.forecast is not None else None
-        batch, forecast = foretold or (step_batch(request), None)
+        session.check_completed(request.step_id, request.completed_step_id)
+        return live, self._run(live, raw, step_batch(request))
+
+    def _apply_foretold(self, live: LiveSession, foretold: ForetoldRequest, raw: bytes) -> bytes | Awaitable[bytes] | None:
+        """Applies a request that was foretold; None for any other one, which has changed nothing."""
+        answer = foretold.answer if foretold.num_calls == live.pool.num_calls and foretold.is_whole(raw) else None
+        step = foretold.read(raw) if answer is None else None
+        if answer is None and step is None:
+            return None
+        session = self._session_manager.require(live.core.id, live.core.epoch, published=False).core
+        if step is not None:
+            return self._run(live, raw, *step)
+        assert answer is not None
+        session.record(foretold.step_id, foretold.completed_step_id, raw, answer)
+        live.foretold = None
+        live.pool.postpone_step(lambda: _apply_answered(live, foretold, raw, answer))
+        return answer
+
+    def _run(self, live: LiveSession, raw: bytes, batch: StepBatch, forecast: Forecast | None = None) -> bytes | Awaitable[bytes]:
+        """Applies the next step of a session and records its answer."""
+        session = live.core
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
@@ -138,14 +168,15 @@ class StepHandler:
         except Exception:
             session.mode = mode
             raise
-        answer = step_response(reply, step_id, session.epoch, session.executor)
-        session.record(step_id, completed_step_id, raw, answer)
+        live.foretold = None
+        answer = step_response(reply, batch.step_id, session.epoch, session.executor)
+        session.record(batch.step_id, batch.completed_step_id, raw, answer)
         if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
             copying = live.pool.copy(copies_of(reply))
             if copying is not None:
                 live.pool.finish_step()
-                return live, _after(copying, answer)
-        return live, answer
+                return _after(copying, answer)
+        return answer
 
     def _span_of(self, request: pb.StepRequest) -> AbstractContextManager[object]:
         """The span of a step that its engine traces, where this service is traced too. Raises InvalidField."""
@@ -166,6 +197,13 @@ class StepHandler:
         await asyncio.shield(copying)
         _, reply = self.apply(raw, live)
         return reply if isinstance(reply, bytes) else await reply
+
+
+def _apply_answered(live: LiveSession, foretold: ForetoldRequest, raw: bytes, answer: bytes) -> None:
+    """Applies a step whose answer was known before it came."""
+    session = live.core
+    reply = live.pool.manager.step(session.id, *foretold.whole(raw))
+    assert step_response(reply, foretold.step_id, session.epoch, session.executor) == answer, "an answer that was foretold wrong"
 
 
 def replaced() -> StreamReplaced:

@@ -4,7 +4,7 @@ A slice takes about a millisecond. Calls pass between two slices, so long work d
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
@@ -85,6 +85,8 @@ class Pool:
         self.num_watches = 0
         self.num_lagged_watches = 0  # ended because their reader fell behind, over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; no block is granted until they are done
+        self.num_calls = 0  # while it stands, the core is as it was
+        self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
 
     @property
@@ -93,8 +95,16 @@ class Pool:
         self.finish_step()
         return self._manager
 
+    def postpone_step(self, apply: Callable[[], None]) -> None:
+        """A step was answered by what was known of it; apply() does it, before any other call of this pool."""
+        self._postponed = apply
+
     def finish_step(self) -> None:
         """Does what the last step has left for after its answer."""
+        self.num_calls += 1
+        if self._postponed is not None:
+            apply, self._postponed = self._postponed, None
+            apply()
         if self._manager.is_unfinished:
             self._manager.finish_step()
 

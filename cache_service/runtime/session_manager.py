@@ -20,6 +20,7 @@ from ..core.calls.sessions import CloseResult
 from ..core.step.forecast import Forecast
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
+from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor, SessionId
 from ..memory.attach_server import AttachRefused, Grant, Part
 from .clock import Clock, TimerHandle
@@ -52,6 +53,24 @@ class Stream(Protocol):
         """Ends it from outside; its client gets this error."""
 
 
+class ForetoldRequest(Protocol):
+    """The request that a session will most likely send next. answer: what it gets if nothing happens in its pool before."""
+
+    step_id: int
+    completed_step_id: int
+    answer: bytes | None
+    num_calls: int
+
+    def is_whole(self, raw: bytes) -> bool:
+        """Whether a request is as foretold, and releases and starts nothing."""
+
+    def whole(self, raw: bytes) -> tuple[StepBatch, Forecast]:
+        """The batch of such a request."""
+
+    def read(self, raw: bytes) -> tuple[StepBatch, Forecast] | None:
+        """The same of a request that may release and start; None of one that is not as foretold."""
+
+
 class StepCarrier(Protocol):
     """A stream that steps come on."""
 
@@ -73,7 +92,7 @@ class LiveSession:
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    forecast: Forecast | None = None  # of its next step
+    foretold: ForetoldRequest | None = None  # its next step, most likely
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 
 

@@ -23,10 +23,13 @@ class FreeList:
     def take_blocks(self, count: int) -> Int32Array:
         """[count] ids, in the order of the stack."""
         assert 0 <= count <= self._size, "took more blocks than are free"
-        start = self._size - count
-        taken = self._stack[start : self._size][::-1].copy()
-        self._size = start
+        taken = self.peek_blocks(count)
+        self._size -= count
         return taken
+
+    def peek_blocks(self, count: int) -> Int32Array:
+        """[count] ids that are to be taken next, in the same order; a copy."""
+        return self._stack[self._size - count : self._size][::-1].copy()
 
     def put_blocks(self, blocks: Int32Array) -> None:
         """Puts back distinct ids that are not on the stack."""

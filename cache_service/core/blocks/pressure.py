@@ -28,14 +28,19 @@ class PressureGauge:
 
     def update(self, num_used: int) -> PressureLevel:
         """The level for num_used blocks that are neither free nor evictable."""
+        level = self.level_at(num_used)
+        if level is not self.level:
+            self.level = level
+            self.num_changes += 1
+            if self.on_change is not None:
+                self.on_change(level)
+        return level
+
+    def level_at(self, num_used: int) -> PressureLevel:
+        """The level that `update` would enter."""
         level = int(self.level)
         while level < PressureLevel.CRITICAL and num_used >= self._enter[level + 1]:
             level += 1
         while level > PressureLevel.LOW and (num_used <= self._leave[level] or not num_used):
             level -= 1
-        if level != self.level:
-            self.level = PressureLevel(level)
-            self.num_changes += 1
-            if self.on_change is not None:
-                self.on_change(self.level)
-        return self.level
+        return self.level if level == self.level else PressureLevel(level)

@@ -113,6 +113,34 @@ class StepApplier:
         assert self._unfinished is None, "a step is finished before the next one is foretold"
         return foretell(self._sequences, self._state.session(session))
 
+    def expect_reply(self, session: SessionId, forecast: Forecast) -> StepReply | None:
+        """The reply to the forecast's step if it comes before any other call; None where it cannot be told without the step.
+
+        Nothing is changed or set aside for it.
+        """
+        state, pool, slots = self._state, self._pool, forecast.plan.reserve_slots
+        owner, num_new = state.session(session), len(forecast.growing)
+        assert slots is not None, "a forecast forks nothing"
+        if self._swapper is not None or state.claims.claims or owner.updates or owner.fences or owner.copies:
+            return None
+        blocks = state.allocator.peek(num_new, self._sequences.roots[slots[forecast.growing]])
+        level = state.gauge.level_at(pool.num_used + num_new)
+        if blocks is None or level is not state.gauge.level:
+            return None
+        reply = step_reply(
+            self._sequences,
+            pool,
+            StepLog(),
+            forecast.plan,
+            [],
+            [],
+            Grants(forecast.batch.reserve_max, forecast.growing.astype(np.int32), blocks),
+            num_reclaim_hint=0,
+            pressure=level,
+            revision=state.revision + 1,
+        )
+        return reply._replace(num_free=reply.num_free - num_new)
+
     def _note_granted(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> None:
         """For the forecast of the steps to come: what the step granted, new and running sequences alike."""
         if plan.reserve_slots is None:

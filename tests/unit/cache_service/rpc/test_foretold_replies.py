@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, StartResult
-from kvkeeper.cache_service.rpc import step_handler
+from kvkeeper.cache_service.rpc.foretold import ForetoldBytes
 from kvkeeper.cache_service.runtime.session_manager import LiveSession
 from kvkeeper.client.steps import StepItems, StepResult, decode
 from tests.support.worlds.foretold_pair import Outcome, Side
@@ -260,12 +261,12 @@ async def _live_through(seed: int, num_steps: int) -> None:
 def test_replies_are_the_same_bytes_with_and_without_forecasts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     foretold = []
 
-    def noted(*args: object) -> object:
-        step = step_handler_foretold(*args)
+    def noted(*args: Any) -> object:
+        step = read(*args)
         foretold.append(step is not None)
         return step
 
-    step_handler_foretold = step_handler.foretold_step
-    monkeypatch.setattr(step_handler, "foretold_step", noted)
+    read = ForetoldBytes.read
+    monkeypatch.setattr(ForetoldBytes, "read", noted)
     asyncio.run(_live_through(seed, NUM_STEPS))
     assert sum(foretold) > NUM_STEPS / 20, "the path that this is about was taken"
