@@ -110,6 +110,9 @@ class PoolManager:
     def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
         return self._steps.step(session, batch, forecast)
 
+    def answer_step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
+        return self._steps.answer_step(session, batch, forecast)
+
     @property
     def is_unfinished(self) -> bool:
         return self._steps.is_unfinished

@@ -164,7 +164,7 @@ class StepHandler:
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
-            reply = live.pool.manager.step(session.id, batch, forecast)
+            reply = live.pool.manager.answer_step(session.id, batch, forecast)
         except Exception:
             session.mode = mode
             raise
@@ -202,7 +202,7 @@ class StepHandler:
 def _apply_answered(live: LiveSession, foretold: ForetoldRequest, raw: bytes, answer: bytes) -> None:
     """Applies a step whose answer was known before it came."""
     session = live.core
-    reply = live.pool.manager.step(session.id, *foretold.whole(raw))
+    reply = live.pool.manager.answer_step(session.id, *foretold.whole(raw))
     assert step_response(reply, foretold.step_id, session.epoch, session.executor) == answer, "an answer that was foretold wrong"
 
 

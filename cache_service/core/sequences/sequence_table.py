@@ -26,6 +26,7 @@ class SequenceTable:
     def __init__(self, config: PoolConfig) -> None:
         slots = config.max_sequences
         self.block_size = config.block_size
+        self._size = np.int32(config.block_size)  # of the columns' own type, which division is faster with
         self.max_blocks = -(-config.max_tokens_per_sequence // config.block_size)
         self.ids: Int64Array = np.zeros(slots, np.int64)
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
@@ -150,6 +151,10 @@ class SequenceTable:
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_of(self, num_tokens: Int32Array) -> Int32Array:
+        """[n] blocks that so many tokens [n] need."""
+        return -(-num_tokens // self._size)
 
     # Sequences come and go
 

@@ -69,8 +69,10 @@ class SessionState:
         fenced = until > self.completed_step_id
         pool.drop_references(blocks, fenced=fenced)
         if fenced:
-            assert not self.fences or self.fences[-1][0] <= until, "fences out of order"
-            self.fences.append((until, blocks))
+            at = len(self.fences)
+            while at and self.fences[at - 1][0] > until:  # a release after copies of the same step
+                at -= 1
+            self.fences.insert(at, (until, blocks))
 
     def note_copies(self, pool: BlockPool, destinations: Int32Array) -> None:
         """The step being applied tells the session to fill these blocks, which only its own sequences hold."""

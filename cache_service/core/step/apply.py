@@ -30,13 +30,15 @@ _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
 
 @dataclass(slots=True)
 class _Unfinished:
-    """A step that was answered. commits: they are still to be applied; growth: the forecast whose grants are to be written."""
+    """A step that was answered. commits, releases: they are still to be applied; growth: the forecast whose grants are to be
+    written."""
 
     owner: SessionState
     batch: StepBatch
     plan: StepPlan
     grants: Grants
     commits: bool
+    releases: bool
     growth: Forecast | None
     now: float
 
@@ -72,9 +74,16 @@ class StepApplier:
         return self._unfinished is not None
 
     def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
-        """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply.
+        """Applies one iteration whole, and answers it."""
+        reply = self.answer_step(session, batch, forecast)
+        self.finish_step()
+        return reply
 
-        forecast: what the session was foretold, where the batch is just that but for its tokens and starts.
+    def answer_step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
+        """Applies one iteration, in the protocol's order, as far as its reply needs it; `finish_step` does the rest.
+
+        forecast: what the session was foretold, where the batch is just that but for its tokens, releases and starts. Raises
+        without a trace; refusals are in the reply.
         """
         self.finish_step()
         owner = self._state.session(session)
@@ -106,6 +115,11 @@ class StepApplier:
         if step.growth is not None and plan.reserve_slots is not None:
             held, places = step.growth.held, step.growth.places
             self._reservations.grant_allotted(plan.reserve_slots, held, step.grants, places, batch.step_id, step.now)
+        if step.releases:
+            slots = _there(owner, batch.release_ids)
+            self._publisher.publish_slots(owner, np.array(slots), told_now=owner)
+            self._lifecycle.release(owner, slots)
+            self._state.update_pressure()
         self._note_granted(owner, batch, plan)
 
     def foretell(self, session: SessionId) -> Forecast | None:
@@ -195,17 +209,20 @@ class StepApplier:
                 swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
             if swapper.arrived:
                 log.ready.extend(swapper.conclude_arrived(owner))
+        releases_wait = self._can_releases_wait(batch, plan)
         # What ends or starts in the same step looks at the commits.
-        can_wait = forecast is not None and not len(batch.release_ids) and not len(plan.start_slots)
-        if len(plan.commit_slots) and not can_wait:
+        commits_wait = (
+            forecast is not None and not len(plan.start_slots) and (releases_wait or not len(batch.release_ids))
+        )
+        if len(plan.commit_slots) and not commits_wait:
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
-        release_slots = _there(owner, batch.release_ids)
+        release_slots = [] if releases_wait else _there(owner, batch.release_ids)
         if plan.needs_published or (
             len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
         ):
             self._publisher.publish(told_now=owner)
-        elif len(batch.release_ids):
+        elif release_slots:
             self._publisher.publish_slots(owner, np.array(release_slots), told_now=owner)
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
             self._tell_updates(owner, log)
@@ -215,21 +232,22 @@ class StepApplier:
             slot = owner.ids.get(sequence_id)
             if slot is not None:
                 self._lifecycle.truncate(owner, slot, num_tokens)
-        if len(batch.release_ids):
+        if len(batch.release_ids) and not releases_wait:
             if len(batch.fork_children):  # a child whose fork was refused has no slot, and nothing to release
                 release_slots = _there(owner, batch.release_ids)
             self._lifecycle.release(owner, release_slots)
         if has_swaps(batch):
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
-            starts = self._start_all(owner, log, batch, plan)
+            leaving = _there(owner, batch.release_ids) if releases_wait else []
+            starts = self._start_all(owner, log, batch, plan, leaving)
         is_allotted = forecast is not None and not claims.claims and len(forecast.growing) <= self._pool.num_available
         if forecast is not None and plan.reserve_slots is not None and is_allotted:
             grants = self._reservations.allot(log, plan.reserve_slots, batch.reserve_max, forecast.growing)
         else:
             grants = self._reserve_all(owner, log, batch, plan, refused)
         growth = forecast if is_allotted else None
-        self._unfinished = _Unfinished(owner, batch, plan, grants, can_wait, growth, state.now)
+        self._unfinished = _Unfinished(owner, batch, plan, grants, commits_wait, releases_wait, growth, state.now)
         if log.copy_destinations:
             owner.note_copies(self._pool, int32_of(log.copy_destinations))
         if swapper is not None:
@@ -258,6 +276,21 @@ class StepApplier:
         if log.orders or log.ready or has_swaps(batch):
             reply = with_moves(reply, self._sequences, owner, log, swap_outs, swap_ins)
         return reply
+
+    def _can_releases_wait(self, batch: StepBatch, plan: StepPlan) -> bool:
+        """Whether the releases are applied after the answer: there are free blocks for all that the step grants.
+
+        A reservation is counted with a block to copy to, and a start without its hit.
+        """
+        slots, starts = plan.reserve_slots, plan.start_slots
+        if not len(batch.release_ids) or plan.needs_published or slots is None or not (len(slots) or len(starts)):
+            return False
+        if self._claims.claims or self._swapper is not None:
+            return False
+        seqs = self._sequences
+        num_wanted = np.maximum(seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots]), 0).sum()
+        num_wanted += len(slots) + seqs.num_blocks_of(seqs.num_tokens[starts]).sum()
+        return bool(num_wanted + self._state.num_spare() <= len(self._pool.free))
 
     def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
@@ -345,13 +378,16 @@ class StepApplier:
             claims.add_claim(owner, slot, max(1, num_missing + self._pool.num_available - num_room))
         return done
 
-    def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+    def _start_all(
+        self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, leaving: list[int]
+    ) -> list[StartResult]:
+        """leaving: slots that the step is yet to release. Nothing more is to be expected of them."""
         may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
         owners = {other.number: other for other in self._state.sessions.values()} if may_wait.any() else {}
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            if waits and (length := self._inflight.length_to_come(slot, max_hit, owners)):
+            if waits and (length := self._inflight.length_to_come(slot, max_hit, owners, leaving)):
                 self._claims.forget_claim(slot)  # it does not wait for blocks
                 self._counters.num_computing_answers += 1
                 log.computing_lens[slot] = length

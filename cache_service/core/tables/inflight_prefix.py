@@ -6,7 +6,7 @@ step under way computes it, or it is committed and waits for a copy. One that id
 A start is told to wait only a bounded number of times without progress, so that it never depends on other sequences for good.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -28,11 +28,12 @@ class InflightPrefixes:
         self._publisher = state.publisher
         self._lookup = lookup
 
-    def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
+    def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState], leaving: Container[int]) -> int:
         """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
 
         0 where that is no more than it could hit now, with max_hit as the most that it takes, or where it has waited long
-        enough. owners: by number, those whose sessions live; others will commit no more.
+        enough. owners: by number, those whose sessions live; others will commit no more, and the sequences that are leaving
+        neither.
         """
         seqs, size = self._sequences, self._sequences.block_size
         start = len(self._lookup.match_sequence(slot, max_hit)) * size
@@ -46,7 +47,7 @@ class InflightPrefixes:
         longest = 0
         for rival, length in self._rivals(slot, start):
             owner = owners.get(int(seqs.owners[rival]))
-            if owner is None or not self._will_publish(owner, rival, length):
+            if owner is None or rival in leaving or not self._will_publish(owner, rival, length):
                 continue
             known = min(length, end)
             differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.prompts[slot, :known])

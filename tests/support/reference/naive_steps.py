@@ -25,6 +25,7 @@ class NaiveSteps(NaiveClaims):
     """The reference model, with its operations."""
 
     num_opened = 0
+    num_late_releases = 0
     refused: list[tuple[NaiveSequence, int]] = []  # noqa: RUF012  # reservations of this step, with the blocks they asked for
 
     def open_session(self, session: str, executor: Executor) -> None:
@@ -128,20 +129,23 @@ class NaiveSteps(NaiveClaims):
         found = list(
             zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
         )
+        leaving = [self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist() if not len(batch.fork_children)]
+        releases_wait = self._can_releases_wait(session, batch)
         self.commit(session, commits_of(batch))
         if len(batch.fork_children) or len(batch.truncate_ids) or self._could_hit_more(session, batch):
             self.publish(told_now=session)
-        else:
-            self.publish_those([self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist()])
+        elif not releases_wait:
+            self.publish_those(leaving)
         told = self.told(session)
         refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             if sequence_id not in refused:
                 self.truncate(self.sequences[session, sequence_id], length)
         for sequence_id in batch.release_ids.tolist():
-            if sequence_id not in refused:
+            if sequence_id not in refused and not releases_wait:
                 self.release(self.sequences[session, sequence_id])
         self.settle()
+        self.leaving = leaving if releases_wait else []
         self._starts(session, batch, reply)
         updates = self._reservations(session, batch, reply, refused)
         updates += told
@@ -153,6 +157,25 @@ class NaiveSteps(NaiveClaims):
         expect(reply.pressure, self.pressure, "pressure")
         expect(reply.num_reclaim_hint, self.reclaim_hint(session), "reclaim hint")
         self.num_given_back += reply.num_reclaim_hint > 0
+        if releases_wait:
+            self.num_late_releases += len(leaving)
+            self.publish_those(leaving)
+            for q in leaving:
+                self.release(q)
+            self.settle()
+            self.observe()
+
+    def _can_releases_wait(self, session: str, batch: StepBatch) -> bool:
+        """Whether the blocks of released sequences are given back after the answer, because the step can do without them."""
+        others = (batch.fork_children, batch.truncate_ids, batch.swap_out_ids, batch.swap_in_ids)
+        num_items = len(batch.reserve_ids) + len(batch.start_ids)
+        if any(map(len, others)) or not len(batch.release_ids) or not num_items or self.config.num_host_blocks:
+            return False
+        wanted = len(batch.reserve_ids)  # to copy to
+        for sequence_id, most in zip(batch.reserve_ids.tolist(), batch.reserve_max.tolist(), strict=True):
+            wanted += max(0, self.num_blocks(most) - len(self.sequences[session, sequence_id].table))
+        wanted += sum(self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist())
+        return not self.claimants() and wanted + self.watermark() <= self.states().count(BlockState.FREE)
 
     def check_counts(self, reply: StepReply) -> None:
         states = self.states()
