@@ -24,6 +24,7 @@ from .pool_state import PoolState
 from .sequences.claims import StartNumbers
 from .sequences.publisher import ALL_BLOCKS
 from .step.apply import StepApplier
+from .step.expected import ExpectedReplies, OpenStep
 from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
 from .tables.inflight_prefix import InflightPrefixes
@@ -53,6 +54,7 @@ class PoolManager:
         starter = SequenceStarter(state, lookup, swapper)
         self.reclaim = Reclaim(state, lifecycle, swapper)
         self._steps = StepApplier(state, lifecycle, reservations, starter, InflightPrefixes(state, lookup), swapper)
+        self._expected = ExpectedReplies(state, lookup)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
@@ -110,8 +112,10 @@ class PoolManager:
     def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
         return self._steps.step(session, batch, forecast)
 
-    def answer_step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
-        return self._steps.answer_step(session, batch, forecast)
+    def answer_step(
+        self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None, *, is_expected: bool = False
+    ) -> StepReply:
+        return self._steps.answer_step(session, batch, forecast, is_expected=is_expected)
 
     @property
     def is_unfinished(self) -> bool:
@@ -123,8 +127,8 @@ class PoolManager:
     def foretell(self, session: SessionId) -> Forecast | None:
         return self._steps.foretell(session)
 
-    def expect_reply(self, session: SessionId, forecast: Forecast) -> StepReply | None:
-        return self._steps.expect_reply(session, forecast)
+    def expect_reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
+        return self._expected.reply(session, step)
 
     def complete(
         self,

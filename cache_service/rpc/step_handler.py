@@ -6,8 +6,10 @@ step committed are published once the reply is on its way. Nothing here loops ov
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -96,6 +98,7 @@ class StepHandler:
 
         A carrier awaits nothing between `apply` and this but the copies of an awaitable reply.
         """
+        os.sched_yield()  # a client that was woken on this processor goes first
         session, pool = live.core, live.pool
         pool.finish_step()
         pool.publish_some()
@@ -103,7 +106,7 @@ class StepHandler:
         if forecast is None:
             return
         foretold = live.foretold = ForetoldBytes(forecast, session.id, session.epoch)
-        reply = pool.manager.expect_reply(session.id, forecast)
+        reply = pool.manager.expect_reply(session.id, foretold.whole)
         if reply is not None:
             foretold.answer = step_response(reply, foretold.step_id, session.epoch, session.executor)
             foretold.num_calls = pool.num_calls
@@ -144,21 +147,27 @@ class StepHandler:
         return live, self._run(live, raw, step_batch(request))
 
     def _apply_foretold(self, live: LiveSession, foretold: ForetoldRequest, raw: bytes) -> bytes | Awaitable[bytes] | None:
-        """Applies a request that was foretold; None for any other one, which has changed nothing."""
-        answer = foretold.answer if foretold.num_calls == live.pool.num_calls and foretold.is_whole(raw) else None
-        step = foretold.read(raw) if answer is None else None
+        """Answers a request that was foretold; None for any other one, which has changed nothing."""
+        pool, session = live.pool, live.core
+        answer = foretold.answer if foretold.num_calls == pool.num_calls and foretold.is_whole(raw) else None
+        step = foretold.read_open(raw) if answer is None else None
         if answer is None and step is None:
             return None
-        session = self._session_manager.require(live.core.id, live.core.epoch, published=False).core
+        self._session_manager.require(session.id, session.epoch, published=False)
         if step is not None:
-            return self._run(live, raw, *step)
+            reply = pool.manager.expect_reply(session.id, step)
+            if reply is None:
+                return self._run(live, raw, *foretold.step(raw))
+            answer = step_response(reply, foretold.step_id, session.epoch, session.executor)
         assert answer is not None
         session.record(foretold.step_id, foretold.completed_step_id, raw, answer)
         live.foretold = None
-        live.pool.postpone_step(lambda: _apply_answered(live, foretold, raw, answer))
+        pool.postpone_step(partial(_apply_answered, live, answer, foretold, raw))
         return answer
 
-    def _run(self, live: LiveSession, raw: bytes, batch: StepBatch, forecast: Forecast | None = None) -> bytes | Awaitable[bytes]:
+    def _run(
+        self, live: LiveSession, raw: bytes, batch: StepBatch, forecast: Forecast | None = None
+    ) -> bytes | Awaitable[bytes]:
         """Applies the next step of a session and records its answer."""
         session = live.core
         mode = session.mode
@@ -199,11 +208,12 @@ class StepHandler:
         return reply if isinstance(reply, bytes) else await reply
 
 
-def _apply_answered(live: LiveSession, foretold: ForetoldRequest, raw: bytes, answer: bytes) -> None:
-    """Applies a step whose answer was known before it came."""
+def _apply_answered(live: LiveSession, answer: bytes, foretold: ForetoldRequest, raw: bytes) -> None:
+    """Applies a step that was answered by what was known of it."""
     session = live.core
-    reply = live.pool.manager.answer_step(session.id, *foretold.whole(raw))
-    assert step_response(reply, foretold.step_id, session.epoch, session.executor) == answer, "an answer that was foretold wrong"
+    reply = live.pool.manager.answer_step(session.id, *foretold.step(raw), is_expected=True)
+    told = step_response(reply, foretold.step_id, session.epoch, session.executor)
+    assert told == answer, "an answer that was foretold wrong"
 
 
 def replaced() -> StreamReplaced:

@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 
 from ..core.calls.sessions import CloseResult
+from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
 from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
@@ -64,11 +65,11 @@ class ForetoldRequest(Protocol):
     def is_whole(self, raw: bytes) -> bool:
         """Whether a request is as foretold, and releases and starts nothing."""
 
-    def whole(self, raw: bytes) -> tuple[StepBatch, Forecast]:
-        """The batch of such a request."""
+    def read_open(self, raw: bytes) -> OpenStep | None:
+        """A request that may release and start, as far as its answer needs it; None of one that is not as foretold."""
 
-    def read(self, raw: bytes) -> tuple[StepBatch, Forecast] | None:
-        """The same of a request that may release and start; None of one that is not as foretold."""
+    def step(self, raw: bytes) -> tuple[StepBatch, Forecast]:
+        """Such a request as a whole, and the forecast with its releases."""
 
 
 class StepCarrier(Protocol):

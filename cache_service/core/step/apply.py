@@ -22,6 +22,7 @@ from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
 from .forecast import Forecast, foretell
+from .free_room import fits_in_free
 from .reply import int32_of, step_reply, with_moves
 from .validate import StepPlan, check_starts, check_step, has_one_each, has_swaps
 
@@ -79,10 +80,13 @@ class StepApplier:
         self.finish_step()
         return reply
 
-    def answer_step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
+    def answer_step(
+        self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None, *, is_expected: bool = False
+    ) -> StepReply:
         """Applies one iteration, in the protocol's order, as far as its reply needs it; `finish_step` does the rest.
 
-        forecast: what the session was foretold, where the batch is just that but for its tokens, releases and starts. Raises
+        forecast: what the session was foretold, where the batch is just that but for its tokens, releases and starts.
+        is_expected: its reply was told, see expected.py, so no start finds or waits for what other sequences compute. Raises
         without a trace; refusals are in the reply.
         """
         self.finish_step()
@@ -101,7 +105,7 @@ class StepApplier:
             self._check_report(owner, batch.completed_transfers, batch.failed_transfers)
         owner.step_id = batch.step_id
         owner.complete_steps(self._pool, batch.completed_step_id)
-        return self._apply(owner, batch, plan, forecast)
+        return self._apply(owner, batch, plan, forecast, is_expected=is_expected)
 
     def finish_step(self) -> None:
         """Does what the last step has left for after its answer. Without such a step it does nothing."""
@@ -126,34 +130,6 @@ class StepApplier:
         """What the session's next step will most likely be. Nothing else may be left of its last one."""
         assert self._unfinished is None, "a step is finished before the next one is foretold"
         return foretell(self._sequences, self._state.session(session))
-
-    def expect_reply(self, session: SessionId, forecast: Forecast) -> StepReply | None:
-        """The reply to the forecast's step if it comes before any other call; None where it cannot be told without the step.
-
-        Nothing is changed or set aside for it.
-        """
-        state, pool, slots = self._state, self._pool, forecast.plan.reserve_slots
-        owner, num_new = state.session(session), len(forecast.growing)
-        assert slots is not None, "a forecast forks nothing"
-        if self._swapper is not None or state.claims.claims or owner.updates or owner.fences or owner.copies:
-            return None
-        blocks = state.allocator.peek(num_new, self._sequences.roots[slots[forecast.growing]])
-        level = state.gauge.level_at(pool.num_used + num_new)
-        if blocks is None or level is not state.gauge.level:
-            return None
-        reply = step_reply(
-            self._sequences,
-            pool,
-            StepLog(),
-            forecast.plan,
-            [],
-            [],
-            Grants(forecast.batch.reserve_max, forecast.growing.astype(np.int32), blocks),
-            num_reclaim_hint=0,
-            pressure=level,
-            revision=state.revision + 1,
-        )
-        return reply._replace(num_free=reply.num_free - num_new)
 
     def _note_granted(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> None:
         """For the forecast of the steps to come: what the step granted, new and running sequences alike."""
@@ -193,7 +169,9 @@ class StepApplier:
         swapper.offloader.transfers.check_report(owner, completed, failed)
         return swapper
 
-    def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan, forecast: Forecast | None) -> StepReply:
+    def _apply(
+        self, owner: SessionState, batch: StepBatch, plan: StepPlan, forecast: Forecast | None, *, is_expected: bool
+    ) -> StepReply:
         state, claims, swapper, log = self._state, self._claims, self._swapper, StepLog()
         state.revision += 1
         if claims.claims:
@@ -211,15 +189,13 @@ class StepApplier:
                 log.ready.extend(swapper.conclude_arrived(owner))
         releases_wait = self._can_releases_wait(batch, plan)
         # What ends or starts in the same step looks at the commits.
-        commits_wait = (
-            forecast is not None and not len(plan.start_slots) and (releases_wait or not len(batch.release_ids))
-        )
+        commits_wait = forecast is not None and not len(plan.start_slots) and (releases_wait or not len(batch.release_ids))
         if len(plan.commit_slots) and not commits_wait:
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         release_slots = [] if releases_wait else _there(owner, batch.release_ids)
         if plan.needs_published or (
-            len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
+            len(plan.start_slots) and not is_expected and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
         ):
             self._publisher.publish(told_now=owner)
         elif release_slots:
@@ -240,7 +216,7 @@ class StepApplier:
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
             leaving = _there(owner, batch.release_ids) if releases_wait else []
-            starts = self._start_all(owner, log, batch, plan, leaving)
+            starts = self._start_all(owner, log, batch, plan, leaving, may_wait=not is_expected)
         is_allotted = forecast is not None and not claims.claims and len(forecast.growing) <= self._pool.num_available
         if forecast is not None and plan.reserve_slots is not None and is_allotted:
             grants = self._reservations.allot(log, plan.reserve_slots, batch.reserve_max, forecast.growing)
@@ -278,19 +254,14 @@ class StepApplier:
         return reply
 
     def _can_releases_wait(self, batch: StepBatch, plan: StepPlan) -> bool:
-        """Whether the releases are applied after the answer: there are free blocks for all that the step grants.
-
-        A reservation is counted with a block to copy to, and a start without its hit.
-        """
-        slots, starts = plan.reserve_slots, plan.start_slots
-        if not len(batch.release_ids) or plan.needs_published or slots is None or not (len(slots) or len(starts)):
-            return False
-        if self._claims.claims or self._swapper is not None:
+        """Whether the step does without the blocks that it releases."""
+        slots = plan.reserve_slots
+        if not len(batch.release_ids) or plan.needs_published or slots is None:
             return False
         seqs = self._sequences
-        num_wanted = np.maximum(seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots]), 0).sum()
-        num_wanted += len(slots) + seqs.num_blocks_of(seqs.num_tokens[starts]).sum()
-        return bool(num_wanted + self._state.num_spare() <= len(self._pool.free))
+        new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
+        num_new = int(np.maximum(new_blocks, 0).sum())
+        return fits_in_free(self._state, plan.start_slots.tolist(), num_reservations=len(slots), num_new=num_new)
 
     def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
@@ -379,12 +350,13 @@ class StepApplier:
         return done
 
     def _start_all(
-        self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, leaving: list[int]
+        self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, leaving: list[int], *, may_wait: bool
     ) -> list[StartResult]:
         """leaving: slots that the step is yet to release. Nothing more is to be expected of them."""
-        may_wait = batch.start_may_wait if len(batch.start_may_wait) else np.zeros(len(plan.start_slots), np.int32)
-        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, may_wait)
-        owners = {other.number: other for other in self._state.sessions.values()} if may_wait.any() else {}
+        is_asked = may_wait and len(batch.start_may_wait) > 0
+        waiting = batch.start_may_wait if is_asked else np.zeros(len(plan.start_slots), np.int32)
+        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting)
+        owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
         results: list[StartResult] = []
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
             if waits and (length := self._inflight.length_to_come(slot, max_hit, owners, leaving)):

@@ -11,7 +11,9 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
-from ..values.types import NO_INT32, Int32Array, Int64Array
+from ..values.types import NO_INT32, Int32Array, Int64Array, SequenceState
+
+_RUNNING = np.int8(SequenceState.RUNNING)
 
 
 class FullHit(NamedTuple):
@@ -55,6 +57,32 @@ class PrefixLookup:
         return any(
             seqs.last_nodes[rival] == last or np.array_equal(tokens[rival, :start], prompt[:start]) for rival in rivals.tolist()
         )
+
+    def first_block(self, slot: int) -> tuple[int, bytes]:
+        """The tenant's root and the first block of tokens of a waiting sequence: others share nothing with it."""
+        seqs = self._sequences
+        return int(seqs.roots[slot]), seqs.prompts[slot, : self._block_size].tobytes()
+
+    def sure_match(self, slot: int, max_hit: int) -> Int32Array | None:
+        """[matched] nodes that a waiting sequence can start on; None where a running one may have the block behind them.
+
+        A running sequence with the same tokens has published as much of them as the match or less, so the node of its last
+        published block is the match's at that depth. That is looked at first, because hardly any is.
+        """
+        seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
+        if self.min_tokens or self._host is not None:
+            return None
+        nodes = self._match(slot, num_most)
+        if len(nodes) == num_most:
+            return nodes
+        path = np.append(seqs.roots[slot], nodes)
+        is_behind = (seqs.states == _RUNNING) & (path.take(seqs.num_published, mode="clip") == seqs.last_nodes)
+        start, prompt = len(nodes) * size, seqs.prompts[slot]
+        for rival in is_behind.nonzero()[0].tolist():
+            end = min(start + size, int(seqs.num_prompt[rival]))  # its other tokens may not be written yet
+            if np.array_equal(seqs.prompts[rival, start:end], prompt[start:end]):
+                return None
+        return nodes
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
         """Blocks that a waiting sequence may hit at most."""
