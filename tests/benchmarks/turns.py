@@ -1,14 +1,16 @@
 """Steps of sessions under one load, a bare gRPC echo of messages of the same size, and vLLM's manager, in turns.
 
-So all meet the same machine. After each turn comes a pause, in which a device would work: what the cache service leaves for
-after its answer is done then, and slows down no other turn. The client's encoding and decoding are part of our time and not of
-the echo's. Sequences that start are created before their step, as an engine does when a request arrives.
+So all meet the same machine, and each comes after each of the others equally often. After each turn comes a pause, in which a
+device would work: what the cache service leaves for after its answer is done then, and slows down no other turn. The client's
+encoding and decoding are part of our time and not of the echo's. Sequences that start are created before their step, as an
+engine does when a request arrives.
 """
 
 import asyncio
+import gc
 import os
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
@@ -21,6 +23,7 @@ from tests.benchmarks.sessions import Load, create
 from tests.benchmarks.vllm_manager import VllmManager, why_not
 
 _PAUSE = 0.001  # seconds
+_ECHO, _PEER = "baseline_", "peer_"
 
 
 class Turns:
@@ -29,56 +32,96 @@ class Turns:
     def __init__(self, load: Load, num_warm_up: int, num_steps: int) -> None:
         """num_steps: those that count, where a step fills a block, and others; num_warm_up go before."""
         self._load, self._num_warm_up, self._num_all = load, num_warm_up, num_warm_up + num_steps
-        self._echo: list[float] = []
-        self._peer: list[float] = []
-        self._ours: dict[str, list[float]] = {}
+        self._times: dict[str, list[float]] = {}
 
     async def take(self, sessions: dict[str, AsyncCacheSession], echo: grpc.aio.Channel, has_peer: bool) -> None:
         """All steps. Each session has started the sequences of the load, the i-th of them with seed i."""
-        load, takers = self._load, list(sessions.values())
-        times: list[list[float]] = [[] for _ in takers]
-        self._ours = dict(zip(sessions, times, strict=True))
-        peer = None
+        load, (first, *_) = self._load, sessions.values()
+        takers: dict[str, _Taker] = {name: _Session(session, seed) for seed, (name, session) in enumerate(sessions.items())}
+        request = encode(StepItems(**load.grow_columns(0)), first.session_id, first.epoch, 2, 1)
+        takers[_ECHO] = bare = _Echo(echo, len(request), _reply_size(load))
         if has_peer:
-            peer = VllmManager(load.num_blocks(self._num_all), BLOCK_SIZE)
-            peer.start(list(zip(load.ids.tolist(), load.prompts(), strict=True)))
-        message = bytes(len(encode(StepItems(**load.grow_columns(0)), takers[0].session_id, takers[0].epoch, 2, 1)))
-        open_call: Any = echo.stream_stream(METHOD, request_serializer=None, response_deserializer=None)
-        call = open_call(metadata=((SIZE_KEY, str(_reply_size(load))),))
+            takers[_PEER] = _Peer(load, self._num_all)
+        self._times = {name: [] for name in takers}
+        gc.collect()
+        gc.freeze()  # the modules and objects of one taker are not looked through in the turn of another
+        names = list(takers)
         for step_idx in range(self._num_all):
             created, items = load.created(step_idx), StepItems(**load.grow_columns(step_idx))
             counts = step_idx >= self._num_warm_up and load.fills(step_idx)
-            for seed, (session, took) in enumerate(zip(takers, times, strict=True)):
-                await create(session, created, seed)
-                if created:
-                    await asyncio.sleep(_PAUSE)
-                begin = time.perf_counter()
-                await session.step(items)
-                if counts:
-                    took.append((time.perf_counter() - begin) * 1e6)
+            turn = step_idx % len(names)
+            for name in names[turn:] + names[:turn]:
+                took = await takers[name].turn(items, created)
                 await asyncio.sleep(_PAUSE)
-            begin = time.perf_counter()
-            await call.write(message)
-            await call.read()
-            echo_us = (time.perf_counter() - begin) * 1e6
-            peer_us = peer.step(items, created) if peer is not None else 0.0
-            await asyncio.sleep(_PAUSE)
-            if counts:
-                self._echo.append(echo_us)
-                if peer is not None:
-                    self._peer.append(peer_us)
-        await call.done_writing()
+                if counts:
+                    self._times[name].append(took)
+        gc.unfreeze()
+        await bare.end()
 
     def figure(self) -> dict[str, object]:
         figure: dict[str, object] = {}
-        for prefix, times in self._ours.items():
-            figure |= _quartiles(prefix, times)
-        figure |= {"baseline": "stream echo of the same sizes", **_quartiles("baseline_", self._echo)}
-        figure |= {f"{prefix}ratio": _ratio(times, self._echo) for prefix, times in self._ours.items()}
-        if self._peer:
-            figure |= {"peer": "vllm", **_quartiles("peer_", self._peer)}
-            figure |= {f"{prefix}ratio_to_peer": _ratio(times, self._peer) for prefix, times in self._ours.items()}
+        ours = [name for name in self._times if name not in (_ECHO, _PEER)]
+        for name in ours:
+            figure |= self._quartiles(name)
+        figure |= {"baseline": "stream echo of the same sizes", **self._quartiles(_ECHO)}
+        figure |= {f"{name}ratio": self._ratio(name, _ECHO) for name in ours}
+        if _PEER in self._times:
+            figure |= {"peer": "vllm", **self._quartiles(_PEER)}
+            figure |= {f"{name}ratio_to_peer": self._ratio(name, _PEER) for name in ours}
         return figure
+
+    def _quartiles(self, name: str) -> dict[str, object]:
+        low, middle, high = np.percentile(self._times[name], (25, 50, 75))
+        return {
+            f"{name}median_us": round(float(middle), 1),
+            f"{name}quartiles_us": [round(float(low), 1), round(float(high), 1)],
+        }
+
+    def _ratio(self, name: str, other: str) -> float:
+        return round(float(np.median(self._times[name]) / np.median(self._times[other])), 3)
+
+
+class _Taker(Protocol):
+    async def turn(self, items: StepItems, created: list[tuple[int, np.ndarray]]) -> float:
+        """Microseconds of one step, which starts the sequences `created`."""
+
+
+class _Session:
+    def __init__(self, session: AsyncCacheSession, seed: int) -> None:
+        self._session, self._seed = session, seed
+
+    async def turn(self, items: StepItems, created: list[tuple[int, np.ndarray]]) -> float:
+        if created:
+            await create(self._session, created, self._seed)
+            await asyncio.sleep(_PAUSE)
+        begin = time.perf_counter()
+        await self._session.step(items)
+        return (time.perf_counter() - begin) * 1e6
+
+
+class _Echo:
+    def __init__(self, channel: grpc.aio.Channel, request_size: int, reply_size: int) -> None:
+        open_call: Any = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)
+        self._call = open_call(metadata=((SIZE_KEY, str(reply_size)),))
+        self._message = bytes(request_size)
+
+    async def turn(self, items: StepItems, created: list[tuple[int, np.ndarray]]) -> float:
+        begin = time.perf_counter()
+        await self._call.write(self._message)
+        await self._call.read()
+        return (time.perf_counter() - begin) * 1e6
+
+    async def end(self) -> None:
+        await self._call.done_writing()
+
+
+class _Peer:
+    def __init__(self, load: Load, num_steps: int) -> None:
+        self._manager = VllmManager(load.num_blocks(num_steps), BLOCK_SIZE)
+        self._manager.start(list(zip(load.ids.tolist(), load.prompts(), strict=True)))
+
+    async def turn(self, items: StepItems, created: list[tuple[int, np.ndarray]]) -> float:
+        return self._manager.step(items, created)
 
 
 def peer_or_reason() -> tuple[bool, str | None]:
@@ -100,15 +143,3 @@ def _reply_size(load: Load) -> int:
     num_new = load.num_sequences // BLOCK_SIZE if fills_each_step(load) else load.num_sequences
     start_bytes = sum(20 + 4 * -(-len(prompt) // BLOCK_SIZE) for _, prompt in load.created(0))
     return 4 * load.num_sequences + 8 * num_new + start_bytes + 40
-
-
-def _quartiles(prefix: str, times: list[float]) -> dict[str, object]:
-    low, middle, high = np.percentile(times, (25, 50, 75))
-    return {
-        f"{prefix}median_us": round(float(middle), 1),
-        f"{prefix}quartiles_us": [round(float(low), 1), round(float(high), 1)],
-    }
-
-
-def _ratio(times: list[float], others: list[float]) -> float:
-    return round(float(np.median(times) / np.median(others)), 3)
