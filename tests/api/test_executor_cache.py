@@ -111,11 +111,8 @@ async def test_large_copies_leave_the_service_answering(api: Api, slow: SlowCopi
     np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
 
 
-async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
-    session, table = await forked(api)
-    first = asyncio.ensure_future(api.raw_step(reserve_child(session)))
-    await begun(api, slow)
-    first.cancel()
+async def check_repeat(api: Api, slow: SlowCopies, session: Session, table: list[int]) -> None:
+    """A repeat of the child's step awaits the copies that have begun, begins none, and finds them done."""
     again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
     await api.stats()
     assert not again.done()
@@ -124,6 +121,14 @@ async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api,
     (copy,) = int32s(answer.copy_destination_block_ids)
     np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
     assert slow.num_begun == 1
+
+
+async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
+    session, table = await forked(api)
+    first = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    first.cancel()
+    await check_repeat(api, slow, session, table)
 
 
 async def test_no_block_is_granted_while_large_copies_run(api: Api, slow: SlowCopies) -> None:
@@ -224,14 +229,7 @@ async def test_a_stream_that_is_lost_during_its_copies_finds_its_step_done(
     await stream.write(reserve_child(session))
     await begun(api, slow)
     stream.cancel()
-    again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
-    await api.stats()
-    assert not again.done()
-    slow.may_go_on.set()
-    answer = pb.StepResponse.FromString(await asyncio.wait_for(again, DEADLINE))
-    (copy,) = int32s(answer.copy_destination_block_ids)
-    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
-    assert slow.num_begun == 1
+    await check_repeat(api, slow, session, table)
     await api.until(lambda stats: stats.sessions[0].step_carrier == pb.STEP_CARRIER_UNSPECIFIED)
 
 
