@@ -10,6 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.runtime import pool as running_pool
+from tests.support.processes.child_processes import Processes
 from tests.support.worlds import cache_api
 from tests.support.worlds.cache_api import (
     BLOCK_BYTES,
@@ -245,6 +246,21 @@ async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_a
     assert stats.pools[0].num_quarantined_blocks > 0
     slow.may_go_on.set()
     await asyncio.wait_for(stepping, DEADLINE)
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_a_client_that_is_killed_during_its_copies_is_quarantined_until_they_are_done(
+    api: Api, slow: SlowCopies, processes: Processes
+) -> None:
+    session, _ = await forked(api)
+    child = await processes.with_lane(session, reserve_child(session))
+    await child.tell("send")
+    await begun(api, slow)
+    child.process.kill()
+    stats = await api.until(lambda stats: not stats.sessions)
+    assert stats.num_reaped_sessions == 1
+    assert stats.pools[0].num_quarantined_blocks > 0
+    slow.may_go_on.set()
     await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
 
 
