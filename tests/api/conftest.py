@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import Api, ManualClock, serving
 from tests.support.worlds.step_carriers import StepCarriers
 
@@ -27,3 +28,10 @@ def carriers(api: Api, request: pytest.FixtureRequest) -> Iterator[StepCarriers]
     made = StepCarriers(api, request.param)
     yield made
     made.close()
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[Processes]:
+    started = Processes()
+    yield started
+    await started.end()

@@ -2,20 +2,10 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-
-import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, blocks_of, int32s, le32, le64
-
-
-@pytest.fixture
-async def processes() -> AsyncIterator[Processes]:
-    started = Processes()
-    yield started
-    await started.end()
 
 
 async def start(session: Session, sequence_id: int, num_tokens: int) -> list[int]:

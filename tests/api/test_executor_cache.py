@@ -10,6 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.runtime import pool as running_pool
+from tests.support.processes.child_processes import Processes
 from tests.support.worlds import cache_api
 from tests.support.worlds.cache_api import (
     BLOCK_BYTES,
@@ -111,11 +112,8 @@ async def test_large_copies_leave_the_service_answering(api: Api, slow: SlowCopi
     np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
 
 
-async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
-    session, table = await forked(api)
-    first = asyncio.ensure_future(api.raw_step(reserve_child(session)))
-    await begun(api, slow)
-    first.cancel()
+async def check_repeat(api: Api, slow: SlowCopies, session: Session, table: list[int]) -> None:
+    """A repeat of the child's step awaits the copies that have begun, begins none, and finds them done."""
     again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
     await api.stats()
     assert not again.done()
@@ -124,6 +122,14 @@ async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api,
     (copy,) = int32s(answer.copy_destination_block_ids)
     np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
     assert slow.num_begun == 1
+
+
+async def test_a_repeat_awaits_the_copies_of_a_call_that_was_cancelled(api: Api, slow: SlowCopies) -> None:
+    session, table = await forked(api)
+    first = asyncio.ensure_future(api.raw_step(reserve_child(session)))
+    await begun(api, slow)
+    first.cancel()
+    await check_repeat(api, slow, session, table)
 
 
 async def test_no_block_is_granted_while_large_copies_run(api: Api, slow: SlowCopies) -> None:
@@ -224,14 +230,7 @@ async def test_a_stream_that_is_lost_during_its_copies_finds_its_step_done(
     await stream.write(reserve_child(session))
     await begun(api, slow)
     stream.cancel()
-    again = asyncio.ensure_future(api.raw_step(reserve_child(session)))
-    await api.stats()
-    assert not again.done()
-    slow.may_go_on.set()
-    answer = pb.StepResponse.FromString(await asyncio.wait_for(again, DEADLINE))
-    (copy,) = int32s(answer.copy_destination_block_ids)
-    np.testing.assert_array_equal(blocks_of(api)[copy], blocks_of(api)[table[1]])
-    assert slow.num_begun == 1
+    await check_repeat(api, slow, session, table)
     await api.until(lambda stats: stats.sessions[0].step_carrier == pb.STEP_CARRIER_UNSPECIFIED)
 
 
@@ -247,6 +246,21 @@ async def test_a_session_that_ends_during_its_copies_is_quarantined_until_they_a
     assert stats.pools[0].num_quarantined_blocks > 0
     slow.may_go_on.set()
     await asyncio.wait_for(stepping, DEADLINE)
+    await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_a_client_that_is_killed_during_its_copies_is_quarantined_until_they_are_done(
+    api: Api, slow: SlowCopies, processes: Processes
+) -> None:
+    session, _ = await forked(api)
+    child = await processes.with_lane(session, reserve_child(session))
+    await child.tell("send")
+    await begun(api, slow)
+    child.process.kill()
+    stats = await api.until(lambda stats: not stats.sessions)
+    assert stats.num_reaped_sessions == 1
+    assert stats.pools[0].num_quarantined_blocks > 0
+    slow.may_go_on.set()
     await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
 
 

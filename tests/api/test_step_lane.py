@@ -3,11 +3,10 @@
 import asyncio
 import errno
 import json
+import logging
 import re
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvkeeper.cache_service.rpc.step_handler import StepHandler
 from kvkeeper.client.arena import attach_arena_and_lane
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of_status
-from tests.support.processes import lane_process
+from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, serving
 from tests.support.worlds.messages import differences, show
 from tests.support.worlds.step_carriers import (
@@ -262,53 +261,45 @@ async def _until_watched(api: Api, num_processes: int) -> None:
 # Processes
 
 
-@pytest.fixture
-async def stepper(api: Api) -> AsyncIterator["Stepper"]:
-    made = Stepper(api)
-    yield made
-    await made.end()
-
-
-class Stepper:
-    """A process that steps over a lane of its own."""
-
-    def __init__(self, api: Api) -> None:
-        self.api = api
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self, session: Session, raw: bytes, *parts: str) -> None:
-        arguments = str(Path(lane_process.__file__)), session.opened.attach_socket_path, session.opened.attach_token, raw.hex()
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", *arguments, *parts, stdout=asyncio.subprocess.PIPE
-        )
-        assert self.process.stdout is not None
-        assert await asyncio.wait_for(self.process.stdout.readline(), DEADLINE) == b"stepped\n"
-
-    async def end(self) -> None:
-        if self.process is not None:
-            if self.process.returncode is None:
-                self.process.kill()
-            await self.process.communicate()
+async def stepped(processes: Processes, session: Session, raw: bytes, *parts: str) -> asyncio.subprocess.Process:
+    """A process that has made a step over its lane."""
+    child = await processes.with_lane(session, raw, *parts)
+    for command, word in (("send", "sent"), ("read", "stepped")):
+        await child.tell(command)
+        await child.says(word)
+    return child.process
 
 
 @pytest.mark.parametrize("parts", [("step-lane",), ("memory", "step-lane")], ids=" and ".join)
-async def test_a_killed_client_loses_its_session_at_once(api: Api, stepper: Stepper, parts: tuple[str, ...]) -> None:
+async def test_a_killed_client_loses_its_session_at_once(api: Api, processes: Processes, parts: tuple[str, ...]) -> None:
     session = await api.open()
     await session.create(1, 10)
-    await stepper.start(session, session.start_bytes(1, 1), *parts)
+    client = await stepped(processes, session, session.start_bytes(1, 1), *parts)
     stats = await api.stats()
     assert (stats.sessions[0].step_carrier, stats.pools[0].num_running_sequences) == (pb.STEP_CARRIER_LANE, 1)
-    assert stepper.process is not None
-    stepper.process.kill()
+    client.kill()
     stats = await api.until(lambda stats: not stats.sessions and not stats.pools[0].num_quarantined_blocks)
     assert (stats.num_reaped_sessions, stats.pools[0].num_referenced_blocks) == (1, 0)
 
 
-async def test_a_stopped_client_stops_nothing_but_its_own_session(api: Api, stepper: Stepper, clock: ManualClock) -> None:
+async def test_a_client_killed_in_a_step_loses_its_session_at_once(
+    api: Api, processes: Processes, caplog: pytest.LogCaptureFixture
+) -> None:
     session, other = await api.open(), await api.open()
-    await stepper.start(session, session.step_bytes(1), "step-lane")
-    assert stepper.process is not None
-    stepper.process.send_signal(signal.SIGSTOP)
+    await session.create(1, 10)
+    child = await processes.with_lane(session, session.start_bytes(1, 1))
+    await child.tell("send-and-die")
+    child.block_until_dead()
+    stats = await api.until(lambda stats: len(stats.sessions) == 1 and not stats.pools[0].num_quarantined_blocks)
+    assert (stats.num_reaped_sessions, stats.pools[0].num_referenced_blocks) == (1, 0)
+    await other.step(1)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_stopped_client_stops_nothing_but_its_own_session(api: Api, processes: Processes, clock: ManualClock) -> None:
+    session, other = await api.open(), await api.open()
+    client = await stepped(processes, session, session.step_bytes(1))
+    client.send_signal(signal.SIGSTOP)
     for step_id in range(1, 20):
         clock.advance(1)
         await other.step(step_id)

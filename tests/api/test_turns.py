@@ -39,13 +39,15 @@ async def test_others_step_while_blocks_are_evicted(wide: Api) -> None:
     session, other = await wide.open(), await wide.open()
     await _cached(session)
     evicting = asyncio.ensure_future(session.call("EvictBlocks", num_blocks=30))
+    auditing = asyncio.ensure_future(wide.audit())
     seen, step_id = set[int](), 0
     while not evicting.done():
         step_id += 1
         await other.step(step_id)
         (pool,) = wide.server.session_manager.registry.pools
         seen.add(pool.manager.stats().num_cached_blocks)
-        await wide.audit()
+        assert pool.manager.check_invariants() == []
+    await auditing
     answer = await evicting
     assert (answer.num_evicted_blocks, answer.num_free_blocks) == (30, NUM_BLOCKS - 1 - NUM_CACHED + 30)
     assert any(10 < num_cached < NUM_CACHED for num_cached in seen), "no step came between"
@@ -121,13 +123,15 @@ async def test_others_step_while_the_cache_is_cleared_and_what_runs_is_shared_an
     await other.step(2, commit_sequence_ids=le64(1), **commit)
     assert (await other.call("MatchPrefix", token_ids=range(500, 509))).num_matched_tokens == 8
     clearing = asyncio.ensure_future(session.call("ClearPrefixCache"))
+    auditing = asyncio.ensure_future(wide.audit())
     seen, step_id = set[int](), 2
     while not clearing.done():
         step_id += 1
         await other.step(step_id)
         (pool,) = wide.server.session_manager.registry.pools
         seen.add(pool.manager.stats().num_cached_blocks)
-        await wide.audit()
+        assert pool.manager.check_invariants() == []
+    await auditing
     answer = await clearing
     assert (answer.num_freed_blocks, answer.num_forgotten_blocks) == (NUM_CACHED, NUM_CACHED + 2)
     assert any(0 < num_cached < NUM_CACHED for num_cached in seen), "no step came between"

@@ -7,23 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
-from tests.benchmarks.growing import BLOCK_SIZE, Growing
+from tests.benchmarks.growing import Growing
 from tests.benchmarks.processes import process
+from tests.benchmarks.sessions import ready_session
 
-SPEC = pb.KvSpec(
-    model_id="bench",
-    revision="0",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    kv_dtype=pb.KV_DTYPE_FLOAT16,
-    block_size=BLOCK_SIZE,
-    layout=pb.KV_LAYOUT_BLOCK_MAJOR,
-    compute_dtype="float32",
-)
 _NUM_SESSIONS, _NUM_SEQUENCES, _NUM_STEPS, _WARM_UP = 8, 256, 320, 32
 
 
@@ -56,19 +45,6 @@ async def _crowd(num_sessions: int) -> dict[str, object]:
         "median_us": round(float(np.median(latencies)), 1),
         "p99_us": round(float(np.percentile(latencies, 99)), 1),
     }
-
-
-async def open_session(client: AsyncCacheClient) -> AsyncCacheSession:
-    return await client.open_session(SPEC, executor=pb.EXECUTOR_ENGINE, client_name="bench")
-
-
-async def ready_session(client: AsyncCacheClient, load: Growing, seed: int) -> AsyncCacheSession:
-    """A session with sequences that have started. Prompts of two seeds share nothing."""
-    session = await open_session(client)
-    for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-        await session.create_sequence(sequence_id, (prompt + 32_000 * seed).astype(np.int32))
-    await session.step(StepItems(**load.start_columns()))
-    return session
 
 
 async def _drive(session: AsyncCacheSession, load: Growing) -> list[float]:

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
-from tests.benchmarks.crowd import ready_session
 from tests.benchmarks.disturber import NUM_BLOCKS, NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
 from tests.benchmarks.growing import Growing
 from tests.benchmarks.processes import process
+from tests.benchmarks.sessions import ready_session
 
 _LOAD = Growing(64)
 _PAUSE = 0.001  # seconds: what a device would take

@@ -14,7 +14,7 @@ from kvkeeper.client import CallOptions
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.admission import NUM_TOKENS, prompts
-from tests.benchmarks.crowd import open_session
+from tests.benchmarks.sessions import open_session
 
 NUM_BLOCKS = 1 << 20
 NUM_SEQUENCES = 120  # of so many tokens: 983,040 blocks

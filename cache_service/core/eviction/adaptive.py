@@ -37,7 +37,7 @@ from .ghosts import Ghosts, Traces
 from .hit_density import FloatArray, HitDensity
 from .leaves import Leaves
 from .lru_shadow import LruShadow
-from .policy import Use
+from .policy import Order, Use
 from .use_history import MOST_IN_BATCH, History
 
 _OVERRULES_BELOW = 0.4  # of the hit density of the least recently used block
@@ -148,14 +148,9 @@ class AdaptivePolicy:
         elif 2 * self._num_pending > _MOST_PENDING:
             self._catch_up()
 
-    def waiting(self) -> Int32Array:
+    def order(self) -> Order:
         chosen = self._chosen[self._stamps.are_live(self._chosen, self._chosen_stamps)]
-        rest = self._order.live()
-        is_chosen = np.zeros(self._num_blocks, np.bool_)
-        is_chosen[chosen] = True
-        rows = [chosen, rest[~is_chosen[rest]]]
-        rows += [blocks[self._stamps.are_live(blocks, stamps)] for blocks, stamps in self._added]
-        return np.concatenate(rows)
+        return Order(self._stamps, [*self._order.rows(), *self._added], self._stamps.clock, chosen)
 
     @property
     def _request_len(self) -> float:

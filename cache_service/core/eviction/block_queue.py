@@ -50,6 +50,9 @@ class Stamps:
         return self.newest[blocks] == stamps
 
 
+Entries = tuple[Int32Array, Int64Array]  # [n] blocks and their stamps
+
+
 class _Segment:
     """Entries [start, end) of two columns."""
 
@@ -129,6 +132,13 @@ class BlockQueue:
         """All live blocks in order."""
         rows = [segment.blocks[self._live(segment, segment.start, segment.end)] for segment in self._segments]
         return np.concatenate([NO_INT32, *rows])
+
+    def rows(self) -> list[Entries]:
+        """All entries as of now, in order, stale ones too; what comes and goes later changes nothing in them."""
+        return [
+            (segment.blocks[segment.start : segment.end], segment.stamps[segment.start : segment.end])
+            for segment in self._segments
+        ]
 
     def sweep(self, idx: int) -> int:
         """Drops the stale entries of a segment, and joins it with the one before where both fit. Answers the next index."""

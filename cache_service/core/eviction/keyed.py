@@ -15,7 +15,7 @@ import numpy as np
 
 from ..values.types import Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps, Sweeper
-from .policy import Use
+from .policy import Order, Use
 
 UNUSED = int(np.iinfo(np.int64).min)
 _LEAST_ORDER = 64  # keys without a queue that may stay in the heap
@@ -64,9 +64,9 @@ class KeyedPolicy(ABC):
     def prepare(self) -> None:  # noqa: B027  a base that is complete
         """Nothing was put off."""
 
-    def waiting(self) -> Int32Array:
-        rows = [self._queues[key].live() for key in sorted(self._queues)]
-        return np.concatenate([np.empty(0, np.int32), *rows])
+    def order(self) -> Order:
+        rows = [row for queue in self._queues.values() for row in queue.rows()]
+        return Order(self._stamps, rows, self._stamps.clock)
 
     @abstractmethod
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:

@@ -5,7 +5,7 @@ Leaves before parents: a parent is held for as long as a child is, and becomes e
 
 from ..values.types import Int32Array
 from .block_queue import BlockQueue, Stamps, Sweeper
-from .policy import Use
+from .policy import Order, Use
 
 
 class LruPolicy:
@@ -40,5 +40,5 @@ class LruPolicy:
     def prepare(self) -> None:
         """Nothing was put off."""
 
-    def waiting(self) -> Int32Array:
-        return self._queue.live()
+    def order(self) -> Order:
+        return Order(self._stamps, self._queue.rows(), self._stamps.clock)

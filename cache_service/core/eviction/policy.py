@@ -7,10 +7,11 @@ deepest first. Only under retention may a parent become evictable before its chi
 them with it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..values.types import Int32Array
+from ..values.types import NO_INT32, Int32Array
+from .block_queue import Entries, Stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,20 @@ class Use:
     root: int
     priority: int
     num_blocks: int  # of its whole table
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The evictable blocks of a moment, as their policy has them; those that still wait are each in it once.
+
+    stamps: of the policy, and clock: their clock at that moment. A block whose stamp is 1 to clock has waited since then.
+    first: victims that are chosen already. rows: the others, where stale entries and those of `first` do not count.
+    """
+
+    stamps: Stamps
+    rows: list[Entries]
+    clock: int
+    first: Int32Array = field(default_factory=lambda: NO_INT32)
 
 
 class EvictionPolicy(Protocol):
@@ -50,5 +65,5 @@ class EvictionPolicy(Protocol):
     def prepare(self) -> None:
         """Does work that was put off. Called when no reply waits; it may take as long as a step may be late."""
 
-    def waiting(self) -> Int32Array:
-        """All evictable blocks, in the order of eviction as far as that is fixed; for audits."""
+    def order(self) -> "Order":
+        """What it knows of the evictable blocks, for audits."""

@@ -7,15 +7,14 @@ raises nothing and changes nothing. Texts name blocks and sequences by number on
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from ..blocks.block_pool import BlockPool
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..values.distinct import distinct, has_repeats
 from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, SequenceState
+from .order_invariants import check_number, check_orders
+from .slices import compare
 
-_SLICE_ENTRIES = 65_536  # table entries or counts compared in less than a millisecond
 _SLICE_PLACES = 256  # published blocks compared in about a millisecond
 
 
@@ -49,10 +48,10 @@ def _owners(state: PoolState) -> list[SessionState]:
     return [*state.sessions.values(), *state.ended_sessions]
 
 
-def _named(state: PoolState) -> Int32Array:
+def _named(state: PoolState) -> list[Int32Array]:
     """Every entry of a table or a pin."""
     holding = state.sequences.holding_slots().tolist()
-    return np.concatenate([NO_INT32, *map(state.sequences.held, holding), *(pin.blocks for pin in state.pins.live())])
+    return [*map(state.sequences.held, holding), *(pin.blocks for pin in state.pins.live())]
 
 
 def _check_counters(state: PoolState) -> list[str]:
@@ -80,34 +79,22 @@ def _check_counters(state: PoolState) -> list[str]:
 
 
 def _check_names(state: PoolState) -> list[str]:
-    named = _named(state)
+    named = np.concatenate([NO_INT32, *_named(state)])
     if len(named) and (int(named.min()) < 1 or int(named.max()) >= state.pool.num_blocks):
         return ["a block table or a pin names a block that is not there"]
     return []
 
 
 def _check_references(state: PoolState) -> Iterator[list[str]]:
-    yield from _compare("references", state.pool.ref_counts, [_named(state)])
+    yield from compare("references", lambda: (state.pool.ref_counts, _named(state)))
 
 
 def _check_fences(state: PoolState) -> Iterator[list[str]]:
-    yield from _compare("fences", state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)])
+    yield from compare("fences", lambda: (state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)]))
 
 
 def _check_quarantines(state: PoolState) -> Iterator[list[str]]:
-    yield from _compare("quarantines", state.pool.quarantine_counts, list(state.quarantines.values()))
-
-
-def _compare(name: str, counts: Int32Array, entries: list[Int32Array]) -> Iterator[list[str]]:
-    """Counts and entries are copied at one moment; the copies are compared in slices."""
-    blocks, missing = np.concatenate([NO_INT32, *entries]), counts.copy()
-    yield []
-    for start in range(0, len(blocks), _SLICE_ENTRIES):
-        np.subtract.at(missing, blocks[start : start + _SLICE_ENTRIES], np.int32(1))
-        yield []
-    for start in range(0, len(missing), _SLICE_ENTRIES):
-        differ = start + np.flatnonzero(missing[start : start + _SLICE_ENTRIES])
-        yield [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
+    yield from compare("quarantines", lambda: (state.pool.quarantine_counts, list(state.quarantines.values())))
 
 
 def _check_index(state: PoolState) -> list[str]:
@@ -127,7 +114,7 @@ def _check_counts(state: PoolState) -> list[str]:
         ("moving", pool.num_in_transfer, is_moving & ~is_quarantined),
         ("fenced", pool.num_fenced, ~is_quarantined & ~is_moving),
     ):
-        wrong += _check_number(name, number, found)
+        wrong += check_number(name, number, found)
     return wrong
 
 
@@ -143,39 +130,6 @@ def _check_copies(state: PoolState) -> list[str]:
     for block in filling[pool.indexed[filling]].tolist():
         wrong.append(f"block {block} is shared while a copy fills it")
     return wrong
-
-
-def check_orders(pool: BlockPool) -> Iterator[list[str]]:
-    """Whether free list and eviction order hold what the counts say, in whichever tier."""
-    is_right = (pool.busy_counts == pool.quarantine_counts + pool.transfer_counts).all()
-    yield [] if is_right else ["quarantines and transfers do not add up"]
-    is_right = _are(pool.free.ids(), _is_idle(pool) & ~pool.indexed)
-    yield [] if is_right else ["the free list is not the blocks that nothing holds and nothing names"]
-    is_right = _are(pool.policy.waiting(), _is_idle(pool) & pool.indexed)
-    yield [] if is_right else ["the eviction order is not the indexed blocks that nothing holds"]
-    yield pool.limits.check(_is_idle(pool) & pool.indexed) if pool.limits.wants_order else []
-    yield _check_number("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed)
-    yield _check_number("referenced", pool.num_referenced, pool.ref_counts)
-    yield _check_number("indexed", pool.num_indexed, pool.indexed)
-    yield _check_number("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1)
-
-
-def _check_number(name: str, number: int, found: npt.NDArray[np.generic]) -> list[str]:
-    return [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
-
-
-def _is_idle(pool: BlockPool) -> npt.NDArray[np.bool_]:
-    """[num_blocks] Whether nothing holds the block; never for the null block."""
-    idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
-    idle[0] = False
-    return idle
-
-
-def _are(blocks: Int32Array, wanted: npt.NDArray[np.bool_]) -> bool:
-    """Whether these are the wanted blocks, each once."""
-    found = np.zeros(len(wanted), np.bool_)
-    found[blocks] = True
-    return len(blocks) == np.count_nonzero(wanted) and np.array_equal(found, wanted)
 
 
 def _check_pins(state: PoolState) -> list[str]:

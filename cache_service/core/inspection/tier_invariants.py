@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import Move
 from ..values.types import Int32Array, SequenceState, TransferKind
-from .invariants import check_orders
+from .order_invariants import check_orders
 
 
 def audit(state: PoolState, swapper: SequenceSwapper) -> Iterator[list[str]]:

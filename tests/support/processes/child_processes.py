@@ -1,10 +1,11 @@
-"""Child processes that map an arena, started and ended by a test in the loop of the service they attach to."""
+"""Child processes with an arena or a step lane, started and ended by a test in the loop of the service they attach to."""
 
 import asyncio
+import contextlib
+import os
 import sys
-from pathlib import Path
 
-from tests.support.processes import attached_process
+from tests.support.processes import attached_process, lane_process
 from tests.support.worlds.cache_api import DEADLINE, Session
 
 
@@ -24,6 +25,11 @@ class Attached:
         self.process.stdin.write(command.encode() + b"\n")
         await self.process.stdin.drain()
 
+    def block_until_dead(self) -> None:
+        """Holds the loop up, which then finds at once all that the process did."""
+        with contextlib.suppress(ChildProcessError):  # the thread that asyncio waits with was first
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
 
 class Processes:
     """Starts them, and ends those that a test left."""
@@ -37,10 +43,21 @@ class Processes:
         return child
 
     async def start(self, path: str, token: str) -> Attached:
+        return await self._start(attached_process.__file__, path, token)
+
+    async def with_lane(self, session: Session, raw: bytes, *parts: str) -> Attached:
+        """A process with a lane for one step, and with these parts of what the attach socket has."""
+        opened = session.opened
+        child = await self._start(
+            lane_process.__file__, opened.attach_socket_path, opened.attach_token, raw.hex(), *(parts or ("step-lane",))
+        )
+        await child.says("attached")
+        return child
+
+    async def _start(self, script: str, *args: str) -> Attached:
         pipe = asyncio.subprocess.PIPE
-        script = Path(attached_process.__file__)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", str(script), path, token, stdin=pipe, stdout=pipe, stderr=pipe
+            sys.executable, "-S", script, *args, stdin=pipe, stdout=pipe, stderr=pipe
         )
         self._all.append(process)
         return Attached(process)

@@ -1,0 +1,69 @@
+"""The audit of a pool's orders, in whichever tier: free list and eviction order hold what the counts say.
+
+Raises nothing and changes nothing. Each block is compared in a slice of its own moment where what is compared must hold at any;
+what waits is followed from one moment on by its stamps.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..blocks.block_pool import BlockPool
+from .slices import Counted, compare, slices
+
+_ROWS_AT_ONCE = 64  # of about a thousand entries
+_ALL = slice(None)
+
+
+def check_orders(pool: BlockPool) -> Iterator[list[str]]:
+    """In slices, between which the pool may change."""
+    for some in slices(pool.num_blocks):
+        is_right = (pool.busy_counts[some] == pool.quarantine_counts[some] + pool.transfer_counts[some]).all()
+        yield [] if is_right else ["quarantines and transfers do not add up"]
+    yield from compare("places in the free list", lambda: _free(pool))
+    yield from _check_eviction_order(pool)
+    yield pool.limits.check(_is_idle(pool) & pool.indexed) if pool.limits.wants_order else []
+    yield check_number("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed)
+    yield check_number("referenced", pool.num_referenced, pool.ref_counts)
+    yield check_number("indexed", pool.num_indexed, pool.indexed)
+    yield check_number("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1)
+
+
+def check_number(name: str, number: int, found: npt.NDArray[np.generic]) -> list[str]:
+    return [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
+
+
+def _free(pool: BlockPool) -> Counted:
+    return _is_idle(pool) & ~pool.indexed, [pool.free.ids()]
+
+
+def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
+    """Whether those blocks wait that should, and each that waits now, and still waits when its slice comes, has one place."""
+    order = pool.policy.order()
+    yield []
+    for some in slices(pool.num_blocks):
+        is_right = np.array_equal(order.stamps.newest[some] > 0, _is_idle(pool, some) & pool.indexed[some])
+        yield [] if is_right else ["the eviction policy knows of other blocks than the indexed ones that nothing holds"]
+    places, is_first = np.zeros(pool.num_blocks, np.uint8), np.zeros(pool.num_blocks, np.bool_)
+    is_first[order.first] = True
+    np.add.at(places, order.first, np.uint8(1))
+    yield []
+    for start in range(0, len(order.rows), _ROWS_AT_ONCE):
+        blocks, stamps = map(np.concatenate, zip(*order.rows[start : start + _ROWS_AT_ONCE], strict=True))
+        counts = order.stamps.are_live(blocks, stamps) & ~is_first[blocks]
+        np.add.at(places, blocks[counts], np.uint8(1))
+        yield []
+    for some in slices(pool.num_blocks):
+        newest = order.stamps.newest[some]
+        has_waited = (newest > 0) & (newest <= order.clock)
+        is_right = (places[some][has_waited] == 1).all()
+        yield [] if is_right else ["an evictable block is not in the eviction order once"]
+
+
+def _is_idle(pool: BlockPool, some: slice = _ALL) -> npt.NDArray[np.bool_]:
+    """[num_blocks, or those of a slice] Whether nothing holds the block; never for the null block."""
+    idle = (pool.ref_counts[some] | pool.fence_counts[some] | pool.busy_counts[some]) == 0
+    if not some.start:
+        idle[0] = False
+    return idle

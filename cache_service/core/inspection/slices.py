@@ -1,0 +1,45 @@
+"""Comparisons of whole pools in slices of a millisecond, between which the pool may change.
+
+What must be seen at one moment is copied then. Rule: the memory that it is copied to was touched before, in slices, because
+the pages of fresh memory cost several times the copy.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+
+import numpy as np
+
+from ..values.types import NO_INT32, Int32Array
+
+SLICE_BLOCKS = 65_536  # or table entries, compared in less than a millisecond
+Counted = tuple[np.ndarray, list[Int32Array]]  # [num_blocks] counts, and rows of the entries that they count
+
+
+def slices(num_blocks: int) -> Iterator[slice]:
+    """All blocks."""
+    for start in range(0, num_blocks, SLICE_BLOCKS):
+        yield slice(start, min(start + SLICE_BLOCKS, num_blocks))
+
+
+def compare(name: str, look: Callable[[], Counted]) -> Iterator[list[str]]:
+    """Whether counts are those of the entries at one moment, at which `look` is called for the second time."""
+    counts, rows = look()
+    missing, entries = np.empty(len(counts), np.int32), np.empty(sum(map(len, rows)), np.int32)
+    yield from _touch(missing)
+    yield from _touch(entries)
+    counts, rows = look()
+    missing[:] = counts
+    num_entries = sum(map(len, rows))
+    entries = np.concatenate([NO_INT32, *rows], out=entries[:num_entries] if num_entries <= len(entries) else None)
+    yield []
+    for some in slices(len(entries)):
+        np.subtract.at(missing, entries[some], np.int32(1))
+        yield []
+    for some in slices(len(missing)):
+        differ = some.start + np.flatnonzero(missing[some])
+        yield [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
+
+
+def _touch(memory: Int32Array) -> Generator[list[str], None, None]:
+    for some in slices(len(memory)):
+        memory[some] = 0
+        yield []
