@@ -33,7 +33,7 @@ class ForetoldBytes:
         self.answer: bytes | None = None
         self.num_calls = 0  # of its pool, when the answer was made
         self._forecast = forecast
-        self._growing = forecast.growing.tolist()
+        self._growing, self._roots = forecast.growing.tolist(), forecast.roots.tolist()
         self._commit_ids, self._reserve_ids = batch.commit_ids.tobytes(), batch.reserve_ids.tobytes()
         self._reserve_lens = batch.reserve_max.tobytes()
         head = pb.StepRequest(
@@ -59,7 +59,7 @@ class ForetoldBytes:
     @property
     def whole(self) -> OpenStep:
         """The step that releases and starts nothing."""
-        return OpenStep(self.step_id, False, [], [], [], self._forecast.batch.reserve_max, self._growing)
+        return OpenStep(self.step_id, False, [], [], [], self._forecast.batch.reserve_max, self._growing, self._roots)
 
     def is_whole(self, raw: bytes) -> bool:
         """Whether a request is as foretold, and releases and starts nothing."""
@@ -87,18 +87,20 @@ class ForetoldBytes:
         if is_ragged or [*map(len, columns)] not in ([num_bytes] * 3, [num_bytes, num_bytes, 0]):
             return None
         max_new, max_hit, may_wait = (memoryview(column).cast("i").tolist() for column in columns)
-        return (
-            None
-            if not {0, 1}.issuperset(may_wait)
-            else OpenStep(
-                self.step_id,
-                _RELEASED in fields,
-                memoryview(start_ids).cast("q").tolist(),
-                max_new,
-                max_hit,
-                np.frombuffer(lens, "<i4"),
-                [at - sum(row < at for row in rows) for at in self._growing if at not in rows] if rows else self._growing,
-            )
+        if not {0, 1}.issuperset(may_wait):
+            return None
+        growing = list(zip(self._growing, self._roots, strict=True))
+        if rows:
+            growing = [(at - sum(row < at for row in rows), root) for at, root in growing if at not in rows]
+        return OpenStep(
+            self.step_id,
+            _RELEASED in fields,
+            memoryview(start_ids).cast("q").tolist(),
+            max_new,
+            max_hit,
+            np.frombuffer(lens, "<i4"),
+            [at for at, _ in growing],
+            [root for _, root in growing],
         )
 
     def step(self, raw: bytes) -> tuple[StepBatch, Forecast]:

@@ -219,7 +219,7 @@ class StepApplier:
             starts = self._start_all(owner, log, batch, plan, leaving, may_wait=not is_expected)
         is_allotted = forecast is not None and not claims.claims and len(forecast.growing) <= self._pool.num_available
         if forecast is not None and plan.reserve_slots is not None and is_allotted:
-            grants = self._reservations.allot(log, plan.reserve_slots, batch.reserve_max, forecast.growing)
+            grants = self._reservations.allot(log, batch.reserve_max, forecast.growing, forecast.roots)
         else:
             grants = self._reserve_all(owner, log, batch, plan, refused)
         growth = forecast if is_allotted else None

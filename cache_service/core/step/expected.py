@@ -21,7 +21,8 @@ from .reply import int32_of
 class OpenStep(NamedTuple):
     """A step that was foretold but for its tokens, and for what it releases and starts, which is lawful as columns.
 
-    reserve_max [n]: what its reservations ask for. growing: those that need a block more, ascending.
+    reserve_max [n]: what its reservations ask for. growing: those that need a block more, ascending, and growing_roots: the
+    roots of their tenants.
     """
 
     step_id: int
@@ -31,6 +32,7 @@ class OpenStep(NamedTuple):
     start_max_hit: list[int]
     reserve_max: Int32Array
     growing: list[int]
+    growing_roots: list[int]
 
 
 class ExpectedReplies:
@@ -56,7 +58,8 @@ class ExpectedReplies:
         ]
         sizes = [seqs.num_blocks(length) - len(hit) for length, hit in zip(lens, hits, strict=True)]
         num_taken = sum(sizes) + len(step.growing)
-        blocks = state.allocator.peek(num_taken)
+        roots = [int(seqs.roots[slot]) for slot, size in zip(start_slots, sizes, strict=True) for _ in range(size)]
+        blocks = state.allocator.peek([*roots, *step.growing_roots])
         num_revived = pool.num_revived(np.concatenate(hits)) if any(map(len, hits)) else 0
         level = state.gauge.level_at(pool.num_used + num_taken + num_revived)
         if blocks is None or level is not state.gauge.level:
@@ -90,9 +93,9 @@ class ExpectedReplies:
     def _is_plain(self, owner: SessionState, step: OpenStep) -> bool:
         """Whether the reply tells nothing but grants and starts."""
         state = self._state
-        if owner.updates or owner.fences or owner.copies or state.claims.claims or state.lower_tier is not None:
+        if owner.updates or owner.fences or state.claims.claims or state.lower_tier is not None:
             return False
-        return step.step_id == owner.step_id + 1 and not state.sequences.num_retaining and state.index.num_roots == 1
+        return step.step_id == owner.step_id + 1 and not state.sequences.num_retaining
 
     def _start_slots(self, owner: SessionState, step: OpenStep) -> list[int] | None:
         """Of the starts; None where one is not lawful, or there may be no room for all that the step grants."""

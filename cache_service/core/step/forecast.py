@@ -13,6 +13,7 @@ import numpy as np
 
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import Granted, SessionState
+from ..values.distinct import has_repeats
 from ..values.errors import CacheError
 from ..values.step_columns import StepBatch
 from ..values.types import Int32Array, Int64Array, SequenceState
@@ -26,7 +27,7 @@ class Forecast:
     """A step to come. batch: its columns, with zeros for tokens. plan: the slots of its items.
 
     held [n]: slots reserved so far by each reservation. growing [k]: the reservations that need a block more, at table index
-    places [k].
+    places [k], for tenants of roots [k].
     """
 
     batch: StepBatch
@@ -34,6 +35,7 @@ class Forecast:
     held: Int32Array
     growing: Int64Array
     places: Int32Array
+    roots: Int32Array
 
     def without(self, released: Int64Array) -> "Forecast | None":
         """The step if it releases these sequences, too; None where it cannot be told from here."""
@@ -51,6 +53,7 @@ class Forecast:
             self.held[kept],
             kept.searchsorted(self.growing[grows]),
             self.places[grows],
+            self.roots[grows],
         )
 
 
@@ -91,7 +94,7 @@ def foretell(seqs: SequenceTable, owner: SessionState) -> Forecast | None:
         return None
     size = np.int32(seqs.block_size)
     growing = (held % size == 0).nonzero()[0]
-    return Forecast(batch, plan, held, growing, held[growing] // size)
+    return Forecast(batch, plan, held, growing, held[growing] // size, seqs.roots[reserve_slots[growing]])
 
 
 def _still_there(seqs: SequenceTable, owner: SessionState, granted: Granted) -> tuple[Int64Array, Int64Array, Int32Array]:
@@ -104,4 +107,4 @@ def _still_there(seqs: SequenceTable, owner: SessionState, granted: Granted) -> 
 
 
 def _are_distinct_among(ids: Int64Array, known: Int64Array) -> bool:
-    return len(np.unique(ids)) == len(ids) and bool(np.isin(ids, known).all())
+    return not has_repeats(ids) and bool(np.isin(ids, known).all())

@@ -58,11 +58,11 @@ class Reservations:
         seqs.set_blocks(rows, places, blocks)
         return Grants(wanted, growing.astype(np.int32), blocks)
 
-    def allot(self, log: StepLog, slots: Int64Array, wanted: Int32Array, growing: Int64Array) -> Grants:
+    def allot(self, log: StepLog, wanted: Int32Array, growing: Int64Array, roots: Int32Array) -> Grants:
         """Blocks for the sequences of a forecast, one for each that grows; there are as many. `grant_allotted` writes them."""
         if not len(growing):
             return Grants(wanted, NO_INT32, NO_INT32)
-        blocks = self._allocator.allocate(log, len(growing), self._sequences.roots[slots[growing]])
+        blocks = self._allocator.allocate(log, len(growing), roots)
         return Grants(wanted, growing.astype(np.int32), blocks)
 
     def grant_allotted(

@@ -129,7 +129,9 @@ class NaiveSteps(NaiveClaims):
         found = list(
             zip(reply.update_ids.tolist(), reply.update_table_idx.tolist(), reply.update_block_ids.tolist(), strict=True)
         )
-        leaving = [self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist() if not len(batch.fork_children)]
+        leaving = [
+            self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist() if not len(batch.fork_children)
+        ]
         releases_wait = self._can_releases_wait(session, batch)
         self.commit(session, commits_of(batch))
         if len(batch.fork_children) or len(batch.truncate_ids) or self._could_hit_more(session, batch):
@@ -174,7 +176,9 @@ class NaiveSteps(NaiveClaims):
         wanted = len(batch.reserve_ids)  # to copy to
         for sequence_id, most in zip(batch.reserve_ids.tolist(), batch.reserve_max.tolist(), strict=True):
             wanted += max(0, self.num_blocks(most) - len(self.sequences[session, sequence_id].table))
-        wanted += sum(self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist())
+        wanted += sum(
+            self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist()
+        )
         return not self.claimants() and wanted + self.watermark() <= self.states().count(BlockState.FREE)
 
     def check_counts(self, reply: StepReply) -> None:

@@ -6,6 +6,7 @@ are wrong or repeated, and beside them blocks are evicted, leases are renewed wi
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeeper.cache_service.core.step.expected import ExpectedReplies, OpenStep
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
-from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, StartResult
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, SessionId, StartResult
 from kvkeeper.cache_service.rpc.foretold import ForetoldBytes
+from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.runtime.session_manager import LiveSession
 from kvkeeper.client.steps import StepItems, StepResult, decode
 from tests.support.worlds.foretold_pair import Outcome, Side
@@ -44,7 +48,10 @@ class _Sequence:
 class _Engine:
     """One session, on both sides, and what its replies have told it."""
 
-    def __init__(self, sides: tuple[Side, Side], lives: tuple[LiveSession, ...], rng: random.Random, lag: int) -> None:
+    def __init__(
+        self, sides: tuple[Side, Side], lives: tuple[LiveSession, ...], rng: random.Random, lag: int, most_token: int
+    ) -> None:
+        self.most_token = most_token
         self.sides, self.lives, self.rng, self.lag = sides, lives, rng, lag
         self.step_id = self.next_id = 0
         self.waiting: list[_Sequence] = []
@@ -83,7 +90,7 @@ class _Engine:
             if length > q.committed:
                 num_new = max(min(length + 1, q.max_tokens) - q.known, 0)  # the tokens up to the one that follows
                 q.known, q.committed = q.known + num_new, length
-                tokens = [rng.randint(0, 1) for _ in range(num_new)]
+                tokens = [rng.randint(0, self.most_token) for _ in range(num_new)]
                 put(commit_ids=[q.id], commit_lens=[length], commit_num_new=[num_new], commit_tokens=tokens)
         over = [q for q in self.running if q.reserved >= q.max_tokens]
         if self.running and not is_steady and rng.random() < 0.6:
@@ -212,33 +219,40 @@ class _Engine:
                 self.running.append(q)
 
 
-async def _live_through(seed: int, num_steps: int) -> None:
+async def _live_through(seed: int, num_steps: int, *, is_roomy: bool) -> None:
+    """is_roomy: there are free blocks for most steps, and an engine steps a few times in a row; else blocks are short."""
     rng = random.Random(seed)
     block_size, num_tokens = rng.choice((1, 2, 4)), rng.choice((400, 1000, 3000))  # that the pool can hold
+    if is_roomy:
+        num_tokens = 20_000
     config = PoolConfig(
         num_blocks=1 + num_tokens // block_size,
         block_size=block_size,
         max_sequences=40,
         max_tokens_per_sequence=200,
         eviction_policy=("adaptive", "lru", "fifo")[seed % 3],
-        prefix_caching=seed % 5 != 4,
-        num_host_blocks=200 if seed % 2 else 0,
+        prefix_caching=is_roomy or seed % 5 != 4,
+        num_host_blocks=200 if seed % 2 and not is_roomy else 0,
+        evict_above=0.5 if is_roomy else 1.0,
         watermark=rng.choice((0.0, 0.05)),
-        min_prefix_tokens=rng.choice((0, 0, 5)),
+        min_prefix_tokens=rng.choice((0, 0, 5)) if not is_roomy else 0,
     )
     sides = Side(config, foretells=True), Side(config, foretells=False)
 
     async def engine() -> _Engine:
-        return _Engine(sides, tuple([await side.open() for side in sides]), rng, lag=rng.randint(1, 2))
+        lag, most_token = rng.randint(1, 1 if is_roomy else 2), 1000 if is_roomy else 1
+        return _Engine(sides, tuple([await side.open() for side in sides]), rng, lag, most_token)
 
     engines = [await engine() for _ in range(3)]
+    chosen = engines[0]
     for step_idx in range(num_steps):
         for side in sides:
             side.clock.now = step_idx * 0.01
-        chosen = rng.choice(engines)
+        if not is_roomy or chosen not in engines or rng.random() < 0.2:
+            chosen = rng.choice(engines)
         if len(chosen.waiting) < 3 and len(chosen.running) + len(chosen.waiting) < 8 and rng.random() < 0.3:
             chosen.create()
-        is_lawful = chosen.step(is_steady=rng.random() < 0.95)
+        is_lawful = chosen.step(is_steady=rng.random() < (0.7 if is_roomy else 0.95))
         if rng.random() < 0.05:
             chosen.repeat()
         if rng.random() < 0.05:
@@ -257,16 +271,42 @@ async def _live_through(seed: int, num_steps: int) -> None:
             assert [side.pool.manager.check_invariants() for side in sides] == [[], []]
 
 
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the paths that this is about were taken."""
+    counts = Counter[str]()
+    tell, postpone, read = ExpectedReplies.reply, Pool.postpone_step, ForetoldBytes.step
+
+    def noted_reply(self: ExpectedReplies, session: SessionId, step: OpenStep) -> StepReply | None:
+        reply = tell(self, session, step)
+        if reply is not None and len(reply.start_hits):
+            counts["told with starts"] += 1
+            counts["told with hits"] += max(reply.start_hits.tolist()) > 0
+        counts["told with releases"] += reply is not None and step.has_releases
+        return reply
+
+    def noted_step(*args: Any) -> object:
+        counts["foretold"] += 1
+        return read(*args)
+
+    def noted_postponing(*args: Any) -> None:
+        counts["applied after the answer"] += 1
+        postpone(*args)
+
+    monkeypatch.setattr(ExpectedReplies, "reply", noted_reply)
+    monkeypatch.setattr(ForetoldBytes, "step", noted_step)
+    monkeypatch.setattr(Pool, "postpone_step", noted_postponing)
+    return counts
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_replies_are_the_same_bytes_with_and_without_forecasts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    foretold = []
+def test_replies_are_the_same_bytes_with_and_without_forecasts(seed: int, counts: Counter[str]) -> None:
+    asyncio.run(_live_through(seed, NUM_STEPS, is_roomy=False))
+    assert counts["foretold"] > NUM_STEPS / 20
 
-    def noted(*args: Any) -> object:
-        step = read(*args)
-        foretold.append(step is not None)
-        return step
 
-    read = ForetoldBytes.read
-    monkeypatch.setattr(ForetoldBytes, "read", noted)
-    asyncio.run(_live_through(seed, NUM_STEPS))
-    assert sum(foretold) > NUM_STEPS / 20, "the path that this is about was taken"
+@pytest.mark.parametrize("seed", range(5))
+def test_replies_that_are_told_before_their_step_is_applied_are_those_of_the_step(seed: int, counts: Counter[str]) -> None:
+    asyncio.run(_live_through(seed, NUM_STEPS, is_roomy=True))
+    assert counts["applied after the answer"] > NUM_STEPS / 20
+    assert min(counts[kind] for kind in ("told with starts", "told with hits", "told with releases")) > NUM_STEPS / 1000
