@@ -134,7 +134,7 @@ class CacheConfig:
         help="blocks of each pool instead of --pool-memory, reserved when its first session opens",
         default_text="as many as --pool-memory holds",
         check=between(2, MAX_POOL_BLOCKS),
-        details="The null block is one of them.",
+        details="The null block is one of them. Without a number, a pool of blocks below 4 KiB has at most 1,048,576.",
     )
     max_sequences: int = setting(256, group="Pools", help="most live sequences of a pool", check=between(1, 1 << 16))
     max_tokens_per_sequence: int | None = setting(

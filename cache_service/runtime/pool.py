@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 
 from ..core.manager import PoolManager
-from ..core.sequences.claims import StartNumbers
 from ..core.values.copies import Copies
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
@@ -51,12 +50,12 @@ class Pool:
         self,
         spec: KvSpec,
         config: PoolConfig,
+        manager: PoolManager,
         arena: Arena,
-        start_numbers: StartNumbers,
         host_arena: SharedMemoryArena | None = None,
     ) -> None:
         self.key = spec.key
-        self._manager = PoolManager(config, start_numbers)
+        self._manager = manager
         self.arena = arena
         self.host_arena = host_arena
         block_bytes, num_host_blocks = spec.block_bytes, config.num_host_blocks

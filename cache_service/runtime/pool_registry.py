@@ -17,6 +17,7 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
 from ..config import CacheConfig, most_blocks
+from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
 from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
@@ -128,11 +129,13 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(bytes_per_block),
         )
-        arena = await self._arena(num_bytes, spec)
+        if not self._spare and len(self._pools) >= self._config.num_pools:
+            self._replace_idle_pool(spec)
+        # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        arena = await self._arena(num_bytes)
         try:
-            return Pool(
-                spec, config, arena, self._start_numbers, await self._host_arena(config.num_host_blocks * bytes_per_block)
-            )
+            return Pool(spec, config, manager, arena, await self._host_arena(config.num_host_blocks * bytes_per_block))
         except BaseException:
             arena.close()
             raise
@@ -159,11 +162,9 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 
-    async def _arena(self, num_bytes: int, spec: KvSpec) -> Arena:
+    async def _arena(self, num_bytes: int) -> Arena:
         if self._spare:
             return self._spare.pop()
-        if len(self._pools) >= self._config.num_pools:
-            self._replace_idle_pool(spec)
         flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
         try:
             return await asyncio.to_thread(self._memory.allocate, num_bytes)

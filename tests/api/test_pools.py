@@ -3,13 +3,16 @@
 import asyncio
 import threading
 import weakref
+from typing import Any
 
 import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
+from kvkeeper.cache_service.runtime import pool_registry
 from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
@@ -105,6 +108,24 @@ async def test_a_cancelled_opening_leaves_nothing() -> None:
         await api.open()
         stats = await api.stats()
         assert (len(stats.pools), len(stats.sessions)) == (1, 1)
+
+
+async def test_others_step_while_the_arrays_of_a_pool_are_made(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def make(*args: Any) -> PoolManager:
+        begun.set()
+        assert may_go_on.wait(DEADLINE)
+        return PoolManager(*args)
+
+    other = await api.open()
+    monkeypatch.setattr(pool_registry, "PoolManager", make)
+    opening = asyncio.ensure_future(api.open(spec=spec_of(revision="b")))
+    assert await asyncio.to_thread(begun.wait, DEADLINE)
+    await other.step(1)
+    assert not opening.done()
+    may_go_on.set()
+    await asyncio.wait_for(opening, DEADLINE)
 
 
 async def test_no_memory_for_a_pool_names_the_flag() -> None:

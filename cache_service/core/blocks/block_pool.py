@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..eviction import EvictionPolicy, make_policy
 from ..index.prefix_index import PrefixIndex
 from ..values.distinct import distinct, has_repeats
+from ..values.memory import written_zeros
 from ..values.pool_config import PoolConfig
 from ..values.types import BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
@@ -31,16 +32,16 @@ class BlockPool:
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], Int32Array]) -> None:
         """forget(blocks, why) removes blocks from the index and answers the other blocks that lost their entry with them."""
         self.num_blocks = config.num_blocks
-        self.ref_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
-        self.fence_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
-        self.quarantine_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
-        self.transfer_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
+        self.ref_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
+        self.fence_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
+        self.quarantine_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
+        self.transfer_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
         # Quarantines and transfers together, because the path of a step needs only their sum.
-        self.busy_counts: Int32Array = np.zeros(config.num_blocks, np.int32)
-        self.pin_counts: Int32Array = np.zeros(config.num_blocks, np.int32)  # the references that are pins
-        self.indexed: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
+        self.busy_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
+        self.pin_counts: Int32Array = written_zeros(config.num_blocks, np.int32)  # the references that are pins
+        self.indexed: npt.NDArray[np.bool_] = written_zeros(config.num_blocks, np.bool_)
         # Blocks that a copy in flight fills. Their content is not there yet, so they are neither shared nor read.
-        self.is_filling: npt.NDArray[np.bool_] = np.zeros(config.num_blocks, np.bool_)
+        self.is_filling: npt.NDArray[np.bool_] = written_zeros(config.num_blocks, np.bool_)
         self.free = FreeList(config.num_blocks)
         self.policy: EvictionPolicy = make_policy(config.eviction_policy, config.num_blocks)
         self._num_busy = 0  # the sum of busy_counts

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..values.memory import written_zeros
 from ..values.types import NO_INT32, Int32Array, Int64Array
 
 _LEAST_LOOK = 64  # entries looked at together
@@ -32,7 +33,7 @@ class Stamps:
 
     def __init__(self, num_blocks: int) -> None:
         self.clock = 0
-        self.newest: Int64Array = np.zeros(num_blocks, np.int64)
+        self.newest: Int64Array = written_zeros(num_blocks, np.int64)
 
     def give(self, blocks: Int32Array) -> Int64Array:
         """[n] new stamps, in order."""

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..values.distinct import distinct, has_repeats
 from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, SequenceState
-from .order_invariants import check_number, check_orders
+from .order_invariants import check_orders, wrong_number
 from .slices import compare
 
 _SLICE_PLACES = 256  # published blocks compared in about a millisecond
@@ -86,15 +86,20 @@ def _check_names(state: PoolState) -> list[str]:
 
 
 def _check_references(state: PoolState) -> Iterator[list[str]]:
-    yield from compare("references", lambda: (state.pool.ref_counts, _named(state)))
+    counts = state.pool.ref_counts
+    yield from compare("references", len(counts), lambda some: counts[some], lambda: _named(state))
 
 
 def _check_fences(state: PoolState) -> Iterator[list[str]]:
-    yield from compare("fences", lambda: (state.pool.fence_counts, [owner.fenced_blocks() for owner in _owners(state)]))
+    counts = state.pool.fence_counts
+    yield from compare(
+        "fences", len(counts), lambda some: counts[some], lambda: [owner.fenced_blocks() for owner in _owners(state)]
+    )
 
 
 def _check_quarantines(state: PoolState) -> Iterator[list[str]]:
-    yield from compare("quarantines", lambda: (state.pool.quarantine_counts, list(state.quarantines.values())))
+    counts = state.pool.quarantine_counts
+    yield from compare("quarantines", len(counts), lambda some: counts[some], lambda: list(state.quarantines.values()))
 
 
 def _check_index(state: PoolState) -> list[str]:
@@ -114,7 +119,7 @@ def _check_counts(state: PoolState) -> list[str]:
         ("moving", pool.num_in_transfer, is_moving & ~is_quarantined),
         ("fenced", pool.num_fenced, ~is_quarantined & ~is_moving),
     ):
-        wrong += check_number(name, number, found)
+        wrong += wrong_number(name, number, int(np.count_nonzero(found)))
     return wrong
 
 

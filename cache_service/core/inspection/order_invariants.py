@@ -4,16 +4,15 @@ Raises nothing and changes nothing. Each block is compared in a slice of its own
 what waits is followed from one moment on by its stamps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from ..blocks.block_pool import BlockPool
-from .slices import Counted, compare, slices
+from .slices import compare, slices
 
 _ROWS_AT_ONCE = 64  # of about a thousand entries
-_ALL = slice(None)
 
 
 def check_orders(pool: BlockPool) -> Iterator[list[str]]:
@@ -21,21 +20,27 @@ def check_orders(pool: BlockPool) -> Iterator[list[str]]:
     for some in slices(pool.num_blocks):
         is_right = (pool.busy_counts[some] == pool.quarantine_counts[some] + pool.transfer_counts[some]).all()
         yield [] if is_right else ["quarantines and transfers do not add up"]
-    yield from compare("places in the free list", lambda: _free(pool))
+    yield from compare(
+        "places in the free list",
+        pool.num_blocks,
+        lambda some: _is_idle(pool, some) & ~pool.indexed[some],
+        lambda: [pool.free.ids()],
+    )
     yield from _check_eviction_order(pool)
-    yield pool.limits.check(_is_idle(pool) & pool.indexed) if pool.limits.wants_order else []
-    yield check_number("evictable", pool.num_evictable, _is_idle(pool) & pool.indexed)
-    yield check_number("referenced", pool.num_referenced, pool.ref_counts)
-    yield check_number("indexed", pool.num_indexed, pool.indexed)
-    yield check_number("shared", pool.num_shared, pool.ref_counts - pool.pin_counts > 1)
+    yield pool.limits.check(_is_idle(pool, slice(None)) & pool.indexed) if pool.limits.wants_order else []
+    yield _check_number(pool, "evictable", pool.num_evictable, lambda some: _is_idle(pool, some) & pool.indexed[some])
+    yield _check_number(pool, "referenced", pool.num_referenced, lambda some: pool.ref_counts[some])
+    yield _check_number(pool, "indexed", pool.num_indexed, lambda some: pool.indexed[some])
+    yield _check_number(pool, "shared", pool.num_shared, lambda some: pool.ref_counts[some] - pool.pin_counts[some] > 1)
 
 
-def check_number(name: str, number: int, found: npt.NDArray[np.generic]) -> list[str]:
-    return [] if number == np.count_nonzero(found) else [f"the number of {name} blocks is wrong"]
+def wrong_number(name: str, number: int, found: int) -> list[str]:
+    return [] if number == found else [f"the number of {name} blocks is wrong"]
 
 
-def _free(pool: BlockPool) -> Counted:
-    return _is_idle(pool) & ~pool.indexed, [pool.free.ids()]
+def _check_number(pool: BlockPool, name: str, number: int, find: Callable[[slice], np.ndarray]) -> list[str]:
+    """Counts at one moment, a slice after the other, because fresh memory for all at once costs more than counting."""
+    return wrong_number(name, number, sum(int(np.count_nonzero(find(some))) for some in slices(pool.num_blocks)))
 
 
 def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
@@ -61,8 +66,8 @@ def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
         yield [] if is_right else ["an evictable block is not in the eviction order once"]
 
 
-def _is_idle(pool: BlockPool, some: slice = _ALL) -> npt.NDArray[np.bool_]:
-    """[num_blocks, or those of a slice] Whether nothing holds the block; never for the null block."""
+def _is_idle(pool: BlockPool, some: slice) -> npt.NDArray[np.bool_]:
+    """[blocks of a slice] Whether nothing holds the block; never for the null block."""
     idle = (pool.ref_counts[some] | pool.fence_counts[some] | pool.busy_counts[some]) == 0
     if not some.start:
         idle[0] = False

@@ -11,7 +11,6 @@ import numpy as np
 from ..values.types import NO_INT32, Int32Array
 
 SLICE_BLOCKS = 65_536  # or table entries, compared in less than a millisecond
-Counted = tuple[np.ndarray, list[Int32Array]]  # [num_blocks] counts, and rows of the entries that they count
 
 
 def slices(num_blocks: int) -> Iterator[slice]:
@@ -20,21 +19,26 @@ def slices(num_blocks: int) -> Iterator[slice]:
         yield slice(start, min(start + SLICE_BLOCKS, num_blocks))
 
 
-def compare(name: str, look: Callable[[], Counted]) -> Iterator[list[str]]:
-    """Whether counts are those of the entries at one moment, at which `look` is called for the second time."""
-    counts, rows = look()
-    missing, entries = np.empty(len(counts), np.int32), np.empty(sum(map(len, rows)), np.int32)
+def compare(
+    name: str, num_blocks: int, count: Callable[[slice], np.ndarray], list_rows: Callable[[], list[Int32Array]]
+) -> Iterator[list[str]]:
+    """Whether the counts of all blocks are those of the entries at one moment.
+
+    count answers those of a slice, for which little memory is needed; list_rows answers rows of what they count.
+    """
+    missing, entries = np.empty(num_blocks, np.int32), np.empty(sum(map(len, list_rows())), np.int32)
     yield from _touch(missing)
     yield from _touch(entries)
-    counts, rows = look()
-    missing[:] = counts
+    for some in slices(num_blocks):
+        missing[some] = count(some)
+    rows = list_rows()
     num_entries = sum(map(len, rows))
     entries = np.concatenate([NO_INT32, *rows], out=entries[:num_entries] if num_entries <= len(entries) else None)
     yield []
-    for some in slices(len(entries)):
+    for some in slices(num_entries):
         np.subtract.at(missing, entries[some], np.int32(1))
         yield []
-    for some in slices(len(missing)):
+    for some in slices(num_blocks):
         differ = some.start + np.flatnonzero(missing[some])
         yield [f"block {block} has the wrong number of {name}" for block in differ.tolist()]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.sequences.claims import StartNumbers
 from kvkeeper.cache_service.core.values.errors import CacheError
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
@@ -42,7 +43,7 @@ class Side:
         self.clock = _Clock()
         # Memory of which nothing is ever read or copied: all sessions run their copies themselves.
         arena: Any = SimpleNamespace(fields=lambda: {"kind": "none"}, blocks=lambda *sizes: None)
-        self.pool = Pool(_SPEC, config, arena, StartNumbers(), arena if config.num_host_blocks else None)
+        self.pool = Pool(_SPEC, config, PoolManager(config, StartNumbers()), arena, arena if config.num_host_blocks else None)
         registry: Any = SimpleNamespace(pools=[self.pool], obtain=self._obtain)
         self.sessions = SessionManager(registry, self.clock, epoch=1, max_sessions=100)
         self.handler = StepHandler(self.sessions, MAX_MESSAGE_BYTES, foretells=foretells)
