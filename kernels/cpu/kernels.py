@@ -416,6 +416,49 @@ def attend_decode(data):
                 _scale(row_at + member * size * 4, size, np.float32(1) / totals[member])
 
 
+@_helper
+def _add_columns(sums, columns_at, x):
+    """Add to sums [W] the columns of a block, [I, W], times the elements of x [I]."""
+    width, column = len(sums), 0
+    while column + 4 <= len(x):
+        at = columns_at + column * width * 4
+        w0, w1 = _floats(at, width), _floats(at + width * 4, width)
+        w2, w3 = _floats(at + width * 8, width), _floats(at + width * 12, width)
+        x0, x1, x2, x3 = x[column], x[column + 1], x[column + 2], x[column + 3]
+        for i in range(width):
+            sums[i] += (w0[i] * x0 + w1[i] * x1) + (w2[i] * x2 + w3[i] * x3)
+        column += 4
+    while column < len(x):
+        w, x0 = _floats(columns_at + column * width * 4, width), x[column]
+        for i in range(width):
+            sums[i] += w[i] * x0
+        column += 1
+
+
+@_kernel
+def multiply_row(data):
+    """out [O] = W x [I] + bias or none, of W in blocks, [ceil(O / width), room, width]."""
+    args = carray(data, (10,), np.int64)
+    x_at, blocks_at, width, room, bias_at, out_at = args[2], args[3], args[4], args[5], args[6], args[7]
+    num_in, num_out = args[8], args[9]
+    x, sums = _floats(x_at, num_in), np.empty(width, np.float32)
+    first, last = _share(args, (num_out + width - 1) // width)
+    for block in range(first, last):
+        begin = block * width
+        for i in range(width):
+            sums[i] = np.float32(0)
+        _add_columns(sums, blocks_at + begin * room * 4, x)
+        count = min(width, num_out - begin)
+        out = _floats(out_at + begin * 4, count)
+        if bias_at != 0:
+            bias = _floats(bias_at + begin * 4, count)
+            for i in range(count):
+                out[i] = sums[i] + bias[i]
+        else:
+            for i in range(count):
+                out[i] = sums[i]
+
+
 @_kernel
 def scale_rows(data):
     """out [T, D]: x [T, D], each row divided by the greatest of its magnitudes, but not by less than `least`; scales [T]."""
