@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cpu.rows import RowBlocks
+
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
@@ -12,8 +14,10 @@ class LinearWeight:
     Attributes:
         bias: [out_features] or None.
         packed: whether `data` is in oneDNN's layout, and opaque.
+        blocks: how packed data lies in memory, where that is known.
     """
 
     data: torch.Tensor
     bias: torch.Tensor | None = None
     packed: bool = False
+    blocks: RowBlocks | None = None

@@ -213,21 +213,32 @@ def rotary_store_kv(data):
 
 
 @_helper
+def _run_of_slots(base, table, position, last, block_stride, block_size, slot):
+    """The run of neighbouring slots that begins at a position: its address, the way to the next block's, and its end."""
+    index, offset = position // block_size, position % block_size
+    block = np.int64(table[index])
+    following = np.int64(table[min(index + 1, len(table) - 1)])
+    at = base + (block * block_stride + offset * slot) * 4
+    return at, (following - block) * block_stride * 4, position + min(block_size - offset, last - position)
+
+
+@_helper
+def _prefetch_rows(at, slot, size):
+    """Ask for the head at an address and for the same head of the next three slots."""
+    for row in range(4):
+        for line in range(0, size, 16):
+            _prefetch(at + (row * slot + line) * 4)
+
+
+@_helper
 def _scores(scores, q_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group):
     """scores [heads * group, _TILE] of the heads' queries and the keys of positions [first, last)."""
     position = first
     while position < last:
-        offset = position % block_size
-        at = keys_at + (np.int64(table[position // block_size]) * block_stride + offset * slot) * 4
-        ahead = (
-            keys_at + (np.int64(table[min(position // block_size + 1, len(table) - 1)]) * block_stride + offset * slot) * 4 - at
-        )
-        end = position + min(block_size - offset, last - position)
+        at, ahead, end = _run_of_slots(keys_at, table, position, last, block_stride, block_size, slot)
         while position + 4 <= end:
             for head in range(heads):
-                for row in range(4):
-                    for line in range(0, size, 16):
-                        _prefetch(at + ahead + (row * slot + head * size + line) * 4)
+                _prefetch_rows(at + ahead + head * size * 4, slot, size)
                 k0, k1 = _floats(at + head * size * 4, size), _floats(at + (slot + head * size) * 4, size)
                 k2, k3 = _floats(at + (2 * slot + head * size) * 4, size), _floats(at + (3 * slot + head * size) * 4, size)
                 for member in range(head * group, head * group + group):
@@ -312,19 +323,10 @@ def _weigh(scores, out_at, values_at, table, first, last, block_stride, block_si
     """Add to out [heads * group, size] the values of positions [first, last) times their scores."""
     position = first
     while position < last:
-        offset = position % block_size
-        at = values_at + (np.int64(table[position // block_size]) * block_stride + offset * slot) * 4
-        ahead = (
-            values_at
-            + (np.int64(table[min(position // block_size + 1, len(table) - 1)]) * block_stride + offset * slot) * 4
-            - at
-        )
-        end = position + min(block_size - offset, last - position)
+        at, ahead, end = _run_of_slots(values_at, table, position, last, block_stride, block_size, slot)
         while position + 4 <= end:
             for head in range(heads):
-                for row in range(4):
-                    for line in range(0, size, 16):
-                        _prefetch(at + ahead + (row * slot + head * size + line) * 4)
+                _prefetch_rows(at + ahead + head * size * 4, slot, size)
                 v0, v1 = _floats(at + head * size * 4, size), _floats(at + (slot + head * size) * 4, size)
                 v2, v3 = _floats(at + (2 * slot + head * size) * 4, size), _floats(at + (3 * slot + head * size) * 4, size)
                 for member in range(head * group, head * group + group):
@@ -412,6 +414,49 @@ def attend_decode(data):
         if length > start:
             for member in range(heads * group):
                 _scale(row_at + member * size * 4, size, np.float32(1) / totals[member])
+
+
+@_helper
+def _add_columns(sums, columns_at, x):
+    """Add to sums [W] the columns of a block, [I, W], times the elements of x [I]."""
+    width, column = len(sums), 0
+    while column + 4 <= len(x):
+        at = columns_at + column * width * 4
+        w0, w1 = _floats(at, width), _floats(at + width * 4, width)
+        w2, w3 = _floats(at + width * 8, width), _floats(at + width * 12, width)
+        x0, x1, x2, x3 = x[column], x[column + 1], x[column + 2], x[column + 3]
+        for i in range(width):
+            sums[i] += (w0[i] * x0 + w1[i] * x1) + (w2[i] * x2 + w3[i] * x3)
+        column += 4
+    while column < len(x):
+        w, x0 = _floats(columns_at + column * width * 4, width), x[column]
+        for i in range(width):
+            sums[i] += w[i] * x0
+        column += 1
+
+
+@_kernel
+def multiply_row(data):
+    """out [O] = W x [I] + bias or none, of W in blocks, [ceil(O / width), room, width]."""
+    args = carray(data, (10,), np.int64)
+    x_at, blocks_at, width, room, bias_at, out_at = args[2], args[3], args[4], args[5], args[6], args[7]
+    num_in, num_out = args[8], args[9]
+    x, sums = _floats(x_at, num_in), np.empty(width, np.float32)
+    first, last = _share(args, (num_out + width - 1) // width)
+    for block in range(first, last):
+        begin = block * width
+        for i in range(width):
+            sums[i] = np.float32(0)
+        _add_columns(sums, blocks_at + begin * room * 4, x)
+        count = min(width, num_out - begin)
+        out = _floats(out_at + begin * 4, count)
+        if bias_at != 0:
+            bias = _floats(bias_at + begin * 4, count)
+            for i in range(count):
+                out[i] = sums[i] + bias[i]
+        else:
+            for i in range(count):
+                out[i] = sums[i]
 
 
 @_kernel

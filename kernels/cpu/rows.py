@@ -1,5 +1,7 @@
 """rms_norm, the gates, rotary_store_kv, and the scales of linear_int8, compiled: one pass over the rows of tokens."""
 
+from typing import NamedTuple
+
 import torch
 
 from .launch import Launcher
@@ -7,8 +9,17 @@ from .launch import Launcher
 _norm = Launcher("rms_norm", "qqqqqqqqd")
 _gate = Launcher("gate", "qqqqq")
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
+_multiply = Launcher("multiply_row", "q" * 8)
 _scale = Launcher("scale_rows", "qqqqqd")
 _unscale = Launcher("unscale_rows", "qqqqq")
+
+
+class RowBlocks(NamedTuple):
+    """Where a weight is, float32 [ceil(O / width), room, width]; it has no more inputs than there is room for."""
+
+    address: int
+    width: int
+    room: int
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
@@ -76,3 +87,11 @@ def unscale_rows(y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | Non
     bias_at = 0 if bias is None else bias.data_ptr()
     _unscale(y.numel(), y.data_ptr(), scales.data_ptr(), bias_at, *y.shape)
     return y
+
+
+def multiply_row(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, num_out: int) -> torch.Tensor:
+    """W x + bias, [..., num_out] of x [..., I] with one row."""
+    out, num_in = torch.empty((*x.shape[:-1], num_out)), x.shape[-1]
+    bias_at = 0 if bias is None else bias.data_ptr()
+    _multiply(num_in * num_out, x.data_ptr(), *blocks, bias_at, out.data_ptr(), num_in, num_out)
+    return out

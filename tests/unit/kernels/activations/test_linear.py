@@ -38,6 +38,27 @@ def test_a_torch_without_the_packed_op_computes_all_the_same(monkeypatch):
     assert linear(torch.randn(2, 3), weight).shape == (2, 4)
 
 
+def test_a_packed_weight_that_lies_in_another_way_is_not_read_in_blocks(monkeypatch):
+    weight = LinearWeight(torch.randn(130, 8))
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    assert pack_linear(weight).blocks is not None
+    for other in (weight.data.flip(0), weight.data.flip(1), weight.data[:64], torch.cat((weight.data[:129], torch.ones(1, 8)))):
+        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda *_, other=other: reorder(other, None))
+        assert pack_linear(weight).blocks is None
+
+
+def test_a_torch_that_does_not_tell_where_a_weight_lies_computes_all_the_same(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "data_ptr", refuse, raising=False)
+    weight = LinearWeight(torch.randn(4, 3))
+    packed, x = pack_linear(weight), torch.randn(1, 3)
+    assert packed.packed
+    assert packed.blocks is None
+    torch.testing.assert_close(linear(x, packed), reference.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
 def test_refusals():
     for packed in (LinearWeight(torch.randn(4, 3)), pack_linear(LinearWeight(torch.randn(4, 3)))):
         with pytest.raises(KernelArgumentError, match="does not fit"):

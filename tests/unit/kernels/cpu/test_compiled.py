@@ -1,9 +1,12 @@
 """The compiled kernels' own promises: dtypes that they serve, threads, numbers that are not finite, their place on disk."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -72,12 +75,25 @@ def test_any_number_of_threads_computes_every_row_once(threads):
         assert float((found - weight).norm() / weight.norm()) < 0.05
 
 
+@pytest.mark.parametrize("shape", [(7, 24), (64, 16), (100, 72), (130, 8), (513, 130)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_any_number_of_threads_multiplies_one_row_by_every_block(threads, shape, has_bias):
+    dense = LinearWeight(torch.randn(shape), torch.randn(shape[0]) if has_bias else None)
+    packed = pack_linear(dense)
+    assert packed.blocks is not None
+    for x in (torch.randn(1, shape[1]), torch.randn(shape[1]), torch.randn(2, shape[1])[1:]):
+        expected = reference.linear(x, dense)
+        for weight in (packed, dataclasses.replace(packed, blocks=None)):
+            torch.testing.assert_close(linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_shows_in_its_row_and_in_no_other(bad):
     x, weight = torch.randn(3, 16), torch.ones(16)
     x[1, 5] = bad
     dense = LinearWeight(torch.randn(4, 16))
-    for found in (rms_norm(x.clone(), weight, 1e-5)[0], linear_int8(x, quantise_linear(dense))):
+    row_by_row = torch.cat([linear(row[None], pack_linear(dense)) for row in x])
+    for found in (rms_norm(x.clone(), weight, 1e-5)[0], linear_int8(x, quantise_linear(dense)), row_by_row):
         assert found.isfinite().all(1).tolist() == [True, False, True]
     gate_up = torch.randn(3, 16)
     gate_up[1, 13] = bad
