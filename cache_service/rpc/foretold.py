@@ -6,6 +6,8 @@ to the usual way, which has the words for what is wrong. The answer waits for wh
 much as ten cuts of bytes where little of it is in the processor's caches.
 """
 
+from struct import unpack
+
 import numpy as np
 from google.protobuf.message import DecodeError
 
@@ -86,7 +88,7 @@ class ForetoldBytes:
         num_bytes = num_starts * _INT_BYTES
         if is_ragged or [*map(len, columns)] not in ([num_bytes] * 3, [num_bytes, num_bytes, 0]):
             return None
-        max_new, max_hit, may_wait = (memoryview(column).cast("i").tolist() for column in columns)
+        max_new, max_hit, may_wait = (list(unpack(f"<{len(column) // _INT_BYTES}i", column)) for column in columns)
         if not {0, 1}.issuperset(may_wait):
             return None
         growing = list(zip(self._growing, self._roots, strict=True))
@@ -95,7 +97,7 @@ class ForetoldBytes:
         return OpenStep(
             self.step_id,
             _RELEASED in fields,
-            memoryview(start_ids).cast("q").tolist(),
+            list(unpack(f"<{num_starts}q", start_ids)),
             max_new,
             max_hit,
             np.frombuffer(lens, "<i4"),

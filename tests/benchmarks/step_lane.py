@@ -1,7 +1,7 @@
 """One Step over a step lane, against the same bare gRPC echo that `step` compares with, and against the step over gRPC.
 
-Two sessions step the same load: one over its lane, one over StreamSteps. With PEER=vllm, vLLM's manager in this process goes
-through the same steps in turn.
+Two sessions, each of a service of its own, step the same load: one over its lane, one over StreamSteps. With PEER=vllm, vLLM's
+manager in this process goes through the same steps in turn.
 """
 
 import asyncio
@@ -30,18 +30,19 @@ def figures() -> Iterator[dict[str, object]]:
 
 
 async def _compare(load: Load, case: str, has_peer: bool) -> dict[str, object]:
-    num_blocks = 2 * load.num_blocks(_NUM_WARM_UP + _NUM_STEPS)
-    limits = ["--num-blocks", str(num_blocks), "--max-sequences", str(2 * load.max_sequences)]
+    limits = ["--num-blocks", str(load.num_blocks(_NUM_WARM_UP + _NUM_STEPS)), "--max-sequences", str(load.max_sequences)]
     turns = Turns(load, _NUM_WARM_UP, _NUM_STEPS)
     with tempfile.TemporaryDirectory() as folder:
-        cache, echo = f"unix:{folder}/cache", f"unix:{folder}/echo"
+        lane, stream, echo = f"unix:{folder}/lane", f"unix:{folder}/stream", f"unix:{folder}/echo"
         async with (
-            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *limits),
+            process("-m", "kvkeeper.cache_service", "--listen", lane, "--runtime-dir", f"{folder}/a", *limits),
+            process("-m", "kvkeeper.cache_service", "--listen", stream, "--runtime-dir", f"{folder}/b", *limits),
             process("-m", "tests.benchmarks.echo_server", echo, ready_on="stdout"),
-            AsyncCacheClient(cache) as client,
+            AsyncCacheClient(lane) as lane_client,
+            AsyncCacheClient(stream) as stream_client,
             grpc.aio.insecure_channel(echo) as channel,
-            await open_session(client) as over_lane,
-            await ready_session(client, load, 1) as over_grpc,
+            await open_session(lane_client) as over_lane,
+            await ready_session(stream_client, load, 1) as over_grpc,
         ):
             if not await over_lane.attach_step_lane():
                 raise RuntimeError("the cache service gave no step lane")

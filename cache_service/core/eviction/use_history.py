@@ -10,6 +10,7 @@ ancestors whose past is known, so the unknown blocks of a sequence are its last 
 import numpy as np
 import numpy.typing as npt
 
+from ..values.distinct import distinct
 from ..values.types import Int32Array, Int64Array
 from .ghosts import Ghosts, Traces, Uint8Array, Uint64Array
 from .policy import Use
@@ -98,7 +99,7 @@ class History:
         rows = is_new.nonzero()[0]
         new = blocks[rows]
         self.hashes[new] = self._hasher.prefixes(tokens, block_size, rows - np.repeat(starts, num_new), before, num_new)
-        return new if len(batch) == 1 else np.unique(new)
+        return new if len(batch) == 1 else distinct(new)
 
 
 class PrefixHasher:
