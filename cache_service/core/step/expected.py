@@ -117,6 +117,7 @@ class ExpectedReplies:
             return []
         if state.index.logits.by_node or len({self._lookup.first_block(slot) for slot in slots}) < len(slots):
             return None  # one may find what another one of this step computes
-        matches = [self._lookup.sure_match(slot, max_hit) for slot, max_hit in zip(slots, max_hits, strict=True)]
+        rivals: dict[int, tuple[bytes, ...]] = {}
+        matches = [self._lookup.sure_match(slot, max_hit, rivals) for slot, max_hit in zip(slots, max_hits, strict=True)]
         hits = [state.index.block_of_node[nodes] for nodes in matches if nodes is not None]
         return hits if len(hits) == len(slots) and not any(state.pool.fence_counts[hit].any() for hit in hits) else None

@@ -63,11 +63,11 @@ class PrefixLookup:
         seqs = self._sequences
         return int(seqs.roots[slot]), seqs.prompts[slot, : self._block_size].tobytes()
 
-    def sure_match(self, slot: int, max_hit: int) -> Int32Array | None:
+    def sure_match(self, slot: int, max_hit: int, rivals: dict[int, tuple[bytes, ...]]) -> Int32Array | None:
         """[matched] nodes that a waiting sequence can start on; None where a running one may have the block behind them.
 
-        A running sequence with the same tokens has published as much of them as the match or less, so the node of its last
-        published block is the match's at that depth. That is looked at first, because hardly any is.
+        rivals: by the last node of a match, the blocks that running sequences may have behind it. All starts of a step share
+        one, which is empty at first.
         """
         seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
         if self.min_tokens or self._host is not None:
@@ -75,14 +75,22 @@ class PrefixLookup:
         nodes = self._match(slot, num_most)
         if len(nodes) == num_most:
             return nodes
-        path = np.append(seqs.roots[slot], nodes)
-        is_behind = (seqs.states == _RUNNING) & (path.take(seqs.num_published, mode="clip") == seqs.last_nodes)
-        start, prompt = len(nodes) * size, seqs.prompts[slot]
-        for rival in is_behind.nonzero()[0].tolist():
-            end = min(start + size, int(seqs.num_prompt[rival]))  # its other tokens may not be written yet
-            if np.array_equal(seqs.prompts[rival, start:end], prompt[start:end]):
-                return None
-        return nodes
+        last, start = int(nodes[-1] if len(nodes) else seqs.roots[slot]), len(nodes) * size
+        if last not in rivals:
+            rivals[last] = self._next_blocks(np.append(seqs.roots[slot], nodes))
+        return None if seqs.prompts[slot, start : start + size].tobytes().startswith(rivals[last]) else nodes
+
+    def _next_blocks(self, path: Int32Array) -> tuple[bytes, ...]:
+        """Tokens behind the match of these nodes, the root first, of running sequences that may have the match's tokens, too.
+
+        Such a sequence has published as much of them or less, so its last published block is the match's at that depth. Of a
+        block that it has in part, that part.
+        """
+        seqs, size, start = self._sequences, self._block_size, (len(path) - 1) * self._block_size
+        slots = ((seqs.states == _RUNNING) & (path.take(seqs.num_published, mode="clip") == seqs.last_nodes)).nonzero()[0]
+        tokens, lens = seqs.tokens_of(slots), seqs.num_tokens[slots].tolist()
+        ends = [min(start + size, length) for length in lens]
+        return tuple(tokens[slot, start:end].tobytes() for slot, end in zip(slots.tolist(), ends, strict=True))
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
         """Blocks that a waiting sequence may hit at most."""
