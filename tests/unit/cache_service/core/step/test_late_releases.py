@@ -1,0 +1,43 @@
+"""Releases are applied after the answer where free blocks suffice for what their step grants, and else before it."""
+
+from tests.support.worlds.core_pool import ALL, A, CorePool, step_batch
+
+
+def pool_of_two(num_blocks: int) -> CorePool:
+    """Sequence 1 has 4 blocks, of which 3 are full; sequence 2 has one block, which is full."""
+    pool = CorePool(num_blocks=num_blocks)
+    pool.prefill(1, range(14))
+    pool.prefill(2, range(100, 104))
+    return pool
+
+
+def test_where_free_blocks_suffice_the_answer_does_not_count_the_released_ones() -> None:
+    pool = pool_of_two(num_blocks=13)  # 7 are free
+    reply = pool.step(releases=[1], commits=[(2, 4, [5])], reserves=[(2, 5, 5)])
+    assert (reply.num_free, reply.num_evictable) == (6, 0)
+    assert pool.manager.stats().num_free_blocks == 7, "the block that was not full"
+    reply = pool.step(commits=[(2, 5, [6])], reserves=[(2, 6, 6)])
+    assert (reply.num_free, reply.num_evictable) == (7, 3)
+
+
+def test_where_free_blocks_are_short_the_step_gets_the_released_ones() -> None:
+    pool = pool_of_two(num_blocks=6)  # none is free
+    reply = pool.step(releases=[1], commits=[(2, 4, [5])], reserves=[(2, 5, 5)])
+    assert reply.reserve_reserved.tolist() == [5]
+    assert (reply.num_free, reply.num_evictable) == (0, 3)
+
+
+def test_a_step_that_grants_nothing_counts_what_it_releases() -> None:
+    pool = pool_of_two(num_blocks=13)
+    assert pool.step(releases=[1]).num_free == 8
+
+
+def test_a_start_does_not_wait_for_a_sequence_that_its_step_releases() -> None:
+    """It computes the prompt of the start, and will not commit it any more."""
+    pool = CorePool(num_blocks=33)
+    pool.create(1, range(14))
+    pool.step(starts=[(1, ALL, ALL)])
+    pool.create(2, range(14))
+    batch = step_batch(2, 1, releases=[1], starts=[(2, ALL, ALL)])
+    reply = pool.manager.step(A, batch._replace(start_may_wait=batch.start_max_hit // ALL))
+    assert reply.start_reserved.tolist() == [14]
