@@ -214,6 +214,9 @@ class PoolManager:
     def evict_excess(self, max_blocks: int) -> int:
         return self._evictions.evict_excess(max_blocks)
 
+    def evict_ahead(self, max_blocks: int) -> int:
+        return self._evictions.evict_ahead(max_blocks)
+
     def demoting(self, session: SessionId) -> AbstractContextManager[Demotion]:
         return self._evictions.demoting(session)
 

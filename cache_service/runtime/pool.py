@@ -141,7 +141,8 @@ class Pool:
     def publish_soon(self) -> None:
         """Publishes what steps committed, slice by slice, once the reply being made is on its way.
 
-        Then cached blocks above the configured share are evicted, so that the next step finds their blocks free.
+        Then cached blocks are evicted that are above the configured share, or that the next steps may want, so that these find
+        free blocks.
         """
         if not self._is_publishing:
             self._is_publishing = True
@@ -160,7 +161,10 @@ class Pool:
 
     def _publish_slice(self) -> None:
         is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
-        self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
+        if not is_left:
+            num_evicted = self.manager.evict_excess(_SLICE_BLOCKS) + self.manager.evict_ahead(_SLICE_BLOCKS)
+            is_left = num_evicted >= _SLICE_BLOCKS
+        self._is_publishing = is_left
         if self._is_publishing:
             asyncio.get_running_loop().call_later(PAUSE, self._publish_slice)
 
