@@ -29,6 +29,7 @@ from kvkeeper.service.sizes import parse_size
 from .model.demo_model import DEMO_MODEL_DIR
 from .scheduler.state.policies import POLICY_NAMES
 from .scheduler.state.preemption_cost import Preemption
+from .values.input_limits import InputLimits
 
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
@@ -163,6 +164,26 @@ class EngineConfig:
         unit="seconds",
         details="What takes more is refused.",
     )
+    max_text_bytes: int = setting(
+        1 << 20,
+        group="Bounds",
+        help="most bytes of a text, or of the contents of a chat",
+        parse=parse_size,
+        check=size_between(1 << 10, 4 << 20),
+        details="Less where a sequence has few tokens: 32 bytes for each. What has more is refused before it is tokenised.",
+    )
+    max_constraint_bytes: int = setting(
+        64 << 10,
+        group="Bounds",
+        help="most bytes of a JSON schema, of a regular expression, or of all choices together",
+        parse=parse_size,
+        check=size_between(1 << 10, 1 << 20),
+        details="What has more is refused before it is compiled.",
+    )
+    max_stop_strings: int = setting(16, group="Bounds", help="most stop strings of a request", check=between(0, 256))
+    max_stop_bytes: int = setting(
+        256, group="Bounds", help="most bytes of one stop string", check=between(1, 4096), unit="bytes"
+    )
     preemption: str = setting(
         "auto",
         group="Scheduling",
@@ -245,6 +266,10 @@ class EngineConfig:
     reflection: bool = reflection_setting()
     progress: bool = setting(True, group="Model", help="show a progress bar on a terminal while weights are loaded")
     log_level: str = log_level_setting()
+
+    @property
+    def input_limits(self) -> InputLimits:
+        return InputLimits(self.max_text_bytes, self.max_constraint_bytes, self.max_stop_strings, self.max_stop_bytes)
 
     def __post_init__(self) -> None:
         check_settings(self)

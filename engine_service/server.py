@@ -137,7 +137,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
-            TextWork, served.text, served.vocab_size, config.text_workers, limits, config.max_waiting
+            TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
         )
         service = EngineService(config, served, engine, text_work)
         if config.metrics_listen:

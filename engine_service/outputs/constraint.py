@@ -20,7 +20,6 @@ import numpy.typing as npt
 from ..values.errors import EngineError, InvalidField, RequestFailed, TooComplex
 from .tokenizer import Tokenizer
 
-MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
 _MAX_REASON_CHARS = 200
 _NUM_TRIED = 4  # first tokens: a few limits show only when a token is added
@@ -36,11 +35,19 @@ _LIMIT_WORDS = re.compile(r"limit|fuel|too (many|big|large)", re.IGNORECASE)  # 
 
 
 class BadGrammar(Exception):
-    """The grammar is wrong. The text says how, in one line."""
+    """The grammar is wrong. The text says how, in one line; limit is the one that it exceeds, if it does."""
+
+    def __init__(self, text: str, limit: int | None = None) -> None:
+        super().__init__(text)
+        self.limit = limit
 
 
 class GrammarTooComplex(Exception):
-    """The grammar exceeds a limit. The text names it, in one line."""
+    """The grammar exceeds a limit. The text says so in one line; exceeded is "states" or "depth"."""
+
+    def __init__(self, text: str, exceeded: str = "states") -> None:
+        super().__init__(text)
+        self.exceeded = exceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,8 @@ class Constraint:
     def refusal(self) -> EngineError:
         """The error that ends the request when the constraint allows nothing."""
         if self.is_too_complex:
-            return TooComplex("the constraint takes too many states or too much time", field=self._field)
+            what, exceeded = ("much time", "time") if self._account.is_overdrawn else ("many states", "states")
+            return TooComplex(f"the constraint takes too {what}", field=self._field, exceeded=exceeded)
         if self._matcher.is_error():
             return InvalidField("the constraint cannot go on: no token spells what has to follow", field=self._field)
         return RequestFailed("the constraint allows no token")
@@ -122,15 +130,18 @@ class Constraint:
         return Constraint(self._matcher.deep_copy(), self._vocab_size, self._account, self._field)
 
 
-def write_grammar(kind: str, source: str | Sequence[str]) -> str:
-    """A request's constraint as a grammar of the library. kind: json_schema, regex or choices. Raises BadGrammar."""
+def write_grammar(kind: str, source: str | Sequence[str], max_bytes: int) -> str:
+    """A request's constraint as a grammar of the library. kind: json_schema, regex or choices. Raises BadGrammar.
+
+    max_bytes: of choices once they are one pattern, in which a character may take more bytes.
+    """
     if kind == "json_schema":
         assert isinstance(source, str)
         return _json_schema(source)
     pattern = "|".join(_literal(choice) for choice in source) if kind == "choices" else source
     assert isinstance(pattern, str)
-    if len(pattern.encode()) > MAX_GRAMMAR_BYTES:
-        raise BadGrammar(f"at most {MAX_GRAMMAR_BYTES} bytes as a pattern")
+    if len(pattern.encode()) > max_bytes:
+        raise BadGrammar(f"at most {max_bytes} bytes as a pattern", max_bytes)
     return str(llguidance.LLMatcher.grammar_from_regex(pattern))
 
 
@@ -142,7 +153,9 @@ def compile_grammar(vocabulary: Vocabulary, grammar: str, field: str = "") -> Co
     matcher = llguidance.LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         reason = _reason(matcher.get_error())
-        raise GrammarTooComplex(reason) if _LIMIT_WORDS.search(reason) else BadGrammar(reason)
+        if _LIMIT_WORDS.search(reason):
+            raise GrammarTooComplex(reason, "depth" if "recursion" in reason else "states")
+        raise BadGrammar(reason)
     constraint = Constraint(matcher, vocabulary.size, Account(), field)
     if constraint.allowed().any():
         return constraint
@@ -174,7 +187,7 @@ def _json_schema(schema: str) -> str:
     except ValueError:
         raise BadGrammar("not JSON") from None
     except RecursionError:
-        raise GrammarTooComplex("it is nested too deep") from None
+        raise GrammarTooComplex("it is nested too deep", "depth") from None
     if not isinstance(parsed, dict):
         raise BadGrammar("an object is needed")
     # With free white space, a small model may write blanks until its tokens are used up.

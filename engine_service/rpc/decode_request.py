@@ -7,7 +7,7 @@ import hashlib
 import re
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ..compute.sampling_defaults import with_fields
 from ..outputs.beam_search import BeamOptions
 from ..values.errors import InvalidField, WrongTokenId
+from ..values.input_limits import InputLimits
 from ..values.request import Int32Array
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
@@ -29,7 +30,7 @@ _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
-_MAX_STOPS, _MAX_STOP_BYTES, _MAX_STOP_IDS = 16, 256, 64
+_MAX_STOP_IDS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class RequestOptions:
     retention: Retention | None
 
 
-def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> RequestOptions:
+def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
     """defaults: of the model, where a sampling field is absent. Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
@@ -76,10 +77,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Request
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
         _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
-    if len(sampling.stop) > _MAX_STOPS:
-        raise InvalidField(f"at most {_MAX_STOPS} stop strings", field="sampling.stop", limit=_MAX_STOPS)
-    for stop in sampling.stop:
-        _check_range("sampling.stop", len(stop.encode()), 1, _MAX_STOP_BYTES, unit=" bytes")
+    _check_stops(sampling.stop, limits)
     if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
         raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
     return RequestOptions(
@@ -103,6 +101,19 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams) -> Request
         metadata=dict(request.metadata),
         retention=_retention_of(request),
     )
+
+
+def _check_stops(stops: Sequence[str], limits: InputLimits) -> None:
+    field, most = "sampling.stop", limits.num_stop_strings
+    if len(stops) > most:
+        raise InvalidField(f"at most {most} stop strings", field=field, limit=most, flag="--max-stop-strings")
+    for stop in stops:
+        num_bytes, most = len(stop.encode()), limits.stop_bytes
+        if not num_bytes:
+            raise InvalidField(f"{field}: none may be empty", field=field, limit=1)
+        if num_bytes > most:
+            text = f"{field}: at most {most} bytes, not {num_bytes}"
+            raise InvalidField(text, field=field, limit=most, flag="--max-stop-bytes")
 
 
 def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:

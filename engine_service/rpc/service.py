@@ -25,7 +25,7 @@ from ..outputs.best_of import BestOf
 from ..outputs.constraint import Constraint
 from ..outputs.generation import Generation
 from ..outputs.stopping import StopRules
-from ..text_workers.text_work import TextWork, max_text_bytes
+from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits
 from ..values.output_chunk import OutputChunk
 from ..values.request import Int32Array, Request
@@ -152,9 +152,12 @@ class EngineService:
             version=VERSION,
             sampling_defaults=sampling_message(model.sampling_defaults),
             stall_timeout_ms=round(self._config.stall_timeout * 1000),
-            max_text_bytes=max_text_bytes(self._max_len),
+            max_text_bytes=self._text_work.max_text_bytes(self._max_len),
             request_memory=self._config.request_memory,
             result_memory=self._config.result_memory,
+            max_constraint_bytes=self._config.max_constraint_bytes,
+            max_stop_strings=self._config.max_stop_strings,
+            max_stop_bytes=self._config.max_stop_bytes,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:
@@ -192,7 +195,7 @@ class EngineService:
             raise
 
     async def _queue(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
-        options = options_of(message, self._model.sampling_defaults)
+        options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
         client = options.tenant or peer.get()
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: does not work with {reason}", field="retention")

@@ -13,29 +13,33 @@ from typing import Final
 
 import numpy as np
 
-from ..outputs.constraint import MAX_CHOICES, MAX_GRAMMAR_BYTES, Constraint, Vocabulary, compile_grammar
+from ..outputs.constraint import MAX_CHOICES, Constraint, Vocabulary, compile_grammar
 from ..outputs.model_text import ModelText
 from ..values.errors import InvalidField, TooComplex
+from ..values.input_limits import InputLimits
 from ..values.request import Int32Array
 from .text_worker import Limits, SetUp
 from .worker_frames import TOKEN_DTYPE, Kind
 from .workers import JobRefused, JobTooMuch, Workers
 
-MAX_TEXT_BYTES: Final = 1 << 20
 BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32
 # 1 ms of the worst text that was tried; the way to a worker and back takes about as long.
 _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
+_CONSTRAINT_FLAG: Final = "--max-constraint-bytes"
 
 
 class TextWork:
     """Tokenizing, detokenizing and constraints. `client` names the caller: workers take turns among clients. To be closed."""
 
-    def __init__(self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits, max_waiting: int) -> None:
+    def __init__(
+        self, text: ModelText, vocab_size: int, num_workers: int, limits: Limits, inputs: InputLimits, max_waiting: int
+    ) -> None:
         """Builds what constraints need, which takes a second for a large vocabulary.
 
         max_waiting: texts, chats and constraints of one client that may wait for a worker.
         """
         self._text = text
+        self._limits, self._inputs = limits, inputs
         self._vocabulary: Vocabulary | None = None
         self._workers: Workers | None = None
         if text.tokenizer is not None:
@@ -49,7 +53,7 @@ class TextWork:
     async def encode(self, client: str, text: str, field: str, max_tokens: int) -> list[int] | Int32Array:
         """Token ids of a text for at most max_tokens. Raises InvalidField, TooComplex, QueueFull."""
         raw = text.encode()
-        _check_bytes(len(raw), field, max_tokens)
+        self._check_bytes(len(raw), field, max_tokens)
         if self._workers is None or len(raw) <= _SHORT_BYTES:
             return self._text.encode(text, field)
         return _ids(await self._run(client, Kind.ENCODE, raw, field))
@@ -57,7 +61,7 @@ class TextWork:
     async def encode_chat(self, client: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int] | Int32Array:
         """Token ids of a conversation, by the model's chat template. Raises as encode does."""
         num_bytes = sum(len(message["content"].encode()) for message in messages)
-        _check_bytes(num_bytes, "chat", max_tokens)
+        self._check_bytes(num_bytes, "chat", max_tokens)
         if self._workers is None or (num_bytes <= _SHORT_BYTES and len(messages) <= _SHORT_CHAT):
             return self._text.encode_chat(messages)
         return _ids(await self._run(client, Kind.ENCODE_CHAT, json.dumps(messages).encode(), "chat"))
@@ -77,9 +81,10 @@ class TextWork:
             raise InvalidField("the model has no tokenizer: its output cannot be constrained", field=field)
         if kind == "choices" and (not 1 <= len(source) <= MAX_CHOICES or not all(source)):
             raise InvalidField(f"choices: 1 to {MAX_CHOICES}, none empty", field=field, limit=MAX_CHOICES)
-        if not 1 <= sum(len(part.encode()) for part in source) <= MAX_GRAMMAR_BYTES:
-            raise InvalidField(f"{field}: 1 to {MAX_GRAMMAR_BYTES} bytes", field=field, limit=MAX_GRAMMAR_BYTES)
-        job = json.dumps([kind, source if isinstance(source, str) else list(source)]).encode()
+        limit = self._inputs.constraint_bytes
+        if not 1 <= sum(len(part.encode()) for part in source) <= limit:
+            raise InvalidField(f"{field}: 1 to {limit} bytes", field=field, limit=limit, flag=_CONSTRAINT_FLAG)
+        job = json.dumps([kind, source if isinstance(source, str) else list(source), limit]).encode()
         grammar = (await self._run(client, Kind.CONSTRAINT, job, field)).decode()
         return await asyncio.to_thread(compile_grammar, self._vocabulary, grammar, field)
 
@@ -88,20 +93,24 @@ class TextWork:
         try:
             return await self._workers.run(client, kind, body)
         except JobRefused as error:
-            raise InvalidField(f"{field}: {error}", field=field) from None
+            flag = {"flag": _CONSTRAINT_FLAG} if "limit" in error.metadata else {}
+            raise InvalidField(f"{field}: {error}", field=field, **error.metadata, **flag) from None
         except JobTooMuch as error:
-            raise TooComplex(f"{field}: {error}", field=field) from None
+            limit = {
+                "time": {"limit": self._limits.cpu_s, "flag": "--text-seconds"},
+                "memory": {"limit": self._limits.memory, "flag": "--text-memory"},
+            }.get(error.metadata["exceeded"], {})
+            raise TooComplex(f"{field}: {error}", field=field, **error.metadata, **limit) from None
 
+    def max_text_bytes(self, max_tokens: int) -> int:
+        """Most bytes of a text for at most so many tokens."""
+        return min(self._inputs.text_bytes, BYTES_PER_TOKEN * max_tokens)
 
-def max_text_bytes(max_tokens: int) -> int:
-    """Most bytes of a text for at most so many tokens."""
-    return min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * max_tokens)
-
-
-def _check_bytes(num_bytes: int, field: str, max_tokens: int) -> None:
-    limit = max_text_bytes(max_tokens)
-    if num_bytes > limit:
-        raise InvalidField(f"{field}: at most {limit} bytes, not {num_bytes}", field=field, limit=limit)
+    def _check_bytes(self, num_bytes: int, field: str, max_tokens: int) -> None:
+        limit = self.max_text_bytes(max_tokens)
+        if num_bytes > limit:
+            flag = {"flag": "--max-text-bytes"} if limit == self._inputs.text_bytes else {}  # else the model's length bounds it
+            raise InvalidField(f"{field}: at most {limit} bytes, not {num_bytes}", field=field, limit=limit, **flag)
 
 
 def _ids(body: bytes) -> Int32Array:

@@ -69,12 +69,16 @@ class Worker:
         """One job."""
         try:
             return Outcome.DONE, self._do(kind, body)
-        except (TokenizerError, BadGrammar) as error:
-            return Outcome.REFUSED, str(error).encode(errors="replace")
+        except TokenizerError as error:
+            return Outcome.REFUSED, _refusal(error)
+        except BadGrammar as error:
+            return Outcome.REFUSED, _refusal(error, **({} if error.limit is None else {"limit": str(error.limit)}))
         except GrammarTooComplex as error:
-            return Outcome.TOO_MUCH, str(error).encode(errors="replace")
-        except (MemoryError, RecursionError):
-            return Outcome.TOO_MUCH, b"takes too much memory"
+            return Outcome.TOO_MUCH, _refusal(error, exceeded=error.exceeded)
+        except MemoryError:
+            return Outcome.TOO_MUCH, _refusal("takes too much memory", exceeded="memory")
+        except RecursionError:
+            return Outcome.TOO_MUCH, _refusal("is nested too deep", exceeded="depth")
         except Exception:
             traceback.print_exc()
             return Outcome.BROKEN, b""
@@ -90,6 +94,10 @@ class Worker:
         grammar = write_grammar(*json.loads(body))
         try_out(self._vocabulary, grammar)
         return grammar.encode()
+
+
+def _refusal(text: object, **metadata: str) -> bytes:
+    return json.dumps([str(text), metadata]).encode()
 
 
 def _ids_as_bytes(token_ids: list[int]) -> bytes:

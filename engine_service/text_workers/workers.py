@@ -6,6 +6,7 @@ gone away still takes its client's turn.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -31,11 +32,19 @@ _READ_BYTES = 1 << 20
 
 
 class JobRefused(Exception):
-    """The input of the job is wrong: bad text, a bad chat, a bad grammar. One line."""
+    """The input of the job is wrong: bad text, a bad chat, a bad grammar. One line; metadata: limit, where it exceeds one."""
+
+    def __init__(self, text: str, **metadata: str) -> None:
+        super().__init__(text)
+        self.metadata = metadata
 
 
 class JobTooMuch(Exception):
-    """The job took more time, memory or states than it may. One line."""
+    """The job took more time, memory or states than it may. One line; metadata: exceeded (time, memory, states, depth)."""
+
+    def __init__(self, text: str, **metadata: str) -> None:
+        super().__init__(text)
+        self.metadata = metadata
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +134,8 @@ class Workers:
                 # SIGKILL may be no fault of the job: the kernel kills when memory is short, and people do.
                 if code != -signal.SIGKILL or isinstance(error, TimeoutError) or is_second:
                     is_late = code == -signal.SIGPROF or isinstance(error, TimeoutError)
-                    raise JobTooMuch(f"takes too much {'time' if is_late else 'memory'}") from None
+                    exceeded = "time" if is_late else "memory"
+                    raise JobTooMuch(f"takes too much {exceeded}", exceeded=exceeded) from None
                 is_second = True
             finally:
                 if is_kept:
@@ -136,8 +146,8 @@ class Workers:
             return body
         if outcome is Outcome.BROKEN:
             raise BrokenInvariant("the service found itself inconsistent; its log says more")
-        text = body.decode(errors="replace")
-        raise JobTooMuch(text) if outcome is Outcome.TOO_MUCH else JobRefused(text)
+        text, metadata = json.loads(body)
+        raise (JobTooMuch if outcome is Outcome.TOO_MUCH else JobRefused)(text, **metadata)
 
     async def _process(self) -> Process:
         """An idle process, or a new one."""

@@ -15,7 +15,7 @@ class EngineError(Exception):
 
 
 class InvalidField(EngineError):
-    """A field is out of its range or contradicts another. Metadata: field, and limit where there is one."""
+    """A field is out of its range or contradicts another. Metadata: field; limit and flag, where there is one."""
 
     reason = "INVALID_FIELD"
 
@@ -39,7 +39,7 @@ class DuplicateRequest(EngineError):
 
 
 class TooComplex(EngineError):
-    """A constraint, text or chat that takes more time, memory or states than one request may. Metadata: field."""
+    """A text, chat or constraint takes more than one request may. Metadata: field, exceeded; limit, flag where one is set."""
 
     reason = "TOO_COMPLEX"
 

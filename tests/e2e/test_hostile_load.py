@@ -117,6 +117,34 @@ async def test_what_tokenize_gave_becomes_the_text_again(with_begin_token: Async
         assert await client.detokenize(ids[1:-1]) == (text if not text.startswith("<s>") else text[3:]).removesuffix("</s>")
 
 
+async def test_each_limit_of_text_is_a_setting_that_its_refusal_names(world: Services, demo_model: ServedModel) -> None:
+    limits = {"max_text_bytes": 2048, "max_constraint_bytes": 1024, "max_stop_strings": 2, "max_stop_bytes": 3}
+    await world.start_cache()
+    client = await world.client(await world.start_engine(demo_model, block_size=16, **limits))
+    told = await client.model()
+    assert {name: getattr(told, name) for name in limits} == limits
+    schema = '{"type": "string", "description": "' + "x" * 1000 + '"}'
+    chat = [{"role": "user", "content": "x" * 1024}, {"role": "user", "content": "x" * 1025}]
+    refused: list[tuple[str, str, object, Sampling]] = [
+        ("text", "max_text_bytes", "x" * 2049, FREE),
+        ("chat", "max_text_bytes", chat, FREE),
+        ("sampling.regex", "max_constraint_bytes", PROMPT, Sampling(regex="a" * 1025)),
+        ("sampling.json_schema", "max_constraint_bytes", PROMPT, Sampling(json_schema=schema)),
+        ("sampling.choices", "max_constraint_bytes", PROMPT, Sampling(choices=("a" * 512, "b" * 513))),
+        ("sampling.choices", "max_constraint_bytes", PROMPT, Sampling(choices=("-" * 512,))),
+        ("sampling.stop", "max_stop_strings", PROMPT, Sampling(stop=("a", "b", "c"))),
+        ("sampling.stop", "max_stop_bytes", PROMPT, Sampling(stop=("abcd",))),
+    ]
+    for field, name, prompt, sampling in refused:
+        with pytest.raises(KvkeeperError) as ended:
+            await generate(client, prompt, 4, sampling)
+        assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), field
+        flag = "--" + name.replace("_", "-")
+        assert ended.value.metadata == {"field": field, "limit": str(limits[name]), "flag": flag}, field
+    taken = Sampling(regex="(" + "a|" * 500 + "a)", stop=("abc", "b"))
+    assert (await generate(client, " " * 2048, 4, taken)).reasons != [None]
+
+
 # -- constraints
 
 
@@ -127,7 +155,7 @@ async def test_a_constraint_that_takes_too_much_ends_alone(client: AsyncEngineCl
     for error in await asyncio.gather(*hostile, return_exceptions=True):
         assert isinstance(error, KvkeeperError)
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
-        assert error.metadata == {"field": "sampling.regex"}
+        assert error.metadata == {"field": "sampling.regex", "exceeded": "states"}
     assert (await good).token_ids == expected.token_ids
     assert (await client.stats()).num_failed_requests == 0, "none of them came as far as the batch"
 
@@ -148,7 +176,7 @@ async def test_masks_that_cost_too_much_end_their_request_alone(
     with pytest.raises(KvkeeperError) as ended:
         await generate(client, PROMPT, 40, Sampling(regex="[a-z]{50}"), n=3)
     assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
-    assert ended.value.metadata == {"field": "sampling.regex"}
+    assert ended.value.metadata == {"field": "sampling.regex", "exceeded": "time"}
     assert (await good).token_ids == expected.token_ids
 
 

@@ -27,7 +27,7 @@ def vocabulary(chars: str) -> Vocabulary:
 
 
 def at_start(pattern: str, chars: str = "abc") -> Constraint:
-    return compile_grammar(vocabulary(chars), write_grammar("regex", pattern), "sampling.regex")
+    return compile_grammar(vocabulary(chars), write_grammar("regex", pattern, 1 << 16), "sampling.regex")
 
 
 def allowed(constraint: Constraint) -> list[int]:
@@ -37,12 +37,12 @@ def allowed(constraint: Constraint) -> list[int]:
 @pytest.mark.parametrize("pattern", ["x", "ax", "abcx"])
 def test_what_the_tokens_cannot_spell_is_found_before_anything_is_drawn(pattern: str) -> None:
     with pytest.raises(BadGrammar, match="no text"):
-        try_out(vocabulary("abc"), write_grammar("regex", pattern))
+        try_out(vocabulary("abc"), write_grammar("regex", pattern, 1 << 16))
 
 
 @pytest.mark.parametrize("pattern", ["(a|bx)", "(b|cx)", "a?", "a+x?"])
 def test_one_way_that_can_be_spelt_is_enough(pattern: str) -> None:
-    try_out(vocabulary("abc"), write_grammar("regex", pattern))
+    try_out(vocabulary("abc"), write_grammar("regex", pattern, 1 << 16))
 
 
 def test_a_way_that_comes_to_a_dead_end_is_no_fault_of_the_service() -> None:

@@ -44,8 +44,8 @@ async def encode(made: Workers, text: str, client: str = "a") -> list[int]:
     return np.frombuffer(await made.run(client, Kind.ENCODE, text.encode()), TOKEN_DTYPE).tolist()
 
 
-def constraint(*source: str) -> bytes:
-    return json.dumps(source).encode()
+def constraint(kind: str, source: str | list[str], max_bytes: int = 64 << 10) -> bytes:
+    return json.dumps([kind, source, max_bytes]).encode()
 
 
 def pids(made: Workers) -> list[int]:
@@ -71,7 +71,7 @@ async def test_a_worker_does_what_the_tokenizer_does_one_job_after_another() -> 
 
 async def test_a_hostile_grammar_is_refused_and_the_next_job_is_done() -> None:
     deep = '{"type": "object", "properties": {"a": ' * 200 + "{}" + "}}" * 200
-    table: list[tuple[str, str, type[Exception], str]] = [
+    table: list[tuple[str, str, type[JobRefused | JobTooMuch], str]] = [
         ("regex", BOMB, JobTooMuch, "states"),
         ("regex", "b" + BOMB, JobTooMuch, "states"),
         ("regex", "a{1000000}", JobTooMuch, "states"),
@@ -85,9 +85,19 @@ async def test_a_hostile_grammar_is_refused_and_the_next_job_is_done() -> None:
     ]
     async with workers() as made:
         for kind, source, error, reason in table:
-            with pytest.raises(error, match=reason):
+            with pytest.raises(error, match=reason) as refused:
                 await made.run("a", Kind.CONSTRAINT, constraint(kind, source))
+            named = {"states": "states", "deep": "depth", "recursion limit": "depth"}.get(reason)
+            assert refused.value.metadata == ({} if named is None else {"exceeded": named})
         assert await made.run("a", Kind.CONSTRAINT, constraint("regex", "[a-z]+"))
+
+
+async def test_choices_are_bounded_as_the_pattern_that_they_become() -> None:
+    async with workers() as made:
+        with pytest.raises(JobRefused, match="at most 40 bytes") as refused:
+            await made.run("a", Kind.CONSTRAINT, constraint("choices", ["-" * 9], 40))
+        assert refused.value.metadata == {"limit": "40"}
+        assert await made.run("a", Kind.CONSTRAINT, constraint("choices", ["-" * 6], 40))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +107,9 @@ async def test_a_text_that_takes_too_much_ends_alone(limits: dict[str, float], r
     async with workers(2, **limits) as made:  # type: ignore[arg-type]
         hostile = asyncio.create_task(encode(made, LONG))
         assert await encode(made, "short", "b") == tokenizer().encode("short")
-        with pytest.raises(JobTooMuch, match=f"too much {reason}"):
+        with pytest.raises(JobTooMuch, match=f"too much {reason}") as refused:
             await hostile
+        assert refused.value.metadata == {"exceeded": reason}
         assert await encode(made, "short") == tokenizer().encode("short"), "another worker takes its place"
 
 
