@@ -36,7 +36,7 @@ def restore(
     any more. on_behind() is called when the kept index begins to lack something.
     """
     record = IndexRecord(kept, len(state.index.block_of_node), on_behind)
-    num_claimed = int(np.count_nonzero(record.table.is_written))
+    num_claimed = record.table.num_written()
     for tenant in kept.tenants:
         state.pool.limits.name_tenant(tenant, state.index.root(tenant))
     tree = tree_of(record.table.read(), len(kept.tenants))

@@ -7,13 +7,15 @@ is read from the index at that moment, so what happened in between needs no orde
 parent's block, so a parent that moves leaves its children's rows as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from ..values.kept_index import KeptIndex
 from ..values.types import Int32Array, Int64Array
 from .slot_table import Slots, SlotTable
+
+_SLICE_ROWS = 1024  # audited in less than a millisecond
 
 
 class IndexRecord:
@@ -72,11 +74,15 @@ class IndexRecord:
         names = np.where(below, self._names[np.maximum(parents, 0)], parents)
         self.table.write(Slots(blocks, self._names[nodes], names, tokens))
 
-    def check(self, node_of_block: Int32Array) -> list[str]:
-        """The broken invariants, for audits: a row that says something names its block's node."""
-        written = self.table.read()
+    def check(self, node_of_block: Int32Array) -> Iterator[list[str]]:
+        """The broken invariants, for audits, in slices: a row that says something names its block's node."""
+        for first in range(0, len(node_of_block), _SLICE_ROWS):
+            yield self._check_rows(node_of_block, first, first + _SLICE_ROWS)
+
+    def _check_rows(self, node_of_block: Int32Array, first: int, end: int) -> list[str]:
+        written = self.table.read(first, end)
         wrong: list[str] = []
-        if len(written) < np.count_nonzero(self.table.is_written):
+        if len(written) < self.table.num_written(first, end):
             wrong.append("a row of the kept index has another check than it should")
         nodes = node_of_block[written.blocks]
         if ((nodes == 0) | (self._names[nodes] != written.names)).any():

@@ -245,6 +245,8 @@ class PrefixIndex:
         """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
+        if self.record is not None:
+            yield from self.record.check(self.node_of_block)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:
@@ -281,8 +283,6 @@ class PrefixIndex:
                 wrong.append("blocks with a node and nodes with a block differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
-        if self.record is not None:
-            wrong += self.record.check(self.node_of_block)
         if len(self._nodes) <= _MOST_WALKED and self._num_reachable() != len(self._nodes):
             wrong.append("a node is not among its parent's children")
         return wrong

@@ -45,10 +45,9 @@ class SlotTable:
         drawn = _mixed(np.uint64(kept.key) + np.arange(num_words + 2, dtype=np.uint64) * _STEP)
         self._factors, self._of_block, self._start = drawn[:-2] | np.uint64(1), drawn[-2] | np.uint64(1), drawn[-1]
 
-    @property
-    def is_written(self) -> np.ndarray:
-        """[num_blocks] whether a row claims to say something."""
-        return self._checks != 0
+    def num_written(self, first: int = 0, end: int | None = None) -> int:
+        """Rows of blocks [first, end) that claim to say something."""
+        return int(np.count_nonzero(self._checks[first:end]))
 
     def write(self, slots: Slots) -> None:
         """Stores these rows. A block that is named twice is said the same of."""
@@ -70,9 +69,9 @@ class SlotTable:
         stays[blocks] = True
         self._checks[~stays] = 0
 
-    def read(self) -> Slots:
-        """All rows whose check fits, by block. The null block has none."""
-        blocks = np.flatnonzero(self._checks).astype(np.int32)
+    def read(self, first: int = 0, end: int | None = None) -> Slots:
+        """All rows of blocks [first, end) whose check fits, by block. The null block has none."""
+        blocks = np.flatnonzero(self._checks[first:end]).astype(np.int32) + np.int32(first)
         blocks = blocks[blocks > 0]
         rows = self._rows[blocks]
         fits = self._check(blocks, rows) == self._checks[blocks]

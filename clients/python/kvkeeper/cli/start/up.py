@@ -197,14 +197,14 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
     own_flags = _split(args.other_flags)
     if args.keep:
         flags["cache"] += ["--keep"]
-        if not any(flag.startswith("--memory-dir") for flag in own_flags["cache"]):
-            flags["cache"] += ["--memory-dir", _memory_dir(args.cache_listen)]
+        if "KVKEEPER_CACHE_MEMORY_DIR" not in os.environ:
+            flags["cache"] += ["--memory-dir", memory_dir(args.cache_listen)]
     for service in flags:
         flags[service] += own_flags[service]
     return flags
 
 
-def _memory_dir(cache_listen: str) -> str:
+def memory_dir(cache_listen: str) -> str:
     """A folder on tmpfs for the memory of the cache service at this address."""
     name = hashlib.sha256(cache_listen.encode()).hexdigest()[:16]
     return f"/dev/shm/kvkeeper-{os.getuid()}-{name}"
