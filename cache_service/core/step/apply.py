@@ -264,7 +264,8 @@ class StepApplier:
         seqs = self._sequences
         new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
         num_new = int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))
-        return fits_in_free(self._state, num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new))
+        num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
+        return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
 
     def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""

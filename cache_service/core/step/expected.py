@@ -109,7 +109,8 @@ class ExpectedReplies:
             return known
         if not (known or len(step.reserve_max)):  # it grants nothing
             return None
-        return known if fits_in_free(self._state, num_wanted(self._state, known, num_new=len(step.growing))) else None
+        num_blocks = num_wanted(self._state, known, num_new=len(step.growing))
+        return known if fits_in_free(self._state, num_blocks, len(known) + len(step.reserve_max)) else None
 
     def _hits(self, slots: list[int], max_hits: list[int]) -> list[Int32Array] | None:
         """The blocks that each of these starts hits; None where it may be more, or logits, or worth waiting for."""

@@ -9,12 +9,13 @@ def num_wanted(state: PoolState, start_slots: list[int], *, num_new: int) -> int
     return num_new + sum(seqs.num_blocks(int(seqs.num_tokens[slot])) for slot in start_slots)
 
 
-def fits_in_free(state: PoolState, num_blocks: int) -> bool:
-    """Whether so many blocks are free, and leave those that are kept for growth: nothing is evicted, and no claim comes first.
+def fits_in_free(state: PoolState, num_blocks: int, num_granted: int) -> bool:
+    """Whether so many blocks are free, and leave enough for growth: nothing is evicted, and no claim comes first.
 
-    Never so in a pool with a host tier.
+    num_granted: sequences that the step grants slots to; one more block for each has to be left, because an engine that is told
+    of fewer takes blocks back from its sequences. Never so in a pool with a host tier.
     """
     if state.claims.claims or state.lower_tier is not None:
         return False
     pool = state.pool
-    return num_blocks <= len(pool.free) and num_blocks + state.num_spare() <= pool.num_available
+    return num_blocks <= len(pool.free) and num_blocks + num_granted + state.num_spare() <= pool.num_available
