@@ -146,7 +146,7 @@ class _PolicyReplay:
 def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
     """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966).
 
-    Among blocks that are used next by one request, or never, the deepest goes first, because what is behind it is found no more.
+    Among blocks that are used next by one request, or never, the deepest goes first: what is behind another is found no more.
     """
     never = len(requests)
     coming: dict[int, list[int]] = {}
