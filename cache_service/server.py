@@ -119,7 +119,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
         real_time = (clock or loop).time  # also passes while the service is held up
-        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
+        groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
         methods = register([step_handler, *groups], most_bytes)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
@@ -153,6 +153,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
 def _groups_of_calls(
     config: CacheConfig,
     session_manager: SessionManager,
+    step_handler: StepHandler,
     attach_path: str,
     watch_streams: WatchStreams,
     time: Callable[[], float],
@@ -161,7 +162,7 @@ def _groups_of_calls(
     one_item = OneItemSessions(session_manager)
     return [
         SessionCalls(config, session_manager, attach_path),
-        SequenceCalls(session_manager, one_item),
+        SequenceCalls(session_manager, one_item, step_handler.prepare_soon),
         PrefixCalls(session_manager),
         EvictionCalls(session_manager, one_item),
         KvCalls(session_manager, one_item),

@@ -28,6 +28,7 @@ from .step.apply import StepApplier
 from .step.expected import ExpectedReplies, OpenStep
 from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
+from .step.waiting_starts import WaitingStarts
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
@@ -56,7 +57,8 @@ class PoolManager:
         starter = SequenceStarter(state, lookup, swapper)
         self.reclaim = Reclaim(state, lifecycle, swapper)
         self._steps = StepApplier(state, lifecycle, reservations, starter, InflightPrefixes(state, lookup), swapper)
-        self._expected = ExpectedReplies(state, lookup)
+        self._waiting = WaitingStarts(state, lookup)
+        self._expected = ExpectedReplies(state, self._waiting)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
@@ -137,6 +139,9 @@ class PoolManager:
 
     def foretell(self, session: SessionId) -> Forecast | None:
         return self._steps.foretell(session)
+
+    def look_ahead(self, session: SessionId) -> None:
+        self._waiting.look_ahead(self.state.session(session))
 
     def expect_reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
         return self._expected.reply(session, step)

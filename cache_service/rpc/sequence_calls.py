@@ -21,15 +21,20 @@ _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 class SequenceCalls:
     """One sequence at a time; the engine's way to change many at once is Step."""
 
-    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
+    def __init__(
+        self, session_manager: SessionManager, one_item: OneItemSessions, prepare_soon: Callable[[LiveSession], None]
+    ) -> None:
+        """prepare_soon: prepares the answer to a session's next step, which may start what was created."""
         self._session_manager = session_manager
         self._one_item = one_item
+        self._prepare_soon = prepare_soon
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
         args = sequences.sequence_args(request)
         num_matched = live.pool.manager.create_sequence(live.core.id, args)
         start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
+        self._prepare_soon(live)
         return pb.CreateSequenceResponse(num_matched_tokens=num_matched, start_number=start_number)
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:

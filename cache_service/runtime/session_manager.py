@@ -62,6 +62,10 @@ class ForetoldRequest(Protocol):
     answer: bytes | None
     num_calls: int
 
+    @property
+    def whole(self) -> OpenStep:
+        """The step that releases and starts nothing."""
+
     def is_whole(self, raw: bytes) -> bool:
         """Whether a request is as foretold, and releases and starts nothing."""
 
