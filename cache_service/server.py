@@ -26,6 +26,7 @@ from kvkeeper.service.process import StartError
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
 from .memory.memory_directory import MemoryDirectory, MemoryRefused
+from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
 from .memory.select_memory import memory_of
 from .metrics import cache_metrics
@@ -45,6 +46,8 @@ from .runtime.pool_registry import Memory, PoolRegistry
 from .runtime.session_manager import SessionManager
 
 log = structlog.get_logger()
+
+_END_SECONDS = 30.0  # that a service may take to end after its drain, which is as long as this one's
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +96,15 @@ class RunningServer:
         if self._clock is not None:
             self._clock.close()
         log.info("stopped")
+
+
+async def take_over(config: CacheConfig) -> None:
+    """Ends the service that has the memory directory. Its addresses and its memory are free then. Raises StartError."""
+    assert config.memory_dir is not None, "checked by the config"
+    try:
+        await end_predecessor(config.memory_dir, config.drain_timeout + _END_SECONDS)
+    except MemoryRefused as error:
+        raise StartError(f"--take-over: {error}") from None
 
 
 async def start_server(config: CacheConfig, *, clock: Clock | None = None, memory: Memory | None = None) -> RunningServer:
