@@ -12,6 +12,7 @@ from .calls.clear import Clearing, ClearResult
 from .calls.create import CreateCalls
 from .calls.evict import Demotion, EvictionCalls
 from .calls.garbage import Garbage, GarbageCalls
+from .calls.hand_off import HandOffCalls
 from .calls.maintenance import Maintenance
 from .calls.prefix import PinResult, PrefixCalls
 from .calls.reclaim import Reclaim
@@ -62,6 +63,7 @@ class PoolManager:
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
+        self._hand_offs = HandOffCalls(state)
         self._prefixes = PrefixCalls(state)
         self._evictions = EvictionCalls(state, swapper)
         self._victims = VictimCalls(state)
@@ -156,6 +158,15 @@ class PoolManager:
         self._steps.complete(session, completed_step_id, completed_transfers, failed_transfers)
 
     # Sequences, one call each
+
+    def offer_sequence(self, session: SessionId, sequence_id: int, offer: bytes) -> bytes:
+        return self._hand_offs.offer(session, sequence_id, offer)
+
+    def withdraw_offer(self, session: SessionId, sequence_id: int) -> None:
+        self._hand_offs.withdraw(session, sequence_id)
+
+    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> SessionId | None:
+        return self._hand_offs.take(session, offer, sequence_id)
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         return self._create.create_sequence(session, args)

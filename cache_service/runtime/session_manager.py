@@ -177,6 +177,10 @@ class SessionManager:
         """The session of this id, not renewed."""
         return self._live.get(SessionId(session_id))
 
+    def forget_foretold(self, session_id: SessionId) -> None:
+        """Its next step is read the usual way."""
+        self._live[session_id].foretold = None
+
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.
 
