@@ -75,12 +75,12 @@ class HandOffCalls:
         taken = self._taken.get(session)
         if taken is not None and taken.get(offer) == sequence_id and sequence_id in taker.ids:
             return None
-        state.publish()  # what the giver has committed, and what replaces its blocks
         found = self._offers.get(offer)
         if found is None or found.giver == session or not self._holds(found):
             raise UnknownOffer("no sequence is offered with these bytes on this pool")
         if sequence_id in taker.ids:
             raise DuplicateSequence(f"sequence {sequence_id} exists", sequence_id=sequence_id)
+        state.publish()  # what the giver has committed, and what replaces its blocks
         state.revision += 1
         giver, slot = state.session(found.giver), found.slot
         self._forget(slot)
