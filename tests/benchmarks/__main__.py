@@ -11,6 +11,7 @@ NAMES = (
     "evict",
     "step",
     "step_lane",
+    "hand_off",
     "admission",
     "flat",
     "crowd",
