@@ -142,6 +142,37 @@ class EngineConfig:
         parse=parse_size,
         check=size_between(1 << 20, 1 << 46),
     )
+    receive_memory: int = setting(
+        32 << 20,
+        group="Bounds",
+        help="most memory for messages that are on their way in, 4 MiB for each; one connection has a quarter of it",
+        parse=parse_size,
+        check=size_between(4 << 20, 1 << 40),
+        details="Further calls wait for their turn, and connections take turns. Health checks have places of their own.",
+    )
+    receive_seconds: float = setting(
+        10.0,
+        group="Bounds",
+        help="seconds in which a call's message has to come once it is its turn",
+        check=between(0.1, 600),
+        unit="seconds",
+    )
+    connection_calls: int = setting(
+        256,
+        group="Bounds",
+        help="most calls of one connection at once; a client's further ones wait on its side",
+        check=between(1, 1 << 20),
+    )
+    connections: int = setting(
+        1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
+    )
+    calls_per_step: int = setting(
+        4,
+        group="Bounds",
+        help="most calls that are taken in during a step; further ones wait, and connections take turns",
+        check=between(1, 1 << 16),
+        details="However many requests come at once, streams go on meanwhile. Without effect while nothing is computed.",
+    )
     text_workers: int = setting(
         2,
         group="Bounds",

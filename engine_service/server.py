@@ -16,7 +16,7 @@ import torch
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.endpoint import Endpoint
+from kvkeeper.service.endpoint import Admission, Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
@@ -30,7 +30,7 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
-from .rpc.methods import CONTRACT
+from .rpc.methods import CONTRACT, intake_of
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -127,7 +127,11 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
     try:
-        endpoint = await Endpoint.open(config.listen)  # before the long load, so that a taken address is refused at once
+        # Before the long load, so that a taken address is refused at once.
+        intake = intake_of(config)
+        endpoint = await Endpoint.open(
+            config.listen, admission=Admission(config.connections, config.connection_calls, (intake,))
+        )
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
@@ -135,6 +139,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         shares = FairShare() if config.fair_share else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine.on_turn = lambda is_computing: intake.turns.allow(config.calls_per_step if is_computing else None)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting

@@ -25,6 +25,7 @@ NAMES = (
     "trace",
     "policies",
     "reports",
+    "hostile",
 )
 
 
