@@ -84,6 +84,13 @@ class EngineConfig:
         default_text="all that run",
         check=between(1, 1 << 12),
     )
+    client_shares: bool = setting(
+        True,
+        group="Scheduling",
+        help="where several clients decode, a step takes no longer than all of them would one after the other",
+        details="So the many sequences of a client do not make the few of another slow; they take turns. Where sequences cost"
+        " little beside a step's fixed time, as on a GPU, all of them decode in each step.",
+    )
     max_sequences: int = setting(
         256,
         group="Scheduling",
@@ -167,11 +174,11 @@ class EngineConfig:
         1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
     )
     calls_per_step: int = setting(
-        4,
+        1,
         group="Bounds",
         help="most calls that are taken in during a step; further ones wait, and connections take turns",
         check=between(1, 1 << 16),
-        details="However many requests come at once, streams go on meanwhile. Without effect while nothing is computed.",
+        details="Streams go on, however many come at once. Raise it where steps are long. Idle, an engine takes all.",
     )
     text_workers: int = setting(
         2,

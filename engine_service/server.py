@@ -17,6 +17,7 @@ from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
@@ -55,6 +56,7 @@ class RunningServer:
     config: EngineConfig
     service: EngineService
     text_work: TextWork
+    intake: Intake
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -172,7 +174,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
-    return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
+    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls)
 
 
 def call_options(config: EngineConfig) -> CallOptions:

@@ -42,7 +42,7 @@ class Turns:
             max_busy_each=limits.num_each,
         )
         self.num_taken = 0
-        self._num_allowed: int | None = None  # calls that may have their turn; None: all
+        self.num_allowed: int | None = None  # calls that may have their turn; None: all
         self._again: asyncio.TimerHandle | None = None
 
     @property
@@ -54,12 +54,12 @@ class Turns:
 
         Where it is not called for a while, calls are let in nevertheless.
         """
-        self._num_allowed = num_calls
+        self.num_allowed = num_calls
         if self._again is not None:
             self._again.cancel()
             self._again = None
         if num_calls is not None and self.num_waiting:
-            self._again = asyncio.get_running_loop().call_later(_LONGEST_PAUSE_S, self.allow, num_calls)
+            self._again = asyncio.get_running_loop().call_later(_LONGEST_PAUSE_S, self.allow, max(1, num_calls))
         self._proceed()
 
     @asynccontextmanager
@@ -84,16 +84,16 @@ class Turns:
             place.leave()
 
     def _proceed(self) -> None:
-        while self._num_allowed != 0 and self.num_taken < self._num_at_once and (taken := self._queue.take_job()) is not None:
+        while self.num_allowed != 0 and self.num_taken < self._num_at_once and (taken := self._queue.take_job()) is not None:
             client, granted = taken
             if granted.cancelled():  # its call has ended, and gives no place back
                 self._queue.end_job(client)
                 continue
             self.num_taken += 1
-            if self._num_allowed is not None:
-                self._num_allowed -= 1
+            if self.num_allowed is not None:
+                self.num_allowed -= 1
             granted.set_result(None)
-        if self._num_allowed == 0 and self._again is None and self.num_waiting:
+        if self.num_allowed == 0 and self._again is None and self.num_waiting:
             self._again = asyncio.get_running_loop().call_later(_LONGEST_PAUSE_S, self.allow, 1)
 
     def _end(self, client: str) -> None:

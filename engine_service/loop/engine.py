@@ -187,7 +187,7 @@ class Engine:
         work = step.work
         if memory.transfers.note_computed():
             self.scheduler.give_up_loads()
-        self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), step.seconds, memory.transfers.take_moved())
+        self.scheduler.note_step(work, step.seconds, memory.transfers.take_moved())
         self._tracing.end_step(step)
         taken = self.requests.emit(work, computed)
         self.requests.end_closed()

@@ -228,6 +228,7 @@ class EngineService:
             num_beams=None if beams is None else beams.num_beams,
             priority=options.priority,
             tenant=options.tenant,
+            client=client,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # cached tokens have no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
             retention=None if keeps_all else options.retention,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .forks import Forks
 from .plan import Plan
+from .state.client_shares import out_of_share
 from .state.running import IndexArray, Int64Array
 from .state.scheduler_state import SchedulerState
 
@@ -107,6 +108,8 @@ class Planner:
         remaining = running.num_tokens[live] + running.num_drawing[live] - computed
         decodes = (remaining == 1) & (computed >= running.num_prompt[live])
         prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
+        if limits.client_shares and running.num_clients > 1:
+            self._keep_to_shares(live, decodes)
         if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
             decodes[self._out_of_turn(decodes)] = False
             num_decodes = limits.decode_budget
@@ -118,6 +121,13 @@ class Planner:
             prompts = np.clip(prompt_left - before, 0, prompts)
             num_prompt = prompt_left
         return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
+
+    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> None:
+        """Take those off that wait for other clients' sequences."""
+        state = self._state
+        if (fixed := state.decode_costs.fixed_sequences) is not None:
+            at = np.flatnonzero(decodes)
+            decodes[at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]] = False
 
     def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
         """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""

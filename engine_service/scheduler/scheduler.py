@@ -21,12 +21,14 @@ from .planner import NO_GUESSES, Planner
 from .preemption import Preemptor
 from .state.headroom import Headroom
 from .state.limits import Limits
-from .state.preemption_cost import Costs
+from .state.preemption_cost import Costs, Moved
 from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
 from .state.waiting import WaitingSequences
 from .work import Work
+
+_NUM_PER_ROW = 4  # tokens for each row from which on a step is mostly prompts
 
 
 class Scheduler:
@@ -41,6 +43,13 @@ class Scheduler:
         self.applier = AnswerApplier(state, self.forks, self.preemptor)
         self.beam_forks = BeamForks(state)
         self.drawn_tokens = DrawnTokens(state)
+
+    def note_step(self, work: Work, seconds: float, moved: Moved) -> None:
+        """A step was computed. seconds: of all that the device did for it."""
+        num_rows, num_tokens = len(work.rows), int(work.num_new.sum())
+        self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
+        if num_rows and num_tokens < _NUM_PER_ROW * num_rows and not moved.num_bytes:
+            self.state.decode_costs.note(num_tokens, seconds)
 
     # -- one step
 

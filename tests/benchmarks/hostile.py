@@ -14,14 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc.aio
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.benchmarks.attacker import ATTACKS
 from tests.benchmarks.processes import process
@@ -152,15 +152,10 @@ async def _check_health(address: str, found: _Round) -> None:
 
 async def _until_idle(client: AsyncEngineClient) -> None:
     """Until what the attack left is gone, so that it does not reach into the next round."""
-    async for info in _open_requests(client):
-        await client.cancel(info)
-    while (stats := await client.stats()).num_running_requests + stats.num_waiting_requests:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-
-
-async def _open_requests(client: AsyncEngineClient) -> AsyncIterator[str]:
-    for request in await client.list_requests():
-        yield request.request_id
+    while left := await client.list_requests():
+        for request in left:
+            with suppress(KvkeeperError):  # it has ended meanwhile
+                await client.cancel(request.request_id)
 
 
 @asynccontextmanager
