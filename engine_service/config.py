@@ -122,7 +122,7 @@ class EngineConfig:
     max_waiting: int = setting(
         1000,
         group="Bounds",
-        help="most waiting sequences; a request beyond them is refused",
+        help="most waiting sequences; a request beyond them is refused, and one of a client that has nine tenths of them",
         check=between(1, 1 << 20),
     )
     max_results: int = setting(
@@ -165,7 +165,7 @@ class EngineConfig:
         unit="seconds",
     )
     connection_calls: int = setting(
-        256,
+        128,
         group="Bounds",
         help="most calls of one connection at once; a client's further ones wait on its side",
         check=between(1, 1 << 20),

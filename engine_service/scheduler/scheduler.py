@@ -180,6 +180,10 @@ class Scheduler:
     def num_swapped_out(self) -> int:
         return self.state.num_swapped_out
 
+    def num_waiting_of(self, client: str) -> int:
+        """Of the waiting sequences, those of one client."""
+        return sum(sequence.request.client == client for sequence in self.state.waiting.sequences)
+
     @property
     def num_waiting(self) -> int:
         return len(self.state.waiting.sequences)
