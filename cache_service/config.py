@@ -121,6 +121,14 @@ class CacheConfig:
         check=size_between(64 << 10, 1 << 46),
         details="Without effect where --num-blocks is given.",
     )
+    memory_dir: Path | None = setting(
+        None,
+        group="Pools",
+        help="folder on tmpfs in which the memory of pools outlives a service that is killed",
+        default_text="memory without a name, which ends with the service",
+        details="It is made with mode 0700, and is of one service at a time. The next service takes over what it finds there.",
+    )
+    keep: bool = setting(False, group="Pools", help="leave the memory in --memory-dir also when the service is asked to stop")
     num_pools: int = setting(2, group="Pools", help="most pools, that is KV specs, at once", check=between(1, 64))
     keep_idle_pools: bool = setting(
         False,
@@ -251,6 +259,10 @@ class CacheConfig:
         check_settings(self)
         if self.max_tokens_per_sequence and self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
             raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
+        if self.keep and self.memory_dir is None:
+            raise ConfigError("--keep needs a folder to keep the memory in, see --memory-dir")
+        if self.memory_dir is not None and self.device != "cpu":
+            raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu")
 
     @property
     def most_tokens(self) -> int:

@@ -144,14 +144,17 @@ class _PolicyReplay:
 
 
 def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
-    """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966)."""
+    """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966).
+
+    Among blocks that are used next by one request, or never, the deepest goes first: what is behind another is found no more.
+    """
     never = len(requests)
     coming: dict[int, list[int]] = {}
     for at in range(len(requests) - 1, -1, -1):
         for content in requests[at]:
             coming.setdefault(content, []).append(at)
     next_use: dict[int, int] = {}
-    farthest: list[tuple[int, int]] = []
+    farthest: list[tuple[int, int, int]] = []  # next use and depth, both negative, and block
     num_asked = num_hits = num_evicted = 0
     for request in requests:
         hits = 0
@@ -164,14 +167,14 @@ def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
         held = set(request[:hits])
         for _ in range(len(next_use) + len(request) - hits - num_blocks):
             while True:
-                at, content = heapq.heappop(farthest)
+                at, _, content = heapq.heappop(farthest)
                 if next_use.get(content) == -at and content not in held:
                     break
             del next_use[content]
             num_evicted += 1
-        for content in request:
+        for depth, content in enumerate(request):
             next_use[content] = coming[content][-1] if coming[content] else never
-            heapq.heappush(farthest, (-next_use[content], content))
+            heapq.heappush(farthest, (-next_use[content], -depth, content))
     return Replayed(len(requests), num_asked, num_hits, num_evicted, np.zeros(0))
 
 

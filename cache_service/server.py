@@ -25,6 +25,7 @@ from kvkeeper.service.process import StartError
 
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
+from .memory.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.private_directory import private_directory
 from .memory.select_memory import memory_of
 from .metrics import cache_metrics
@@ -57,6 +58,7 @@ class RunningServer:
     _attach: AttachServer
     metrics: MetricsServer | None = None
     _clock: StallFreeClock | None = None  # the server's own, where none was handed in
+    _directory: MemoryDirectory | None = None
     _is_stopped: bool = False
 
     @property
@@ -85,6 +87,8 @@ class RunningServer:
         await self._endpoint.stop()
         await self._attach.close()
         self.session_manager.registry.close()
+        if self._directory is not None:
+            self._directory.close()
         self._endpoint.release()
         if self._clock is not None:
             self._clock.close()
@@ -96,12 +100,15 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     endpoint: Endpoint | None = None
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
+    directory: MemoryDirectory | None = None
     loop = asyncio.get_running_loop()
     own_clock = StallFreeClock(loop) if clock is None else None
     timing: Clock = clock or own_clock or loop
     try:
         watch_streams = WatchStreams()
-        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced)
+        if config.memory_dir is not None:
+            directory = MemoryDirectory(config.memory_dir, keep=config.keep)
+        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced, directory)
         most_bytes = max_message_bytes(config.max_sequences)
         endpoint = await Endpoint.open(config.listen, most_bytes)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
@@ -126,8 +133,12 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             await attach.close()
         if endpoint is not None:
             endpoint.release()
+        if directory is not None:
+            directory.close()
         if own_clock is not None:
             own_clock.close()
+        if isinstance(error, MemoryRefused):
+            raise StartError(f"--memory-dir {config.memory_dir}: {error}") from None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         if isinstance(error, OutOfMemory):
@@ -136,7 +147,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock)
+    return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock, directory)
 
 
 def _groups_of_calls(

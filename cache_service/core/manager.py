@@ -4,7 +4,7 @@ Owns how the parts of a pool are put together; each method forwards to the part 
 before it asks or calls where the answer is to show it. Knows no grpc, asyncio, torch or clock: `tick` tells the time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from .calls.admission import AdmissionCalls
@@ -15,6 +15,7 @@ from .calls.garbage import Garbage, GarbageCalls
 from .calls.maintenance import Maintenance
 from .calls.prefix import PinResult, PrefixCalls
 from .calls.reclaim import Reclaim
+from .calls.restore import RestoreResult, restore
 from .calls.sessions import CloseResult, SessionCalls
 from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls, Victims
@@ -35,6 +36,7 @@ from .tables.start import SequenceStarter
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
 from .values.copies import Copies
+from .values.kept_index import KeptIndex
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
@@ -92,6 +94,15 @@ class PoolManager:
 
     def reclaim_some(self, max_blocks: int) -> bool:
         return self._sessions.reclaim_blocks(max_blocks)
+
+    # A kept index
+
+    def restore(self, kept: KeptIndex, *, may_still_write: bool, on_behind: Callable[[], None] = lambda: None) -> RestoreResult:
+        """Before any other call."""
+        return restore(self.state, kept, may_still_write=may_still_write, on_behind=on_behind)
+
+    def write_record(self, max_blocks: int) -> bool:
+        return self.state.index.write_record(max_blocks)
 
     # Sessions
 
@@ -213,6 +224,9 @@ class PoolManager:
 
     def evict_excess(self, max_blocks: int) -> int:
         return self._evictions.evict_excess(max_blocks)
+
+    def evict_ahead(self, max_blocks: int) -> int:
+        return self._evictions.evict_ahead(max_blocks)
 
     def demoting(self, session: SessionId) -> AbstractContextManager[Demotion]:
         return self._evictions.demoting(session)

@@ -12,6 +12,7 @@ from .blocks.block_pool import BlockPool
 from .blocks.blocks_left import BlocksLeft
 from .blocks.pins import Pins
 from .blocks.pressure import PressureGauge
+from .blocks.room_ahead import RoomAhead
 from .index.prefix_index import PrefixIndex
 from .sequences.claims import Claims, StartNumbers
 from .sequences.pin_preemption import PinPreemption
@@ -67,6 +68,7 @@ class PoolState:
         self.lower_tier: LowerTier | None = None  # set where there is one
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
         self.gauge.on_change = self._tell_pressure
+        self.room_ahead = RoomAhead(config.num_usable_blocks)
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
 
     # Time

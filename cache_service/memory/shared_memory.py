@@ -1,4 +1,4 @@
-"""SharedMemoryArena: the memory of one pool on a CPU, a memfd that other processes map too.
+"""SharedMemoryArena: the memory of one pool on a CPU, a memfd or a file that other processes map too.
 
 Owns the descriptor and this process's mapping. A memfd has no name, so a crash leaves nothing behind and no sweep or resource
 tracker can remove it. Its pages are reserved at once, so that a shortage is a refusal here and not a SIGBUS later. Knows blocks
@@ -21,18 +21,17 @@ from .arena import Arena, ByteArray
 
 
 class SharedMemoryArena:
-    """An Arena of [num_bytes] bytes, all zero at first. Raises OutOfMemory."""
+    """An Arena of [num_bytes] bytes. Raises OutOfMemory."""
 
-    def __init__(self, num_bytes: int) -> None:
-        memory_limit.require(num_bytes)
+    def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
+        """descriptor: of a file with its pages, closed with the arena. By default a memfd is made, all zero."""
         self.num_bytes = num_bytes
-        self.descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
+        self.descriptor = _reserved(num_bytes) if descriptor is None else descriptor
         try:
-            os.posix_fallocate(self.descriptor, 0, num_bytes)
             self._mapping = mmap.mmap(self.descriptor, num_bytes)
         except (OSError, OverflowError) as error:
             os.close(self.descriptor)
-            raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
+            raise OutOfMemory(f"{size(num_bytes)} could not be mapped: {error}") from None
         self.array: ByteArray = np.frombuffer(self._mapping, np.uint8)  # [num_bytes]
         # Closes also an arena that was made in a thread for a call that was cancelled meanwhile.
         self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
@@ -69,6 +68,23 @@ class SharedMemoryArena:
         """Gives up this process's mapping: unmapped with its last view, kept by the system while others map the arena."""
         del self.array, self._mapping
         self._close_descriptor()
+
+
+def _reserved(num_bytes: int) -> int:
+    """A memfd with its pages."""
+    memory_limit.require(num_bytes)
+    descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
+    reserve_pages(descriptor, num_bytes)
+    return descriptor
+
+
+def reserve_pages(descriptor: int, num_bytes: int) -> None:
+    """Gives the file so many bytes, and each its page. Raises OutOfMemory, with the descriptor closed."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except (OSError, OverflowError) as error:
+        os.close(descriptor)
+        raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
 
 
 def transfers_of(copies: Copies) -> list[tuple[int, int, int]]:

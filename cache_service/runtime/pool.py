@@ -7,8 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import structlog
+
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 
+from ..core.calls.restore import EARLIER_RUN
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
 from ..core.values.kv_spec import KvSpec
@@ -17,7 +20,10 @@ from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.shared_memory import SharedMemoryArena
+from .pool_keeper import PoolKeeper
 from .turns import PAUSE, Turns
+
+log = structlog.get_logger()
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
 _SLICE_BLOCKS = 1024  # published in about a millisecond
@@ -53,7 +59,9 @@ class Pool:
         manager: PoolManager,
         arena: Arena,
         host_arena: SharedMemoryArena | None = None,
+        keeper: PoolKeeper | None = None,
     ) -> None:
+        """keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over."""
         self.key = spec.key
         self._manager = manager
         self.arena = arena
@@ -85,8 +93,12 @@ class Pool:
         self.num_lagged_watches = 0  # ended because their reader fell behind, over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; no block is granted until they are done
         self.num_calls = 0  # while it stands, the core is as it was
+        self.keeper = keeper
         self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
+        if keeper is not None and keeper.is_quarantining:
+            self.quarantines.add(EARLIER_RUN)
+            keeper.watch_earlier(self._end_earlier_quarantine)
 
     @property
     def manager(self) -> PoolManager:
@@ -116,6 +128,8 @@ class Pool:
         turns = Turns()
         while self.manager.publish_pending(_SLICE_BLOCKS):
             await turns.offer()
+        while self._manager.write_record(_SLICE_BLOCKS):
+            await turns.offer()
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
@@ -141,7 +155,8 @@ class Pool:
     def publish_soon(self) -> None:
         """Publishes what steps committed, slice by slice, once the reply being made is on its way.
 
-        Then cached blocks above the configured share are evicted, so that the next step finds their blocks free.
+        Then cached blocks are evicted that are above the configured share, or that the next steps may want, so that these find
+        free blocks.
         """
         if not self._is_publishing:
             self._is_publishing = True
@@ -160,7 +175,10 @@ class Pool:
 
     def _publish_slice(self) -> None:
         is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
-        self._is_publishing = is_left or self.manager.evict_excess(_SLICE_BLOCKS) > 0
+        if not is_left:
+            num_evicted = self.manager.evict_excess(_SLICE_BLOCKS) + self.manager.evict_ahead(_SLICE_BLOCKS)
+            is_left = num_evicted >= _SLICE_BLOCKS
+        self._is_publishing = is_left
         if self._is_publishing:
             asyncio.get_running_loop().call_later(PAUSE, self._publish_slice)
 
@@ -178,8 +196,17 @@ class Pool:
         """The descriptors that the attach socket hands over with that."""
         return self.arena.descriptors() + ([] if self.host_arena is None else self.host_arena.descriptors())
 
-    def close(self) -> None:
-        """Gives the memory back."""
+    def _end_earlier_quarantine(self) -> None:
+        self.quarantines.discard(EARLIER_RUN)
+        log.info("quarantine_ended", client_name=EARLIER_RUN, num_blocks=self.manager.end_quarantine(EARLIER_RUN))
+
+    def close(self, *, keep: bool = False) -> None:
+        """Gives the memory back; keep: where it outlives the service, it stays for the next one."""
+        if self.keeper is not None:
+            if keep:
+                self.manager.publish_pending()
+                self.keeper.write_all()
+            self.keeper.close(remove=not keep)
         self.arena.close(is_mapped=bool(self.mappings))
         if self.host_arena is not None:
             self.host_arena.close()

@@ -23,9 +23,12 @@ from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..memory.arena import Arena
+from ..memory.kept_file import KeptPool
+from ..memory.memory_directory import MemoryDirectory
 from ..memory.shared_memory import SharedMemoryArena
 from ..preflight import pools_text
 from .pool import Pool, PoolInfo
+from .pool_keeper import PoolKeeper
 
 log = structlog.get_logger()
 
@@ -44,11 +47,21 @@ class Memory(Protocol):
 class PoolRegistry:
     """At most config.num_pools pools."""
 
-    def __init__(self, config: CacheConfig, memory: Memory, on_replaced: Callable[[PoolInfo], None]) -> None:
-        """on_replaced is called with each pool that made room for another spec."""
+    def __init__(
+        self,
+        config: CacheConfig,
+        memory: Memory,
+        on_replaced: Callable[[PoolInfo], None],
+        directory: MemoryDirectory | None = None,
+    ) -> None:
+        """on_replaced is called with each pool that made room for another spec.
+
+        directory: where pools outlive the service; the arenas are allocated there then.
+        """
         self.num_replaced = 0
         self._config = config
-        self._memory = memory
+        self._memory: Memory = directory or memory
+        self._directory = directory
         self._on_replaced = on_replaced
         self._pools: dict[bytes, Pool] = {}
         self._spare: list[Arena] = []
@@ -63,19 +76,22 @@ class PoolRegistry:
         return list(self._pools.values())
 
     async def reserve(self) -> None:
-        """Allocates the memory whose size is known now. Raises OutOfMemory; its text names the flag."""
-        if self._config.num_blocks is None:
-            num_pools, num_bytes, num_host_bytes = self._config.num_pools, self._config.pool_memory, self._host_memory
-            try:
-                # For all pools, before the first is allocated.
-                self._memory.require(num_pools * num_bytes, num_pools * num_host_bytes)
-                for _ in range(num_pools):
-                    self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
-                    if num_host_bytes:
-                        self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
-            except OutOfMemory as error:
-                self.close()
-                raise OutOfMemory(f"{pools_text(self._config)}, lower one: {error}") from None
+        """Takes over what earlier runs have left, and allocates the memory whose size is known now.
+
+        Raises OutOfMemory; its text names the flag.
+        """
+        is_sized = self._config.num_blocks is None
+        try:
+            if self._directory is not None:
+                for kept in self._directory.open_pools():
+                    await self._restore(kept)
+                num_spares = self._config.num_pools - len(self._pools) if is_sized else 0
+                self._spare += self._directory.open_spares(self._config.pool_memory, num_spares)
+            if is_sized:
+                await self._reserve_spares(self._config.num_pools - len(self._pools))
+        except OutOfMemory as error:
+            self.close()
+            raise OutOfMemory(f"{pools_text(self._config)}, lower one: {error}") from None
         self._is_ready = True
 
     async def obtain(self, spec: KvSpec) -> Pool:
@@ -91,19 +107,99 @@ class PoolRegistry:
                 log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
             self._num_uses += 1
             pool.last_use = self._num_uses
+            if pool.keeper is not None:
+                pool.keeper.look()
             return pool
 
     def close(self) -> None:
-        """Gives all memory back."""
-        for arena in [*self._spare, *self._spare_hosts]:
+        """Gives all memory back; what is kept stays in its folder."""
+        keep = self._directory is not None and self._directory.keep
+        for arena in self._spare:
+            if not keep:
+                self._forget_file(arena)
             arena.close()
+        for host_arena in self._spare_hosts:
+            host_arena.close()
         for pool in self._pools.values():
-            pool.close()
+            pool.close(keep=keep)
         self._spare.clear()
         self._spare_hosts.clear()
         self._pools.clear()
 
+    async def _reserve_spares(self, num_pools: int) -> None:
+        """Memory for so many pools, all of it asked for before the first is allocated. Raises OutOfMemory."""
+        num_bytes, num_host_bytes = self._config.pool_memory, self._host_memory
+        num_missing = num_pools - len(self._spare)
+        self._memory.require(num_missing * num_bytes, num_pools * num_host_bytes)
+        for _ in range(num_missing):
+            self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
+        for _ in range(num_pools if num_host_bytes else 0):
+            self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
+
     async def _make(self, spec: KvSpec) -> Pool:
+        config, num_bytes = self._sizes(spec)
+        if not self._spare and len(self._pools) >= self._config.num_pools:
+            self._replace_idle_pool(spec)
+        # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        arena = await self._arena(num_bytes)
+        keeper: PoolKeeper | None = None
+        try:
+            if self._directory is not None:
+                keeper = await self._keep(self._directory, arena, spec, manager)
+            return Pool(spec, config, manager, arena, await self._host_arena(config.num_host_blocks * spec.block_bytes), keeper)
+        except BaseException:
+            if keeper is not None:
+                keeper.close(remove=True)
+            else:
+                self._forget_file(arena)
+            arena.close()
+            raise
+
+    async def _keep(self, directory: MemoryDirectory, arena: Arena, spec: KvSpec, manager: PoolManager) -> PoolKeeper:
+        """The files of a new pool. Raises OutOfPools."""
+        assert isinstance(arena, SharedMemoryArena), "a folder holds files of the machine's memory"
+        try:
+            kept = await asyncio.to_thread(directory.make_pool, arena, spec, manager.config.num_blocks)
+        except OutOfMemory as error:
+            raise OutOfPools(f"no memory for another pool's index: {error}", flag="--memory-dir") from None
+        keeper = PoolKeeper(manager, kept)
+        await keeper.start()
+        return keeper
+
+    def _forget_file(self, arena: Arena) -> None:
+        """Of a spare arena that is closed and not kept."""
+        if self._directory is not None and isinstance(arena, SharedMemoryArena):
+            self._directory.remove_spare(arena)
+
+    async def _restore(self, kept: KeptPool) -> None:
+        """Takes over a pool of an earlier run, or removes its files where the configuration has no place for it.
+
+        Raises OutOfMemory where its host tier cannot be had.
+        """
+        spec, has_place = kept.spec, len(self._pools) < self._config.num_pools and kept.spec.key not in self._pools
+        try:
+            config, num_bytes = self._sizes(spec)
+            has_place &= (config.num_blocks, num_bytes) == (kept.num_blocks, kept.arena.num_bytes)
+        except OutOfPools:
+            has_place = False
+        if not has_place:
+            log.warning("kept_memory_refused", why="the configuration has other sizes, or no place for it")
+            kept.remove()
+            kept.close()
+            kept.arena.close()
+            return
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        keeper = PoolKeeper(manager, kept)
+        await keeper.restore()
+        try:
+            host_arena = await self._host_arena(config.num_host_blocks * spec.block_bytes)
+        except OutOfPools as error:
+            raise OutOfMemory(str(error)) from None
+        self._pools[spec.key] = Pool(spec, config, manager, kept.arena, host_arena, keeper)
+
+    def _sizes(self, spec: KvSpec) -> tuple[PoolConfig, int]:
+        """The configuration of a pool of this spec, and the bytes of its arena. Raises OutOfPools."""
         bytes_per_block = spec.block_bytes
         if self._config.num_blocks is None:
             num_blocks, num_bytes = most_blocks(self._config.pool_memory, bytes_per_block), self._config.pool_memory
@@ -129,16 +225,7 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(bytes_per_block),
         )
-        if not self._spare and len(self._pools) >= self._config.num_pools:
-            self._replace_idle_pool(spec)
-        # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
-        arena = await self._arena(num_bytes)
-        try:
-            return Pool(spec, config, manager, arena, await self._host_arena(config.num_host_blocks * bytes_per_block))
-        except BaseException:
-            arena.close()
-            raise
+        return config, num_bytes
 
     @property
     def _host_memory(self) -> int:

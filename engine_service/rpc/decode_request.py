@@ -110,7 +110,7 @@ def _check_stops(stops: Sequence[str], limits: InputLimits) -> None:
     for stop in stops:
         num_bytes, most = len(stop.encode()), limits.stop_bytes
         if not num_bytes:
-            raise InvalidField(f"{field}: none may be empty", field=field, limit=1)
+            raise InvalidField(f"{field}: 1 to {most} bytes, not 0", field=field, limit=1)
         if num_bytes > most:
             text = f"{field}: at most {most} bytes, not {num_bytes}"
             raise InvalidField(text, field=field, limit=most, flag="--max-stop-bytes")

@@ -105,6 +105,11 @@ def _int32s(address, count):
 
 
 @_helper
+def _bytes(address, count):
+    return carray(_pointer(address, np.int8(0)), (count,))
+
+
+@_helper
 def _share(args, num_items):
     """The items of this thread, half-open."""
     if args[0] == 0:
@@ -459,6 +464,58 @@ def multiply_row(data):
                 out[i] = sums[i]
 
 
+@_helper
+def _scale_row(x, out, least):
+    """Write x [D], divided by the greatest of its magnitudes, but not by less than `least`; answer by which."""
+    scale, poison = max(_greatest_magnitude(x), least), np.float32(0)
+    factor = np.float32(1) / scale
+    for i in range(len(x)):
+        poison += x[i] * np.float32(0)  # not a number where x is not finite
+        out[i] = x[i] * factor
+    return scale + poison
+
+
+@_helper
+def _dot_bytes(x, at):
+    """The sum of products of x [I], int16, and of 8-bit integers [I]. Casts keep it in 32 bits, in which it is exact."""
+    w, total = _bytes(at, len(x)), np.int32(0)
+    for i in range(len(x)):
+        total = np.int32(total + np.int32(np.int32(x[i]) * np.int32(w[i])))
+    return total
+
+
+@njit(fastmath={"contract"}, error_model="numpy", boundscheck=False)
+def _unscale_in_order(out, factors, scale, bias_at):
+    """In place out [W] * factors [W] * scale + bias [W] or none, in this order: FBGEMM's, and that of unscale_rows."""
+    if bias_at != 0:
+        bias = _floats(bias_at, len(out))
+        for i in range(len(out)):
+            out[i] = out[i] * factors[i] * scale + bias[i]
+    else:
+        for i in range(len(out)):
+            out[i] = out[i] * factors[i] * scale
+
+
+@_kernel
+def multiply_row_int8(data):
+    """out [O] = W x [I] * factors [O] + bias or none, of 8-bit W [O, I]; `levels` on either side of 0 for x."""
+    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
+    x_at, weight_at, factors_at, bias_at, out_at = args[2], args[3], args[4], args[5], args[6]
+    num_in, num_out = args[7], args[8]
+    levels, zero, least = np.float32(numbers[9]), np.float32(numbers[10]), np.float32(numbers[11])
+    scaled, integers = np.empty(num_in, np.float32), np.empty(num_in, np.int16)
+    scale = _scale_row(_floats(x_at, num_in), scaled, least)
+    for i in range(num_in):
+        level = np.rint(scaled[i] * levels + zero) - zero  # in one rounding, as FBGEMM has it
+        level = level if level > -levels else -levels
+        integers[i] = np.int16(np.int32(min(level, levels)))
+    first, last = _share(args, num_out)
+    out = _floats(out_at + first * 4, last - first)
+    for i in range(last - first):
+        out[i] = np.float32(_dot_bytes(integers, weight_at + (first + i) * num_in))
+    _unscale_in_order(out, _floats(factors_at + first * 4, last - first), scale, bias_at + first * 4 if bias_at != 0 else 0)
+
+
 @_kernel
 def scale_rows(data):
     """out [T, D]: x [T, D], each row divided by the greatest of its magnitudes, but not by less than `least`; scales [T]."""
@@ -468,13 +525,7 @@ def scale_rows(data):
     first, last = _share(args, num_rows)
     for row in range(first, last):
         x, out = _floats(x_at + row * size * 4, size), _floats(out_at + row * size * 4, size)
-        scale = max(_greatest_magnitude(x), least)
-        poison = np.float32(0)
-        factor = np.float32(1) / scale
-        for i in range(size):
-            poison += x[i] * np.float32(0)  # not a number where x is not finite
-            out[i] = x[i] * factor
-        scales[row] = scale + poison
+        scales[row] = _scale_row(x, out, least)
 
 
 @_kernel

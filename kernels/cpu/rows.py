@@ -1,4 +1,4 @@
-"""rms_norm, the gates, rotary_store_kv, and the scales of linear_int8, compiled: one pass over the rows of tokens."""
+"""rms_norm, the gates, rotary_store_kv, products of one row and the scales of linear_int8, compiled: passes over rows."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ _norm = Launcher("rms_norm", "qqqqqqqqd")
 _gate = Launcher("gate", "qqqqq")
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 _multiply = Launcher("multiply_row", "q" * 8)
+_multiply_int8 = Launcher("multiply_row_int8", "q" * 7 + "ddd")
 _scale = Launcher("scale_rows", "qqqqqd")
 _unscale = Launcher("unscale_rows", "qqqqq")
 
@@ -20,6 +21,24 @@ class RowBlocks(NamedTuple):
     address: int
     width: int
     room: int
+
+
+class Int8Rows(NamedTuple):
+    """A weight of 8-bit integers, int8 [O, I], and what one step of a product with it is worth, float32 [O]."""
+
+    integers: torch.Tensor
+    factors: torch.Tensor
+
+
+class Levels(NamedTuple):
+    """How a row is quantised: to so many levels on either side of 0, of which `zero` is added before rounding.
+
+    least: of the scale of a row.
+    """
+
+    levels: int
+    zero: int
+    least: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
@@ -94,4 +113,14 @@ def multiply_row(x: torch.Tensor, blocks: RowBlocks, bias: torch.Tensor | None, 
     out, num_in = torch.empty((*x.shape[:-1], num_out)), x.shape[-1]
     bias_at = 0 if bias is None else bias.data_ptr()
     _multiply(num_in * num_out, x.data_ptr(), *blocks, bias_at, out.data_ptr(), num_in, num_out)
+    return out
+
+
+def multiply_row_int8(x: torch.Tensor, weight: Int8Rows, bias: torch.Tensor | None, levels: Levels) -> torch.Tensor:
+    """W x + bias, [..., O] of x [..., I] with one row, which is quantised."""
+    num_out, num_in = weight.integers.shape
+    out = torch.empty((*x.shape[:-1], num_out))
+    bias_at = 0 if bias is None else bias.data_ptr()
+    addresses = (x.data_ptr(), weight.integers.data_ptr(), weight.factors.data_ptr(), bias_at, out.data_ptr())
+    _multiply_int8(num_in * num_out, *addresses, num_in, num_out, *levels)
     return out

@@ -7,6 +7,7 @@ import sys
 
 NAMES = (
     "step_core",
+    "keep",
     "evict",
     "step",
     "step_lane",

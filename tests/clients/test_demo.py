@@ -39,14 +39,16 @@ def test_demo_shows_what_it_says_and_leaves_nothing() -> None:
         assert demo.returncode == 0, output
         assert not _processes_of(folder)
         assert not list(folder.glob("kvkeeper-demo-*"))
-    cold, warm, forked, again = re.split(r"\n\d\. ", output)[1:5]
+    cold, warm, forked, again, kept = re.split(r"\n\d\. ", output)[1:6]
     assert re.search(r"wrap_all +\d+ +0 +24", cold), "nothing is cached at first"
-    for part in (warm, again):
+    for part in (warm, again, kept):
         rows = re.findall(r"^ +\w+ +(\d+) +(\d+) +24 ", part, re.MULTILINE)
         assert len(rows) == 6
         assert all(int(cached) > 0.9 * int(prompt) for prompt, cached in rows)
     assert int(re.findall(r"could part: (\d+)", forked)[0]) >= 1
     assert "SIGKILL" in forked
+    assert "Killing the cache service with SIGKILL" in again
+    assert kept.count("the answers are word for word the same") == 2
     blocks, free, cached, in_use = (
         int(re.findall(rf"^ +{name} +([\d,]+)", output, re.MULTILINE)[-1].replace(",", ""))
         for name in ("blocks", "free", "cached", "in use")

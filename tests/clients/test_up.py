@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 from kvkeeper.cli import main
 from kvkeeper.cli.show.readiness import until_serving
-from kvkeeper.client import AsyncEngineClient, CallOptions
+from kvkeeper.cli.start.up import memory_dir
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.service import VERSION
 from tests.support.processes.service_pair import generate
@@ -93,6 +95,36 @@ async def until_told(services: Services, text: str) -> None:
         while not any(text in line for line in told(services)):
             assert services.process.poll() is None, services.log_path.read_text()
             await asyncio.sleep(0.02)  # another process writes it
+
+
+def suffixes(folder: Path) -> set[str]:
+    """Of the files in it; of none where there is no folder."""
+    return {path.suffix for path in folder.glob("*")}
+
+
+async def test_what_is_cached_outlives_the_cache_service_and_both_services() -> None:
+    with short_folder() as folder:
+        addresses = sockets_in(folder)
+        memory = Path(memory_dir(addresses[0]))
+        assert suffixes(memory) == set()
+        prompt = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
+        try:
+            with services_up(folder, *addresses, "--keep") as running:
+                async with AsyncEngineClient(running.engine, CallOptions(timeout_s=END_S)) as client:
+                    first = await generate(client, prompt, max_tokens=4)
+                    async with AsyncCacheClient(running.cache) as cache:
+                        assert (await cache.stats()).pools[0].num_indexed_blocks
+                    os.kill(children(running.process.pid)["cache"], signal.SIGKILL)
+                    await until_told(running, "the cache service serves again")
+                    again = await generate(client, prompt, max_tokens=4)
+            with services_up(folder, *addresses, "--keep") as running:
+                async with AsyncEngineClient(running.engine, CallOptions(timeout_s=END_S)) as client:
+                    last = await generate(client, prompt, max_tokens=4)
+            assert first.texts == again.texts == last.texts
+            assert first.usage.cached_tokens == 0 < again.usage.cached_tokens == last.usage.cached_tokens
+            assert suffixes(memory) == {"", ".arena", ".index"}
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
 
 
 async def test_a_service_that_dies_is_started_again_while_the_other_stays(services: Services, folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 Real processes. Each time the service is started again on its address, serves within three seconds of its own start, and every
 engine comes back by itself and goes on with what it had, waiting or running. Some kills come while the engines are still
-opening their sessions, or start their requests again.
+opening their sessions, or start their requests again. With kept memory the service takes over what it had cached, too, while
+engines of before may still write.
 """
 
 import asyncio
 import random
+from pathlib import Path
+from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
@@ -14,6 +17,7 @@ from tests.soak.row import Counts
 from tests.support.processes.fleet import Fleet, fleet
 from tests.support.processes.fleet_load import Load, load_on
 from tests.support.processes.service_pair import until
+from tests.support.worlds.memory_folder import memory_folder
 
 SERVING_WITHIN_S = 3.0
 _REFUSALS = frozenset({"CACHE_SERVICE_DOWN"})
@@ -30,9 +34,22 @@ def four_engines(seed: int) -> Counts:
     return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=20))
 
 
-async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
+def kept_two_engines(seed: int) -> Counts:
+    """The same, on a folder of kept memory."""
+    with memory_folder() as folder:
+        return asyncio.run(_run(random.Random(seed), num_engines=2, num_kills=4, memory_dir=folder))
+
+
+def kept_four_engines(seed: int) -> Counts:
+    """The same with more of both."""
+    with memory_folder() as folder:
+        return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=20, memory_dir=folder))
+
+
+async def _run(rng: random.Random, num_engines: int, num_kills: int, memory_dir: Path | None = None) -> Counts:
     slowest = 0.0
-    async with fleet(num_engines, {"num_blocks": 24 * num_engines}) as services:
+    flags: dict[str, Any] = {"num_blocks": 24 * num_engines} | ({"memory_dir": memory_dir} if memory_dir else {})
+    async with fleet(num_engines, flags) as services:
         async with load_on(services, rng, _REFUSALS) as load:
             load.start(**_WORKERS)
             num_opened = [0] * num_engines
@@ -44,6 +61,7 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
                 await services.start_cache()
                 slowest = max(slowest, services.cache.ready_after)
                 assert slowest <= SERVING_WITHIN_S, f"serving after {slowest:.1f} s"
+                assert services.cache.events["pool_restored"] == (memory_dir is not None)
             await load.until_chunks(1, *range(num_engines))
             await load.stop()
         await check_nothing_is_left(services)

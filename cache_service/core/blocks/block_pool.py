@@ -75,6 +75,16 @@ class BlockPool:
         """How many of these distinct blocks are evictable, so that a table with them leaves fewer available."""
         return int(np.count_nonzero(self._is_evictable(blocks)))
 
+    def restore(self, cached: Int32Array, withheld: Int32Array) -> None:
+        """Of a pool without any holder: cached [n] are in the index, leaves before parents; withheld [m] may still be written.
+
+        The caller notes who withholds them, and ends it with `end_quarantine`.
+        """
+        self.free.take_out(np.concatenate([cached, withheld]))
+        self.mark_indexed(cached)
+        self._settle(cached)
+        self.quarantine(withheld, fences=_NONE)
+
     def allocate(self, count: int) -> Int32Array:
         """[count] blocks with one reference each; evicts where the free ones are too few. Needs count <= num_available."""
         victims = self._evict(count - len(self.free)) if count > len(self.free) else _NONE

@@ -27,6 +27,14 @@ class FreeList:
         self._size -= count
         return taken
 
+    def take_out(self, blocks: Int32Array) -> None:
+        """Takes these ids off the stack, wherever they are on it."""
+        leaves = np.zeros(len(self._stack), np.bool_)
+        leaves[blocks] = True
+        stays = self.ids()[~leaves[self.ids()]]
+        self._stack[: len(stays)] = stays
+        self._size = len(stays)
+
     def peek_blocks(self, count: int) -> Int32Array:
         """[count] ids that are to be taken next, in the same order; a copy."""
         return self._stack[self._size - count : self._size][::-1].copy()

@@ -50,6 +50,16 @@ class EvictionCalls:
         share = self._state.config.evict_above
         return self._evict(min(self._blocks_left.num_filled_above(share), max_blocks)) if share < 1 else 0
 
+    def evict_ahead(self, max_blocks: int) -> int:
+        """Evicts at most so many blocks, until as many are free as the next steps may want. Answers how many were.
+
+        For the time between steps, too. In a pool with a host tier nothing: there an eviction is an order of a step.
+        """
+        state = self._state
+        if state.lower_tier is not None:
+            return 0
+        return self._evict(min(state.room_ahead.num_blocks - len(self._pool.free), max_blocks))
+
     @contextmanager
     def demoting(self, session: SessionId) -> Iterator[Demotion]:
         """What is evicted inside is moved to the host tier, if the session's orders are run by the cache service.

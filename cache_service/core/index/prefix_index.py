@@ -20,6 +20,8 @@ from ..values.clock import Clock
 from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
+from .index_record import IndexRecord
+from .kept_tree import KeptTree
 from .stored_logits import StoredLogits
 
 NO_NODE = 0
@@ -59,6 +61,7 @@ class PrefixIndex:
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
         self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
         self.change_log: ChangeLog | None = None  # while the pool is watched
+        self.record: IndexRecord | None = None  # where the index is kept for a later run
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
         # Roots are parents too: being negative, they index the end. Entries that are never touched take no memory.
@@ -78,6 +81,8 @@ class PrefixIndex:
         if tenant not in self._roots:
             self._roots[tenant] = -len(self._roots) - 1
             self.eviction_log.add_root(self._roots[tenant])
+            if self.record is not None:
+                self.record.note_tenant(tenant)
         return self._roots[tenant]
 
     def has_room_for(self, tenant: str) -> bool:
@@ -187,12 +192,16 @@ class PrefixIndex:
         nodes = self.node_of_block[blocks]
         self.block_of_node[nodes] = 0
         self.node_of_block[blocks] = NO_NODE
+        if self.record is not None:
+            self.record.forget_blocks(blocks)
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.HOST)
 
     def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
         """Gives blocks on the device to nodes that had none."""
         self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+        if self.record is not None:
+            self.record.note_added(nodes)
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.DEVICE)
 
@@ -201,10 +210,43 @@ class PrefixIndex:
         self.host_of_node[nodes] = hosts
         self.node_of_host[hosts] = nodes
 
+    def write_record(self, max_nodes: int) -> bool:
+        """Writes down about so many of the nodes that the record lacks. Whether more are left."""
+        record = self.record
+        if record is None:
+            return False
+        nodes = record.take_unwritten(max_nodes)
+        nodes = nodes[self.block_of_node[nodes] > 0]
+        if len(nodes):
+            keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
+            words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
+            record.write(nodes, self.block_of_node[nodes], words[:, 0], words[:, 1:])
+        return record.is_behind
+
+    def add_tree(self, tree: KeptTree, record: IndexRecord) -> None:
+        """Takes over a tree that an earlier run has left, and keeps the record up to date from now on."""
+        assert not self._nodes, "a tree is taken over by an empty index"
+        self.record = record
+        num_nodes, blocks, parents, tokens = len(tree.parents), tree.slots.blocks, tree.parents, tree.slots.tokens
+        raw, width = np.column_stack([parents, tokens]).astype("<i4").tobytes(), self._key_len
+        keys = [raw[start : start + width] for start in range(0, len(raw), width)]
+        nodes = np.arange(1, num_nodes + 1, dtype=np.int32)
+        self._keys += keys
+        self._nodes = dict(zip(keys, nodes.tolist(), strict=True))
+        self.num_changes += num_nodes
+        self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+        self._link_below(nodes, parents)
+        for start, end in tree.levels:
+            self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
+        if self.root_of_node is not None:
+            self.root_of_node[nodes] = tree.roots
+
     def check(self) -> Iterator[list[str]]:
         """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
+        if self.record is not None:
+            yield from self.record.check(self.node_of_block)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:
@@ -312,6 +354,8 @@ class PrefixIndex:
             nodes, parents, blocks = nodes[first], parents[first], blocks[first]
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
+        if self.record is not None:
+            self.record.note_added(nodes)
         is_new = self.host_of_node[nodes] == 0  # a node that was in the host tier only is linked already
         if np.count_nonzero(is_new) < len(is_new):
             if self.change_log is not None:
@@ -368,6 +412,9 @@ class PrefixIndex:
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         self.node_of_block[blocks] = NO_NODE
         self.node_of_host[hosts] = NO_NODE
+        if self.record is not None:
+            self.record.forget_blocks(blocks)
+            self.record.forget_nodes(nodes)
         for links in self._columns():
             links[nodes] = 0
         self._unused.extend(nodes.tolist())

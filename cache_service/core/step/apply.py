@@ -22,7 +22,7 @@ from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
 from .forecast import Forecast, foretell
-from .free_room import fits_in_free
+from .free_room import fits_in_free, num_wanted
 from .reply import int32_of, step_reply, with_moves
 from .validate import StepPlan, check_starts, check_step, has_one_each, has_swaps
 
@@ -124,6 +124,9 @@ class StepApplier:
             self._publisher.publish_slots(owner, np.array(slots), told_now=owner)
             self._lifecycle.release(owner, slots)
             self._state.update_pressure()
+        if len(plan.start_slots) or len(step.grants.blocks):
+            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=len(step.grants.blocks))
+            self._state.room_ahead.note_step(num_blocks)
         self._note_granted(owner, batch, plan)
 
     def foretell(self, session: SessionId) -> Forecast | None:
@@ -256,12 +259,13 @@ class StepApplier:
     def _can_releases_wait(self, batch: StepBatch, plan: StepPlan) -> bool:
         """Whether the step does without the blocks that it releases."""
         slots = plan.reserve_slots
-        if not len(batch.release_ids) or plan.needs_published or slots is None:
+        if not len(batch.release_ids) or plan.needs_published or slots is None or not (len(slots) or len(plan.start_slots)):
             return False
         seqs = self._sequences
         new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
-        num_new = int(np.maximum(new_blocks, 0).sum())
-        return fits_in_free(self._state, plan.start_slots.tolist(), num_reservations=len(slots), num_new=num_new)
+        num_new = int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))
+        num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
+        return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
 
     def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""

@@ -14,7 +14,7 @@ from ..sequences.session_state import SessionState
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.step_columns import StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, SequenceState, SessionId, StartResult
-from .free_room import fits_in_free
+from .free_room import fits_in_free, num_wanted
 from .reply import int32_of
 
 
@@ -107,8 +107,10 @@ class ExpectedReplies:
             return None
         if not known and not step.has_releases:
             return known
-        is_room = fits_in_free(self._state, known, num_reservations=len(step.reserve_max), num_new=len(step.growing))
-        return known if is_room else None
+        if not (known or len(step.reserve_max)):  # it grants nothing
+            return None
+        num_blocks = num_wanted(self._state, known, num_new=len(step.growing))
+        return known if fits_in_free(self._state, num_blocks, len(known) + len(step.reserve_max)) else None
 
     def _hits(self, slots: list[int], max_hits: list[int]) -> list[Int32Array] | None:
         """The blocks that each of these starts hits; None where it may be more, or logits, or worth waiting for."""

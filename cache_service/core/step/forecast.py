@@ -42,8 +42,10 @@ class Forecast:
         batch, plan = self.batch, self.plan
         stays = batch.reserve_ids != released[0] if len(released) == 1 else ~np.isin(batch.reserve_ids, released)
         kept = stays.nonzero()[0]
-        if len(batch.reserve_ids) - len(kept) < len(released) and not _are_distinct_among(released, batch.commit_ids):
-            return None
+        if len(batch.reserve_ids) - len(kept) < len(released):  # one reserves nothing
+            own_ids = np.concatenate([batch.reserve_ids, batch.commit_ids])
+            if has_repeats(released) or not np.isin(released, own_ids).all():
+                return None
         assert plan.reserve_slots is not None, "a forecast forks nothing"
         grows = stays[self.growing]
         reserved = batch.reserve_max[kept]
@@ -104,7 +106,3 @@ def _still_there(seqs: SequenceTable, owner: SessionState, granted: Granted) -> 
     if np.count_nonzero(there) < len(there):
         return ids[there], slots[there], lens[there]
     return ids, slots, lens
-
-
-def _are_distinct_among(ids: Int64Array, known: Int64Array) -> bool:
-    return not has_repeats(ids) and bool(np.isin(ids, known).all())

@@ -3,15 +3,19 @@
 from ..pool_state import PoolState
 
 
-def fits_in_free(state: PoolState, start_slots: list[int], *, num_reservations: int, num_new: int) -> bool:
-    """Whether a step grants something, and there are free blocks for all of it: nothing is evicted, and no claim comes first.
+def num_wanted(state: PoolState, start_slots: list[int], *, num_new: int) -> int:
+    """Blocks that a step may take for its starts, without their hits, and for num_new that its reservations want."""
+    seqs = state.sequences
+    return num_new + sum(seqs.num_blocks(int(seqs.num_tokens[slot])) for slot in start_slots)
 
-    num_new: blocks that its reservations want. Each of them is counted with one more to copy to, and a start without its hit.
-    Never so in a pool with a host tier.
+
+def fits_in_free(state: PoolState, num_blocks: int, num_granted: int) -> bool:
+    """Whether so many blocks are free, and leave enough for growth: nothing is evicted, and no claim comes first.
+
+    num_granted: sequences that the step grants slots to; one more block for each has to be left, because an engine that is told
+    of fewer takes blocks back from its sequences. Never so in a pool with a host tier.
     """
-    if not (num_reservations or start_slots) or state.claims.claims or state.lower_tier is not None:
+    if state.claims.claims or state.lower_tier is not None:
         return False
-    seqs, num_wanted = state.sequences, num_reservations + num_new + state.num_spare()
-    for slot in start_slots:
-        num_wanted += seqs.num_blocks(int(seqs.num_tokens[slot]))
-    return num_wanted <= len(state.pool.free)
+    pool = state.pool
+    return num_blocks <= len(pool.free) and num_blocks + num_granted + state.num_spare() <= pool.num_available

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ class Fleet:
         cache_flags: dict[str, Any],
         engine_flags: dict[str, Any],
         first_flags: dict[str, Any] | None = None,
+        cache_switches: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self.cache_address = f"unix:{folder}/cache"
@@ -122,6 +123,7 @@ class Fleet:
             "reconnect_timeout": DEADLINE_S, "drain_timeout": DEADLINE_S,
         } | engine_flags  # fmt: skip
         self._first_flags = first_flags
+        self._cache_switches = cache_switches
         self._all: list[Service] = []
 
     async def start(self) -> None:
@@ -132,7 +134,8 @@ class Fleet:
 
     async def start_cache(self) -> None:
         """Until it serves."""
-        self.cache = await self._spawn("kvkeeper.cache_service", listen=self.cache_address, **self._cache_flags)
+        module, flags = "kvkeeper.cache_service", {"listen": self.cache_address} | self._cache_flags
+        self.cache = await self._spawn(module, *self._cache_switches, **flags)
         await self.cache.until("ready")
 
     async def start_engine(self, number: int) -> None:
@@ -146,8 +149,9 @@ class Fleet:
             module, flags = "tests.support.processes.stopping_engine", flags | self._first_flags
         return await self._spawn(module, cache=self.cache_address, **flags)
 
-    async def _spawn(self, module: str, **flags: Any) -> Service:
+    async def _spawn(self, module: str, *switches: str, **flags: Any) -> Service:
         words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        words += switches
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *words, env=environment(self.folder),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -172,14 +176,15 @@ async def fleet(
     num_engines: int,
     cache_flags: dict[str, Any] | None = None,
     first_flags: dict[str, Any] | None = None,
+    cache_switches: Sequence[str] = (),
     **engine_flags: Any,
 ) -> AsyncIterator[Fleet]:
     """Serves when the block begins; a failure in it is told with the ends of the logs.
 
-    first_flags: of the first engine, which then is one of stopping_engine.py.
+    first_flags: of the first engine, which then is one of stopping_engine.py. cache_switches: flags without a value.
     """
     with short_folder() as folder:
-        found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags)
+        found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags, cache_switches)
         try:
             await found.start()
             yield found

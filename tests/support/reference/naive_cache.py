@@ -49,6 +49,7 @@ class NaiveSequence:
     granted_at: dict[int, int] = field(default_factory=dict)
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
+    may_share_its_end: bool = False  # forked inside a block, or cut, since it had slots to write
 
     def readable(self, length: int) -> set[int]:
         """Positions that may be read when so many tokens are committed."""

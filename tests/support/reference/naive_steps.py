@@ -173,13 +173,15 @@ class NaiveSteps(NaiveClaims):
         num_items = len(batch.reserve_ids) + len(batch.start_ids)
         if any(map(len, others)) or not len(batch.release_ids) or not num_items or self.config.num_host_blocks:
             return False
-        wanted = len(batch.reserve_ids)  # to copy to
+        wanted = 0
         for sequence_id, most in zip(batch.reserve_ids.tolist(), batch.reserve_max.tolist(), strict=True):
-            wanted += max(0, self.num_blocks(most) - len(self.sequences[session, sequence_id].table))
+            q = self.sequences[session, sequence_id]
+            wanted += max(0, self.num_blocks(most) - len(q.table)) + q.may_share_its_end
         wanted += sum(
             self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist()
         )
-        return not self.claimants() and wanted + self.watermark() <= self.states().count(BlockState.FREE)
+        fits = wanted <= self.states().count(BlockState.FREE) and wanted + num_items + self.watermark() <= self.num_available()
+        return fits and not self.claimants()
 
     def check_counts(self, reply: StepReply) -> None:
         states = self.states()
@@ -247,6 +249,8 @@ class NaiveSteps(NaiveClaims):
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
+        if length % self.block_size:
+            child.may_share_its_end = parent.may_share_its_end = True
         self.sequences[parent.session, child_id] = child
         self.num_changes += 1
         return child
@@ -256,6 +260,7 @@ class NaiveSteps(NaiveClaims):
         del q.tokens[length:]
         q.committed, q.reserved = min(q.committed, length), min(q.reserved, length)
         q.published = min(q.published, q.committed // self.block_size)
+        q.may_share_its_end = True
         q.granted_at = {step: min(granted, length) for step, granted in q.granted_at.items()}
         for block in q.table[self.num_blocks(q.reserved) :]:
             self.let_go(q.session, block)
@@ -429,6 +434,7 @@ class NaiveSteps(NaiveClaims):
         self.num_changes += granted > q.reserved or copied_idx is not None
         q.table += new_blocks
         q.reserved = granted
+        q.may_share_its_end &= granted <= q.committed
         q.granted_at[self.sessions[q.session].step_id] = granted
         return blocked, updates
 

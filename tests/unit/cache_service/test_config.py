@@ -34,6 +34,8 @@ def test_flags_win_over_the_environment() -> None:
         (["--metrics-listen", ":7543"], "--metrics-listen: host:port such as 127.0.0.1:7412, not ':7543'"),
         (["--metrics-listen", "unix:/x"], "--metrics-listen: host:port such as 127.0.0.1:7412, not 'unix:/x'"),
         (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
+        (["--keep"], "--keep needs a folder to keep the memory in, see --memory-dir"),
+        (["--memory-dir", "/x", "--device", "cuda"], "--memory-dir holds memory of the machine, so it needs --device cpu"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ class _Engine:
                 put(commit_ids=[q.id], commit_lens=[length], commit_num_new=[num_new], commit_tokens=tokens)
         over = [q for q in self.running if q.reserved >= q.max_tokens]
         if self.running and not is_steady and rng.random() < 0.6:
-            over.append(rng.choice(self.running))
+            over += rng.sample(self.running, min(rng.choice((1, 1, 2, 3)), len(self.running)))
         over = list(dict.fromkeys(over))
         stay = [q for q in self.running if q not in over]
         forks: list[tuple[_Sequence, _Sequence]] = []
@@ -310,3 +310,32 @@ def test_replies_that_are_told_before_their_step_is_applied_are_those_of_the_ste
     asyncio.run(_live_through(seed, NUM_STEPS, is_roomy=True))
     assert counts["applied after the answer"] > NUM_STEPS / 20
     assert min(counts[kind] for kind in ("told with starts", "told with hits", "told with releases")) > NUM_STEPS / 1000
+
+
+def test_a_release_of_one_that_only_commits_and_one_that_only_reserves() -> None:
+    """With two steps in flight: the first has its most tokens, the third has just started."""
+
+    async def run() -> None:
+        sides = Side(PoolConfig(65, 4), foretells=True), Side(PoolConfig(65, 4), foretells=False)
+        lives = [await side.open() for side in sides]
+        for side, live in zip(sides, lives, strict=True):
+            for sequence_id, max_tokens in ((1, 14), (2, 64), (3, 64)):
+                prompt = np.arange(12, dtype=np.int32) + 100 * sequence_id
+                side.pool.manager.create_sequence(live.core.id, SequenceArgs(SequenceId(sequence_id), prompt, max_tokens))
+
+        def step(step_id: int, **columns: list[int]) -> None:
+            items = StepItems(**{name: np.array(of, np.int64 if name in _WIDE else np.int32) for name, of in columns.items()})
+            outcomes = [side.step(live, items, step_id, max(step_id - 2, 0)) for side, live in zip(sides, lives, strict=True)]
+            assert outcomes[0] == outcomes[1]
+            assert isinstance(outcomes[0][0], bytes), "it is lawful"
+
+        step(1, start_ids=[1, 2], start_max_new=[12, 12], start_max_hit=[0, 0])
+        step(2, reserve_ids=[1, 2], reserve_min=[13, 13], reserve_max=[13, 13])
+        step(3, commit_ids=[1, 2], commit_lens=[12, 12], commit_num_new=[1, 1], commit_tokens=[7, 7],
+             start_ids=[3], start_max_new=[12], start_max_hit=[0],
+             reserve_ids=[1, 2], reserve_min=[14, 14], reserve_max=[14, 14])  # fmt: skip
+        assert lives[0].foretold is not None
+        step(4, commit_ids=[1, 2], commit_lens=[13, 13], commit_num_new=[1, 1], commit_tokens=[7, 7],
+             release_ids=[1, 3], reserve_ids=[2], reserve_min=[15], reserve_max=[15])  # fmt: skip
+
+    asyncio.run(run())

@@ -87,13 +87,32 @@ def test_any_number_of_threads_multiplies_one_row_by_every_block(threads, shape,
             torch.testing.assert_close(linear(x, weight), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7, 24), (64, 16), (3, 1), (513, 130)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_any_number_of_threads_multiplies_one_row_of_8_bit_integers_as_fbgemm_does(threads, shape, has_bias):
+    dense = LinearWeight(torch.randn(shape), torch.randn(shape[0]) if has_bias else None)
+    weight = quantise_linear(dense)
+    assert weight.rows is not None
+    for x in (torch.randn(1, shape[1]), 1e3 * torch.randn(shape[1]), torch.zeros(1, 1, shape[1])):
+        assert torch.equal(linear(x, weight), linear(x, dataclasses.replace(weight, rows=None)))
+
+
+def test_levels_of_8_bits_are_rounded_as_fbgemm_rounds_them():
+    halves = (torch.arange(-90, 90) + 0.5) / 90
+    weight = quantise_linear(LinearWeight(torch.eye(182)))
+    for offset in torch.linspace(-2e-7, 2e-7, 41):
+        x = torch.cat((halves + offset, torch.tensor([1.0, -1.0])))[None]
+        assert torch.equal(linear(x, weight), linear(x, dataclasses.replace(weight, rows=None)))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_shows_in_its_row_and_in_no_other(bad):
     x, weight = torch.randn(3, 16), torch.ones(16)
     x[1, 5] = bad
     dense = LinearWeight(torch.randn(4, 16))
-    row_by_row = torch.cat([linear(row[None], pack_linear(dense)) for row in x])
-    for found in (rms_norm(x.clone(), weight, 1e-5)[0], linear_int8(x, quantise_linear(dense)), row_by_row):
+    packed, quantised = pack_linear(dense), quantise_linear(dense)
+    row_by_row = [torch.cat([linear(row[None], each) for row in x]) for each in (packed, quantised)]
+    for found in (rms_norm(x.clone(), weight, 1e-5)[0], linear_int8(x, quantised), *row_by_row):
         assert found.isfinite().all(1).tolist() == [True, False, True]
     gate_up = torch.randn(3, 16)
     gate_up[1, 13] = bad

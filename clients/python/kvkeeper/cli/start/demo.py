@@ -1,7 +1,8 @@
 """`kvkeeper demo`: what the two processes are for, in a minute.
 
 Both services run as processes of their own, on Unix sockets in a temporary folder: prompts that share a long prefix, one
-request forked into three continuations, then the engine is killed and a new one finds what the dead one computed.
+request forked into three continuations, then the engine is killed and a new one finds what the dead one computed, and then
+the cache service is killed and the next one finds the memory.
 """
 
 import argparse
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 _START_S = 120.0  # a slow disk and a cold torch
 _GRACE_S = 10.0
+_MEMORY, _POOL_MEMORY = "/dev/shm", "32MiB"  # containers have 64 MiB there
 _SETTLE_LOOKS, _SETTLE_LOOK_S = 40, 0.05
 _QUESTIONS = ("wrap_all", "indent_lines", "count_words", "shorten_title", "split_paragraphs", "strip_margin")
 _SAMPLING = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -67,9 +69,10 @@ async def _until_done() -> int:
     assert task is not None
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="kvkeeper-demo-") as folder:
+    temporary = tempfile.TemporaryDirectory
+    with temporary(prefix="kvkeeper-demo-") as folder, temporary(prefix="kvkeeper-demo-", dir=_MEMORY) as memory:
         try:
-            return await _show(f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock", folder)
+            return await _show(f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock", folder, memory)
         except (_ServiceEnded, KvkeeperError, TimeoutError) as error:
             print(f"kvkeeper: the demo could not go on: {error}", file=sys.stderr)
             return EXIT_FAILED
@@ -78,9 +81,10 @@ async def _until_done() -> int:
             return EXIT_INTERRUPTED
 
 
-async def _show(cache: str, engine: str, folder: str) -> int:
+async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
     print("Starting the cache service and an engine as two processes ...", flush=True)
-    async with _service("cache", cache, "--runtime-dir", folder):
+    cache_flags = ("--runtime-dir", folder, "--memory-dir", memory, "--num-pools", "1", "--pool-memory", _POOL_MEMORY)
+    async with _service("cache", cache, *cache_flags) as first_cache:
         async with _service("engine", engine, "--cache", cache) as first_engine, AsyncEngineClient(engine) as client:
             cold = [await _ask(client, _QUESTIONS[0])]
             _print_answers("1. One prompt with a long prefix, on an empty cache", cold)
@@ -98,11 +102,24 @@ async def _show(cache: str, engine: str, folder: str) -> int:
             again = await asyncio.gather(*(_ask(client, name) for name in _QUESTIONS))
             _print_answers("4. The same six prompts: the dead engine's prefix cache is still there", again)
             await _print_pool(cache)
-    hits = sum(answer.cached_tokens for answer in again)
-    same = all(before.texts == after.texts for before, after in zip(warm, again, strict=True))
-    print(f"\nThe new engine found {hits:,} of {sum(a.prompt_tokens for a in again):,} prompt tokens in the cache", end="")
-    print(", and answered word for word the same." if same else ".")
-    return EXIT_OK if hits else EXIT_FAILED
+            print("\nKilling the cache service with SIGKILL and starting a new one ...", flush=True)
+            first_cache.kill()
+            await first_cache.ended
+            async with _service("cache", cache, *cache_flags):
+                kept = await asyncio.gather(*(_ask(client, name) for name in _QUESTIONS))
+                _print_answers("5. The same six prompts: the memory outlived the cache service", kept)
+    print()
+    hits = [_print_hits("engine", warm, again), _print_hits("cache service", warm, kept)]
+    return EXIT_OK if all(hits) else EXIT_FAILED
+
+
+def _print_hits(what: str, before: Sequence[Answer], after: Sequence[Answer]) -> int:
+    """Answers the number of cached tokens."""
+    hits = sum(answer.cached_tokens for answer in after)
+    same = all(first.texts == second.texts for first, second in zip(before, after, strict=True))
+    told = f"With the new {what}, {hits:,} of {sum(a.prompt_tokens for a in after):,} prompt tokens were in the cache"
+    print(told + (", and the answers are word for word the same." if same else "."))
+    return hits
 
 
 async def _ask(client: AsyncEngineClient, name: str, n: int = 1) -> Answer:

@@ -6,7 +6,9 @@ other stays: this is why there are two processes. However `up` itself ends, no p
 
 import argparse
 import asyncio
+import hashlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -42,6 +44,12 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep what is cached when both services end, for the next start; it lies in a folder of --cache-memory-dir,"
+        " by default one in /dev/shm",
+    )
     parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
     parser.add_argument("--log-level", metavar="LEVEL", default="info", help="of both (default: %(default)s)")
@@ -186,9 +194,20 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
         flags["cache"] += ["--host-memory", args.host_memory]
     if args.model is not None:
         flags["engine"] += ["--model", args.model]
-    for service, own_flags in _split(args.other_flags).items():
-        flags[service] += own_flags
+    own_flags = _split(args.other_flags)
+    if args.keep:
+        flags["cache"] += ["--keep"]
+        if "KVKEEPER_CACHE_MEMORY_DIR" not in os.environ:
+            flags["cache"] += ["--memory-dir", memory_dir(args.cache_listen)]
+    for service in flags:
+        flags[service] += own_flags[service]
     return flags
+
+
+def memory_dir(cache_listen: str) -> str:
+    """A folder on tmpfs for the memory of the cache service at this address."""
+    name = hashlib.sha256(cache_listen.encode()).hexdigest()[:16]
+    return f"/dev/shm/kvkeeper-{os.getuid()}-{name}"
 
 
 def _split(words: Sequence[str]) -> dict[str, list[str]]:

@@ -70,3 +70,8 @@ def test_no_policy_beats_the_optimum() -> None:
     rates = {policy: replay_policy(requests, 200, policy).num_hits for policy in POLICY_NAMES}
     assert max(rates.values()) <= best
     assert replay_optimum(requests, 10**6).num_hits == replay_policy(requests, 10**5, "lru").num_hits
+
+
+def test_the_optimum_keeps_the_parents_of_a_prompt_that_does_not_fit_whole() -> None:
+    assert replay_optimum([[1, 2, 3], [4], [1, 2, 3]], 3).num_hits == 2
+    assert replay_optimum([[3, 2, 1], [4], [3, 2, 1]], 3).num_hits == 2

@@ -1,0 +1,92 @@
+"""The rows of a kept index: one per block, each with a check over all that it says.
+
+Owns the form of a row and of its check. Rules: a row is stored before its check, so a row that was being stored when its
+process was killed has none; a block's row is forgotten by one store, of 0 into its check; a row whose check does not fit says
+nothing. The check covers the block's number and the memory's key, so a row in another place, or of other memory, says nothing
+either. Knows no tree: the names of nodes are plain numbers here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..values.kept_index import KeptIndex, UInt64Array, row_words
+from ..values.types import Int32Array, Int64Array
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What rows say of n blocks: names [n] and parents [n] of nodes, tokens [n, block_size]. A negative parent is a root."""
+
+    blocks: Int32Array
+    names: Int64Array
+    parents: Int64Array
+    tokens: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def at(self, places: Int64Array) -> "Slots":
+        """Those at these places, in their order."""
+        return Slots(self.blocks[places], self.names[places], self.parents[places], self.tokens[places])
+
+
+class SlotTable:
+    """The rows of one pool, in memory that outlives this process."""
+
+    def __init__(self, kept: KeptIndex) -> None:
+        self._checks, self._rows = kept.checks, kept.rows
+        num_words = self._rows.shape[1]
+        self._block_size = num_words - row_words(0)
+        # Odd factors, so that a change of one word always changes the sum.
+        drawn = _mixed(np.uint64(kept.key) + np.arange(num_words + 2, dtype=np.uint64) * _STEP)
+        self._factors, self._of_block, self._start = drawn[:-2] | np.uint64(1), drawn[-2] | np.uint64(1), drawn[-1]
+
+    def num_written(self, first: int = 0, end: int | None = None) -> int:
+        """Rows of blocks [first, end) that claim to say something."""
+        return int(np.count_nonzero(self._checks[first:end]))
+
+    def write(self, slots: Slots) -> None:
+        """Stores these rows. A block that is named twice is said the same of."""
+        rows = np.empty((len(slots), self._rows.shape[1]), np.int32)
+        head = np.empty((len(slots), 2), np.int64)
+        head[:, 0], head[:, 1] = slots.names, slots.parents
+        rows[:, : row_words(0)] = head.view(np.int32)
+        rows[:, row_words(0) :] = slots.tokens
+        self._rows[slots.blocks] = rows
+        self._checks[slots.blocks] = self._check(slots.blocks, rows)
+
+    def forget(self, blocks: Int32Array) -> None:
+        """The rows of these blocks say nothing from now on."""
+        self._checks[blocks] = 0
+
+    def forget_all_but(self, blocks: Int32Array) -> None:
+        """Of all other rows, torn and damaged ones among them."""
+        stays = np.zeros(len(self._checks), np.bool_)
+        stays[blocks] = True
+        self._checks[~stays] = 0
+
+    def read(self, first: int = 0, end: int | None = None) -> Slots:
+        """All rows of blocks [first, end) whose check fits, by block. The null block has none."""
+        blocks = np.flatnonzero(self._checks[first:end]).astype(np.int32) + np.int32(first)
+        blocks = blocks[blocks > 0]
+        rows = self._rows[blocks]
+        fits = self._check(blocks, rows) == self._checks[blocks]
+        blocks, rows = blocks[fits], rows[fits]
+        head = np.ascontiguousarray(rows[:, : row_words(0)]).view(np.int64)
+        return Slots(blocks, head[:, 0], head[:, 1], rows[:, row_words(0) :])
+
+    def _check(self, blocks: Int32Array, rows: Int32Array) -> UInt64Array:
+        """[n] of rows [n, words]; never 0."""
+        sums = rows.view(np.uint32).astype(np.uint64) @ self._factors
+        return _mixed(sums + blocks.astype(np.uint64) * self._of_block + self._start) | np.uint64(1)
+
+
+def _mixed(values: UInt64Array) -> UInt64Array:
+    """Each bit of the result depends on each bit of the value (the finish of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return np.asarray(values ^ (values >> np.uint64(31)), np.uint64)

@@ -1,0 +1,272 @@
+"""The files of one kept pool: its arena, and beside it the index that is written down of it.
+
+Owns their form. The arena's file has one page more than the arena, with a stamp; the index file has a header, a check and a
+row for each block, and at its end the tenants' names, one record each. Rules: every size follows from the header, and a file
+of another size is refused before it is mapped; both files carry the same key and the same number of runs, so a file from
+elsewhere, or of an earlier time, is refused; a tenant's name is stored before the tenant gets a block, and a log that lacks
+one makes the whole index worthless, because blocks of an unknown tenant could not be cleared (R8). Nothing is unpickled.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import stat
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvkeeper.service.memory_limit import OutOfMemory
+
+from ..core.values.kept_index import KeptIndex, row_words
+from ..core.values.kv_spec import KvSpec
+from ..core.values.types import Int32Array
+from . import file_locks
+from .shared_memory import SharedMemoryArena, reserve_pages
+
+_FORMAT = 1
+_MAGIC = b"kvkeeper"
+_PAGE = mmap.PAGESIZE
+_HEADER_BYTES = 4 * _PAGE
+_HEAD = struct.Struct("<8sIII")  # magic, format, length and crc32 of the description
+_COUNTS = struct.Struct("<QQ")  # runs, tenants that got a block, at the end of the header
+_STAMP = struct.Struct("<QQ")  # key, runs, in the arena's last page
+_RECORD = struct.Struct("<HI")  # length and crc32 of a tenant's name
+_MOST_TENANTS = 65_536
+_MOST_BLOCKS = 1 << 24
+_COUNT_FIELDS = ("key", "arena", "num_blocks", "num_bytes")
+_SPEC_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "block_size")
+
+
+class FileRefused(Exception):
+    """A file is not what a run of this service has left. The text says why, in a few words."""
+
+
+def arena_file_bytes(num_bytes: int) -> int:
+    """Bytes of the file of an arena of so many bytes."""
+    return _whole_pages(num_bytes) + _PAGE
+
+
+def open_file(path: Path) -> int:
+    """A descriptor of a regular file that is this user's alone. Raises FileRefused."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise FileRefused(f"it cannot be opened: {error.strerror}") from None
+    status = os.fstat(descriptor)
+    is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink == 1
+    if not stat.S_ISREG(status.st_mode) or not is_ours:
+        os.close(descriptor)
+        raise FileRefused("it is not a file of this user alone")
+    return descriptor
+
+
+def make_file(path: Path, num_bytes: int) -> int:
+    """A descriptor of a new file of so many bytes, all zero and with their pages. Raises OutOfMemory."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise OutOfMemory(f"no file can be made: {error.strerror}") from None
+    try:
+        reserve_pages(descriptor, num_bytes)
+    except OutOfMemory:
+        path.unlink()
+        raise
+    return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an index file says of its pool. arena: the inode of the arena's file."""
+
+    key: int
+    arena: int
+    num_blocks: int
+    num_bytes: int
+    spec: KvSpec
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "Description":
+        """Raises FileRefused."""
+        try:
+            fields = json.loads(text)
+            spec = fields.pop("spec")
+            decoded = cls(**fields, spec=KvSpec(**{**spec, "key": bytes.fromhex(spec["key"])}))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise FileRefused("its description cannot be read") from None
+        counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
+        counts += [getattr(decoded.spec, name) for name in _SPEC_COUNTS]
+        if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or type(decoded.spec.model_id) is not str:
+            raise FileRefused("its description has a value out of range")
+        if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
+            raise FileRefused("its description has sizes that do not fit each other")
+        return decoded
+
+
+class IndexFile:
+    """An open index file. `kept` is what the core reads and writes."""
+
+    def __init__(self, descriptor: int, description: Description, tenants: tuple[str, ...], tenants_end: int) -> None:
+        """Takes the descriptor over."""
+        self.description = description
+        self.descriptor = descriptor
+        num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
+        self._map = mmap.mmap(descriptor, _fixed_bytes(description))
+        checks = np.frombuffer(self._map, np.uint64, num_blocks, _HEADER_BYTES)
+        first_row = _HEADER_BYTES + _whole_pages(8 * num_blocks)
+        rows: Int32Array = np.frombuffer(self._map, np.int32, num_blocks * words, first_row).reshape(num_blocks, words)
+        self._num_tenants = len(tenants)
+        self._tenants_end = tenants_end
+        self.kept = KeptIndex(description.key, checks, rows, tenants, self._add_tenant)
+
+    @classmethod
+    def make(cls, path: Path, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int) -> "IndexFile":
+        """A new file for a pool whose arena was not used yet. Raises OutOfMemory."""
+        inode = os.fstat(arena.descriptor).st_ino
+        description = Description(secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec)
+        text = description.encode()
+        assert len(text) <= _HEADER_BYTES - _HEAD.size - _COUNTS.size, "the fields of a KV spec are bounded"
+        descriptor = make_file(path, _fixed_bytes(description))
+        os.pwrite(descriptor, _HEAD.pack(_MAGIC, _FORMAT, len(text), zlib.crc32(text)) + text, 0)
+        return cls(descriptor, description, (), _fixed_bytes(description))
+
+    @classmethod
+    def open(cls, path: Path) -> "IndexFile":
+        """Raises FileRefused."""
+        descriptor = open_file(path)
+        try:
+            description = _read_description(descriptor)
+            num_seen = _COUNTS.unpack(os.pread(descriptor, _COUNTS.size, _HEADER_BYTES - _COUNTS.size))[1]
+            tenants, end = _read_tenants(descriptor, description)
+            if len(tenants) < num_seen:
+                raise FileRefused("it lacks the name of a tenant")
+            os.ftruncate(descriptor, end)  # a record that was being written
+            return cls(descriptor, description, tenants, end)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def check_arena(self, arena_file: int) -> None:
+        """Raises FileRefused where the file is not the arena that the index was written for."""
+        status, num_bytes = os.fstat(arena_file), self.description.num_bytes
+        if status.st_size != arena_file_bytes(num_bytes) or status.st_ino != self.description.arena:
+            raise FileRefused("its arena is another file")
+        if os.pread(arena_file, _STAMP.size, _whole_pages(num_bytes)) != self._stamp():
+            raise FileRefused("its arena is of another time")
+
+    def count_run(self, arena_file: int) -> None:
+        """Another run uses both files."""
+        num_runs, num_tenants = self._counts()
+        self._map[_HEADER_BYTES - _COUNTS.size : _HEADER_BYTES] = _COUNTS.pack(num_runs + 1, num_tenants)
+        os.pwrite(arena_file, self._stamp(), _whole_pages(self.description.num_bytes))
+
+    def close(self) -> None:
+        """Unmapped with the last view of it."""
+        os.close(self.descriptor)
+
+    def _counts(self) -> tuple[int, int]:
+        num_runs, num_tenants = _COUNTS.unpack_from(self._map, _HEADER_BYTES - _COUNTS.size)
+        return num_runs % (1 << 63), num_tenants
+
+    def _stamp(self) -> bytes:
+        return _STAMP.pack(self.description.key, self._counts()[0])
+
+    def _add_tenant(self, name: str) -> None:
+        """The tenant counts at once. If its name cannot be stored, no later run believes the file."""
+        num_runs, _ = self._counts()
+        record = _record(self.description.key, self._num_tenants, name.encode())
+        with contextlib.suppress(OSError):
+            self._tenants_end += os.pwrite(self.descriptor, record, self._tenants_end)
+        self._num_tenants += 1
+        _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, self._num_tenants)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _fixed_bytes(description: Description) -> int:
+    """Bytes before the tenants' names."""
+    num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
+    return _HEADER_BYTES + _whole_pages(8 * num_blocks) + _whole_pages(4 * words * num_blocks)
+
+
+def _read_description(descriptor: int) -> Description:
+    """Raises FileRefused."""
+    header = os.pread(descriptor, _HEADER_BYTES, 0)
+    if len(header) < _HEADER_BYTES:
+        raise FileRefused("it is too short")
+    magic, version, length, crc = _HEAD.unpack_from(header)
+    if magic != _MAGIC or version != _FORMAT:
+        raise FileRefused("it has another format")
+    text = header[_HEAD.size : _HEAD.size + length]
+    if len(text) != length or zlib.crc32(text) != crc:
+        raise FileRefused("its header is damaged")
+    description = Description.decode(text)
+    if os.fstat(descriptor).st_size < _fixed_bytes(description):
+        raise FileRefused("it is too short")
+    return description
+
+
+def _read_tenants(descriptor: int, description: Description) -> tuple[tuple[str, ...], int]:
+    """The names up to the first record that is not whole, and where that begins. Raises FileRefused for a repeated name."""
+    names: list[str] = []
+    place, start = 0, _fixed_bytes(description)
+    num_bytes = min(os.fstat(descriptor).st_size - start, _MOST_TENANTS * (_RECORD.size + (1 << 10)))
+    data = os.pread(descriptor, num_bytes, start)
+    while place + _RECORD.size <= len(data) and len(names) < _MOST_TENANTS:
+        length, _ = _RECORD.unpack_from(data, place)
+        name = data[place + _RECORD.size : place + _RECORD.size + length]
+        if data[place : place + _RECORD.size + length] != _record(description.key, len(names), name):
+            break
+        try:
+            names.append(name.decode())
+        except UnicodeDecodeError:
+            break
+        place += _RECORD.size + length
+    if len(set(names)) < len(names):
+        raise FileRefused("it names a tenant twice")
+    return tuple(names), start + place
+
+
+def _record(key: int, number: int, name: bytes) -> bytes:
+    """The record of the tenant of this number."""
+    return _RECORD.pack(len(name), zlib.crc32(struct.pack("<QQ", key, number) + name)) + name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptPool:
+    """The open files of one pool."""
+
+    arena: SharedMemoryArena
+    index: IndexFile
+    arena_path: Path
+    index_path: Path
+
+    @property
+    def spec(self) -> KvSpec:
+        return self.index.description.spec
+
+    @property
+    def num_blocks(self) -> int:
+        return self.index.description.num_blocks
+
+    def may_be_written(self) -> bool:
+        """Whether a process of an earlier run still maps the arena."""
+        return file_locks.is_held_by_others(self.arena.descriptor)
+
+    def remove(self) -> None:
+        """Removes both files. Processes that map the arena keep what they mapped."""
+        self.index_path.unlink(missing_ok=True)
+        self.arena_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives up this process's descriptors and its mapping of the index; the arena is closed on its own."""
+        self.index.close()

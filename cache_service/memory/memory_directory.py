@@ -1,0 +1,176 @@
+"""MemoryDirectory: the folder in which pools outlive the service, of one service at a time.
+
+Owns which files are in it: `pool-NAME.arena` with `pool-NAME.index` for each pool, `spare-NAME.arena` for memory that no
+pool has used, `new-NAME.index` for a moment, and `lock`. Rules: the folder is the user's alone and lies in memory; a file that
+is not what a run has left is removed and never believed; files that are named otherwise are let be. A spare arena gets its
+pool's name before the pool uses it, so a spare one is all zero.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from kvkeeper.service import memory_limit
+from kvkeeper.service.listen import AddressInUse
+from kvkeeper.service.memory_limit import OutOfMemory
+
+from ..core.values.kv_spec import KvSpec
+from . import file_locks
+from .file_locks import FolderInUse
+from .kept_file import FileRefused, IndexFile, KeptPool, arena_file_bytes, make_file, open_file
+from .private_directory import private_directory
+from .shared_memory import SharedMemoryArena
+
+log = structlog.get_logger()
+
+_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_OURS = re.compile(r"(pool|spare|new)-[0-9a-f]{16}\.(arena|index)")
+
+
+class MemoryRefused(Exception):
+    """The folder cannot hold the memory of pools. The text is one line."""
+
+
+def kept_bytes(path: Path) -> int:
+    """Bytes that the arenas of earlier runs take in the folder; a start needs no others for as much."""
+    return sum(file.lstat().st_size for file in path.glob("*.arena") if _OURS.fullmatch(file.name))
+
+
+class MemoryDirectory:
+    """An open folder. Raises MemoryRefused."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        """keep: the files of pools stay when the service stops."""
+        self.keep = keep
+        try:
+            self._path = private_directory(path)
+            self._lock = file_locks.lock_folder(path)
+        except (AddressInUse, FolderInUse) as error:
+            raise MemoryRefused(str(error)) from None
+        except OSError as error:
+            raise MemoryRefused(f"no file can be made there: {error.strerror}") from None
+        if (kind := _file_system(path)) not in _FILE_SYSTEMS:
+            self.close()
+            raise MemoryRefused(f"the folder lies on {kind}, and the memory of pools needs tmpfs, such as /dev/shm")
+
+    def open_pools(self) -> list[KeptPool]:
+        """The pools that earlier runs have left, the last used first. What is damaged, foreign or half made is removed."""
+        pools: list[KeptPool] = []
+        indexes = [path for path in self._files("index") if path.name.startswith("pool-")]
+        for index_path in sorted(indexes, key=lambda path: path.lstat().st_mtime, reverse=True):
+            try:
+                pools.append(_open_pool(index_path))
+            except FileRefused as refusal:
+                log.warning("kept_memory_refused", why=str(refusal))
+        known = {path for pool in pools for path in (pool.arena_path, pool.index_path)}
+        for path in [*self._files("index"), *(path for path in self._files("arena") if path.name.startswith("pool-"))]:
+            if path not in known:
+                path.unlink()
+        return pools
+
+    def open_spares(self, num_bytes: int, most: int) -> list[SharedMemoryArena]:
+        """At most so many arenas of this size that earlier runs have reserved and not used; all others are removed."""
+        spares: list[SharedMemoryArena] = []
+        for path in self._files("arena"):
+            if not path.name.startswith("spare-"):
+                continue
+            with contextlib.suppress(FileRefused):
+                descriptor = open_file(path)
+                if os.fstat(descriptor).st_size == arena_file_bytes(num_bytes) and len(spares) < most:
+                    file_locks.hold(descriptor)
+                    spares.append(SharedMemoryArena(num_bytes, descriptor))
+                    continue
+                os.close(descriptor)
+            path.unlink()
+        return spares
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
+        memory_limit.require(num_bytes + num_host_bytes)
+
+    def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
+        """A host tier's arena, which is not kept. Raises OutOfMemory."""
+        return SharedMemoryArena(num_bytes)
+
+    def allocate(self, num_bytes: int) -> SharedMemoryArena:
+        """An arena in a new file, all zero. Raises OutOfMemory."""
+        memory_limit.require(num_bytes)
+        descriptor = make_file(self._path / f"spare-{secrets.token_hex(8)}.arena", arena_file_bytes(num_bytes))
+        file_locks.hold(descriptor)
+        return SharedMemoryArena(num_bytes, descriptor)
+
+    def make_pool(self, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int) -> KeptPool:
+        """The files of a new pool on an arena of this folder that no pool has used. Raises OutOfMemory."""
+        facts = (spec.key, str(num_blocks).encode(), str(arena.num_bytes).encode())
+        name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+        arena_path, index_path = self._path / f"pool-{name}.arena", self._path / f"pool-{name}.index"
+        new_path = self._path / f"new-{name}.index"
+        index = IndexFile.make(new_path, arena, spec, num_blocks)
+        index.count_run(arena.descriptor)
+        try:
+            self._path_of(arena).rename(arena_path)
+            new_path.rename(index_path)
+        except OSError as error:
+            raise OutOfMemory(f"no file can be made: {error.strerror}") from None
+        return KeptPool(arena, index, arena_path, index_path)
+
+    def remove_spare(self, arena: SharedMemoryArena) -> None:
+        """Removes the file of an arena that no pool has used."""
+        self._path_of(arena).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets another service have the folder. A folder in which nothing is kept goes."""
+        if not self.keep and not list(self._files("arena")):
+            (self._path / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something else is in it
+                self._path.rmdir()
+        os.close(self._lock)
+
+    def _path_of(self, arena: SharedMemoryArena) -> Path:
+        inode = os.fstat(arena.descriptor).st_ino
+        return next(path for path in self._files("arena") if path.lstat().st_ino == inode)
+
+    def _files(self, suffix: str) -> Iterator[Path]:
+        """Files of ours, by name."""
+        for path in sorted(self._path.iterdir()):
+            is_folder = path.is_dir() and not path.is_symlink()
+            if _OURS.fullmatch(path.name) and path.suffix == f".{suffix}" and not is_folder:
+                yield path
+
+
+def _open_pool(index_path: Path) -> KeptPool:
+    """Raises FileRefused."""
+    index = IndexFile.open(index_path)
+    arena_path = index_path.with_suffix(".arena")
+    try:
+        descriptor = open_file(arena_path)
+        try:
+            index.check_arena(descriptor)
+            index.count_run(descriptor)
+            file_locks.hold(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        arena = SharedMemoryArena(index.description.num_bytes, descriptor)
+        arena.array[: index.description.spec.block_bytes] = 0  # the null block, which others are cleared with
+    except BaseException:
+        index.close()
+        raise
+    return KeptPool(arena, index, arena_path, index_path)
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system that the folder lies on."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[2] == wanted:
+            return fields[fields.index("-") + 1]
+    return "an unknown file system"

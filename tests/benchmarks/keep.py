@@ -1,0 +1,140 @@
+"""A kept index: what it costs a step of the core, and how soon a killed service serves again with all that it had cached.
+
+Two pools take turns step by step, one with a kept index and one without. A step of growing sequences is told with its
+publishing; the writing down runs every 50 ms, beside the steps, as in the service, and is told for each step, in processor
+time. Nothing of RPC or engine is in it, so in the services a step costs more, and the writing is less beside it. The restart
+is of a real process, from exec to "ready", killed with SIGKILL before.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.kept_index import KeptIndex, row_words
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from tests.benchmarks.growing import BLOCK_SIZE, Growing
+
+_NUM_STEPS = 640
+_WRITE_AFTER = 0.05  # seconds, as in the service
+_SESSION = SessionId("bench")
+_SHM = "/dev/shm"
+_CHAIN = 250  # blocks; a prompt of 4,000 tokens
+
+
+def figures() -> Iterator[dict[str, object]]:
+    for num_sequences in (1, 16, 256):
+        yield {"case": "step", "sequences": num_sequences, **_step_costs(num_sequences)}
+    for num_cached in (1_000, 100_000):
+        yield {"case": "restart", "cached_blocks": num_cached, **_restart(num_cached)}
+
+
+def _step_costs(num_sequences: int) -> dict[str, float]:
+    pools = [_Pool(Growing(num_sequences), is_kept=is_kept) for is_kept in (False, True)]
+    for step_idx in range(_NUM_STEPS):
+        for pool in pools if step_idx % 2 else reversed(pools):
+            pool.step(step_idx)
+    plain, kept = (float(np.median(pool.steps)) * 1e6 for pool in pools)
+    return {
+        "plain_us": round(plain, 1),
+        "kept_us": round(kept, 1),
+        "share": round(kept / plain - 1, 4),
+        "write_us_a_step": round(pools[1].writing / _NUM_STEPS * 1e6, 1),
+    }
+
+
+class _Pool:
+    """One of the two. steps: seconds of each with its publishing; writing: seconds of processor time of all of it."""
+
+    def __init__(self, load: Growing, *, is_kept: bool) -> None:
+        self.steps: list[float] = []
+        self.writing = 0.0
+        self._load = load
+        self._written_at = time.perf_counter()
+        num_blocks = load.num_blocks(_NUM_STEPS)
+        self._manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE, max_sequences=load.num_sequences))
+        if is_kept:
+            self._manager.restore(kept_index(num_blocks), may_still_write=False)
+        self._manager.open_session(_SESSION, Executor.ENGINE)
+        for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
+            self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+        self._manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+
+    def step(self, step_idx: int) -> None:
+        batch = StepBatch(step_idx + 2, step_idx + 1, **self._load.grow_columns(step_idx))
+        begin = time.perf_counter()
+        self._manager.step(_SESSION, batch)
+        self._manager.publish_pending()
+        self.steps.append(time.perf_counter() - begin)
+        if time.perf_counter() - self._written_at > _WRITE_AFTER:
+            self._written_at, begin = time.perf_counter(), time.thread_time()
+            while self._manager.write_record(1024):
+                pass
+            self.writing += time.thread_time() - begin
+
+
+def kept_index(num_blocks: int) -> KeptIndex:
+    """In memory of this process."""
+    rows = np.zeros((num_blocks, row_words(BLOCK_SIZE)), np.int32)
+    return KeptIndex(1, np.zeros(num_blocks, np.uint64), rows, (), lambda name: None)
+
+
+def _restart(num_cached: int) -> dict[str, object]:
+    """Files with so many cached blocks, as a killed service leaves them; a service starts on them and is killed, 5 times."""
+    spec = KvSpec(b"bench", "bench", 1, 1, 4, 4, BLOCK_SIZE)
+    num_blocks = num_cached + 1000
+    took, restored = [], []
+    with tempfile.TemporaryDirectory(prefix="kvk-", dir=_SHM) as folder:
+        _fill(Path(folder) / "memory", spec, num_blocks, num_cached)
+        for _ in range(5):
+            flags = ["--listen", f"unix:{folder}/s", "--runtime-dir", f"{folder}/run", "--num-blocks", str(num_blocks)]
+            flags += ["--memory-dir", f"{folder}/memory"]
+            begin = time.perf_counter()
+            command = [sys.executable, "-m", "kvkeeper.cache_service", *flags]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+                assert process.stderr is not None
+                for line in process.stderr:
+                    event = json.loads(line)
+                    if event["event"] == "pool_restored":
+                        restored.append(event)
+                    if event["event"] == "ready":
+                        break
+                took.append(time.perf_counter() - begin)
+                process.send_signal(signal.SIGKILL)
+    assert all(event["num_blocks"] == num_cached for event in restored) and len(restored) == len(took)
+    return {
+        "exec_to_ready_s": round(min(took), 2),
+        "median_s": round(float(np.median(took)), 2),
+        "restore_ms": min(event["milliseconds"] for event in restored),
+    }
+
+
+def _fill(path: Path, spec: KvSpec, num_blocks: int, num_cached: int) -> None:
+    """A pool of chains of cached blocks."""
+    directory = MemoryDirectory(path, keep=True)
+    kept = directory.make_pool(directory.allocate(num_blocks * spec.block_bytes), spec, num_blocks)
+    manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE))
+    manager.restore(kept.index.kept, may_still_write=False)
+    index, rng = manager.state.index, np.random.default_rng(0)
+    root = index.root("")
+    for start in range(1, num_cached + 1, _CHAIN):
+        tokens = rng.integers(0, 32000, _CHAIN * BLOCK_SIZE).astype(np.int32)
+        index.insert_run(root, tokens, np.arange(start, start + _CHAIN, dtype=np.int32))
+    while manager.write_record(1024):
+        pass
+    kept.close()
+    kept.arena.close()
+    directory.close()

@@ -1,0 +1,139 @@
+"""The memory outlives the cache service: real processes, killed with SIGKILL, on a folder of kept memory.
+
+The model is the hash toy, whose output depends on every K and V that it reads: a block that is believed and holds something
+else changes the tokens.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
+from tests.support.processes.fleet import BLOCK_SIZE, Fleet, Service, fleet
+from tests.support.processes.service_pair import generate, toy_output, until
+from tests.support.worlds.memory_folder import memory_folder
+
+PROMPTS = [[number, *range(10, 35)] for number in range(6)]  # six whole blocks and two tokens, none shared
+NUM_WHOLE = 6 * BLOCK_SIZE
+
+
+@asynccontextmanager
+async def kept_fleet(**flags: Any) -> AsyncIterator[tuple[Fleet, Path]]:
+    """One engine on a cache service whose memory is in the folder."""
+    with memory_folder() as folder:
+        async with fleet(1, {"memory_dir": folder, "num_blocks": 128} | flags) as services:
+            yield services, folder
+
+
+def event_of(service: Service, name: str) -> dict[str, Any]:
+    (found,) = [event for line in service.lines if (event := json.loads(line))["event"] == name]
+    return found
+
+
+async def ask_all(services: Fleet) -> list[int]:
+    """Asks all prompts at once, checks the tokens, and answers how many tokens of each were cached."""
+    async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
+        outputs = await asyncio.gather(*(generate(client, prompt) for prompt in PROMPTS))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == [toy_output(prompt, 8)]
+    return [output.usage.cached_tokens for output in outputs]
+
+
+async def at_rest(services: Fleet) -> pb.PoolStats:
+    """The pool once nothing runs. What its counts tell is written down."""
+    async with AsyncCacheClient(services.cache_address) as cache:
+
+        async def idle() -> pb.PoolStats | None:
+            (pool,) = (await cache.stats()).pools
+            busy = pool.num_running_sequences or pool.num_fenced_blocks or pool.num_quarantined_blocks
+            return None if busy else pool
+
+        pool = await until(idle)
+        assert list((await cache.check_invariants()).violations) == []
+        return pool
+
+
+async def test_a_cache_service_that_is_killed_again_and_again_finds_what_was_cached() -> None:
+    async with kept_fleet() as (services, _):
+        assert await ask_all(services) == [0] * len(PROMPTS)
+        for kill in range(3):
+            num_cached = (await at_rest(services)).num_cached_blocks
+            await services.cache.kill()
+            await services.start_cache()
+            restored = event_of(services.cache, "pool_restored")
+            assert (restored["num_blocks"], restored["num_dropped_blocks"]) == (num_cached, 0)
+            await services.engines[0].until("session_opened", kill + 2)
+            assert await ask_all(services) == [NUM_WHOLE] * len(PROMPTS)
+
+
+async def test_both_services_are_killed_at_once_and_the_same_prompts_hit() -> None:
+    async with kept_fleet() as (services, _):
+        await ask_all(services)
+        num_cached = (await at_rest(services)).num_cached_blocks
+        await asyncio.gather(services.cache.kill(), services.engines[0].kill())
+        await services.start_cache()
+        restored = event_of(services.cache, "pool_restored")
+        assert (restored["num_blocks"], restored["num_quarantined_blocks"]) == (num_cached, 0), "nothing maps the memory"
+        await services.start_engine(0)
+        assert await ask_all(services) == [NUM_WHOLE] * len(PROMPTS)
+
+
+async def test_a_stream_goes_on_over_a_kill_with_the_right_tokens() -> None:
+    async with kept_fleet() as (services, _):
+        async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
+            streams = [asyncio.create_task(generate(client, prompt, 60)) for prompt in PROMPTS]
+            async with AsyncCacheClient(services.cache_address) as cache:
+
+                async def has_cached() -> bool:
+                    pools = (await cache.stats()).pools
+                    return bool(pools) and pools[0].num_indexed_blocks >= 3 * len(PROMPTS)
+
+                await until(has_cached)
+            assert not any(stream.done() for stream in streams), "the kill comes while they run"
+            await services.cache.kill()
+            await services.start_cache()
+            assert event_of(services.cache, "pool_restored")["num_blocks"] >= 3 * len(PROMPTS)
+            outputs = await asyncio.gather(*streams)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output.token_ids == [toy_output(prompt, 60)]
+        async with AsyncCacheClient(services.cache_address) as cache:
+            assert (await cache.stats()).pools[0].num_hit_tokens >= 3 * BLOCK_SIZE, "they found their own blocks"
+
+
+async def test_what_an_engine_may_still_write_is_kept_back_until_it_is_gone() -> None:
+    """The engine stands still over the restart, with its memory mapped; nobody gets its blocks till it is killed."""
+    async with kept_fleet() as (services, _):
+        await ask_all(services)
+        num_cached = (await at_rest(services)).num_cached_blocks
+        await services.engines[0].stop()
+        await services.cache.kill()
+        await services.start_cache()
+        restored = event_of(services.cache, "pool_restored")
+        assert (restored["num_blocks"], restored["num_quarantined_blocks"]) == (num_cached, 127 - num_cached)
+        async with AsyncCacheClient(services.cache_address) as cache:
+            (pool,) = (await cache.stats()).pools
+            assert (pool.num_free_blocks, pool.num_quarantined_blocks) == (0, 127 - num_cached)
+        await services.engines[0].kill()
+        await services.cache.until("quarantine_ended")
+        assert (await at_rest(services)).num_free_blocks == 127 - num_cached
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_a_clean_stop_leaves_memory_only_where_it_is_to_be_kept(keep: bool) -> None:
+    """Without a quarantine in between: the next service finds all of it, or nothing."""
+    with memory_folder() as folder:
+        for run in range(2):
+            flags = ["--keep"] if keep else []
+            async with fleet(1, {"memory_dir": folder, "num_blocks": 128}, cache_switches=flags) as services:
+                assert await ask_all(services) == [NUM_WHOLE if run and keep else 0] * len(PROMPTS)
+                services.engines[0].terminate()
+                assert await services.engines[0].end() == 0
+                services.cache.terminate()
+                assert await services.cache.end() == 0
+            assert folder.exists() == keep

@@ -1,0 +1,211 @@
+"""The rows of a kept index: what they say, what they do not say any more, and the tree that they describe. Block size 1."""
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.core.index.index_record import IndexRecord
+from kvkeeper.cache_service.core.index.kept_tree import KeptTree, tree_of
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.index.slot_table import Slots, SlotTable
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.worlds.core_pool import int32
+from tests.support.worlds.kept_pool import KeptMemory, twin_of
+
+Row = tuple[int, int, int, int]  # block, name, parent, token
+
+
+def slots(*rows: Row) -> Slots:
+    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    blocks, tokens = columns[0].astype(np.int32), columns[3].astype(np.int32).reshape(-1, 1)
+    return Slots(blocks, columns[1], columns[2], tokens)
+
+
+def table_of(*rows: Row, num_blocks: int = 8) -> tuple[SlotTable, KeptMemory]:
+    memory = KeptMemory(PoolConfig(num_blocks, 1))
+    table = SlotTable(memory.kept)
+    table.write(slots(*rows))
+    return table, memory
+
+
+def rows_of(found: Slots) -> list[Row]:
+    columns = (found.blocks, found.names, found.parents, found.tokens[:, 0])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+ROWS: tuple[Row, ...] = ((5, 1, -1, 70), (2, 2, 1, 71), (7, 3, 1, 72))
+
+
+def test_a_table_says_what_was_written() -> None:
+    table, memory = table_of(*ROWS)
+    assert rows_of(table.read()) == sorted(ROWS)
+    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS), "to the next run, too"
+    assert (table.num_written(), table.num_written(3, 6)) == (3, 1)
+    assert rows_of(table.read(3, 6)) == [ROWS[0]]
+    table.forget(int32([5, 2]))
+    assert rows_of(table.read()) == [ROWS[2]]
+    table.write(slots(*ROWS))
+    table.forget_all_but(int32([2]))
+    assert rows_of(table.read()) == [ROWS[1]]
+    assert table.num_written() == 1
+
+
+def test_numbers_of_all_sizes_come_back() -> None:
+    rows = ((1, 2**62, -65_536, 2**31 - 1), (2, 1, 2**62, -(2**31)))
+    assert rows_of(table_of(*rows)[0].read()) == list(rows)
+
+
+def test_every_damaged_byte_is_noticed() -> None:
+    _, memory = table_of(*ROWS)
+    num_damaged = 0
+    for array in (memory.rows, memory.checks):
+        raw = array.view(np.uint8).reshape(len(array), -1)
+        for block, *_ in ROWS:
+            for place in range(raw.shape[1]):
+                raw[block, place] ^= 1 << (place % 8)
+                left = rows_of(SlotTable(memory.kept).read())
+                raw[block, place] ^= 1 << (place % 8)
+                assert left == sorted(row for row in ROWS if row[0] != block)
+                num_damaged += 1
+    assert num_damaged == 3 * (20 + 8)
+
+
+def test_a_row_that_was_being_stored_says_nothing() -> None:
+    """Killed between any two stores: some words are new, some old, and the check is that of the old row or 0."""
+    table, memory = table_of(*ROWS)
+    old = twin_of(memory)
+    table.write(slots((2, 9, 3, 99)))
+    for num_stored in range(1, memory.rows.shape[1]):
+        for check in (old.checks[2], 0):
+            torn = twin_of(old)
+            changed = np.flatnonzero(memory.rows[2] != old.rows[2])[:num_stored]
+            torn.rows[2, changed] = memory.rows[2, changed]
+            torn.checks[2] = check
+            assert 2 not in SlotTable(torn.kept).read().blocks
+
+
+def test_a_row_elsewhere_or_of_other_memory_says_nothing() -> None:
+    _, memory = table_of(*ROWS)
+    memory.rows[3], memory.checks[3] = memory.rows[5], memory.checks[5]
+    memory.rows[0], memory.checks[0] = memory.rows[5], memory.checks[5]
+    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS)
+    other = KeptMemory(memory.config, key=12)
+    other.rows[:], other.checks[:] = memory.rows, memory.checks
+    assert len(SlotTable(other.kept).read()) == 0
+
+
+def believed(*rows: Row, num_roots: int = 1) -> list[int]:
+    """Blocks, parents before children."""
+    tree = tree_of(slots(*rows), num_roots)
+    check_tree(tree)
+    return tree.slots.blocks.tolist()
+
+
+def check_tree(tree: KeptTree) -> None:
+    assert [start for start, _ in tree.levels] == [0, *(end for _, end in tree.levels[:-1])][: len(tree.levels)]
+    assert (tree.levels[-1][1] if tree.levels else 0) == len(tree.parents)
+    for place, (parent, root) in enumerate(zip(tree.parents.tolist(), tree.roots.tolist(), strict=True)):
+        assert parent < place + 1, "a parent comes before its children"
+        assert root == (parent if parent < 0 else tree.roots[parent - 1])
+
+
+def test_a_tree_has_what_reaches_the_root_of_a_known_tenant() -> None:
+    assert believed() == []
+    assert believed(*ROWS) == [5, 2, 7]
+    assert believed(*reversed(ROWS)) == [5, 7, 2], "whatever the order of the rows"
+    assert believed((1, 1, -1, 7), (2, 2, -2, 7), num_roots=2) == [1, 2]
+    assert believed((1, 1, -1, 7), (2, 2, -2, 7), (3, 3, 2, 7)) == [1], "the second tenant is not known"
+
+
+def test_rows_without_their_ancestors_are_left_out() -> None:
+    chain = tuple((place, place, place - 1 or -1, 7) for place in range(1, 8))
+    assert believed(*chain) == [1, 2, 3, 4, 5, 6, 7]
+    for missing in range(1, 8):
+        assert believed(*chain[: missing - 1], *chain[missing:]) == list(range(1, missing))
+
+
+def test_rings_are_left_out() -> None:
+    assert believed((1, 1, 1, 7), (2, 2, -1, 7)) == [2]
+    assert believed((1, 1, 3, 7), (2, 2, 1, 7), (3, 3, 2, 7), (4, 4, 3, 7), (5, 5, -1, 7)) == [5]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1, -1, 7), (2, 1, -1, 8)],  # one name, two nodes
+        [(1, 1, -1, 7), (2, 2, -1, 7)],  # one content, two nodes
+        [(1, 0, -1, 7), (2, 2, -1, 8)],  # no name
+    ],
+)
+def test_rows_that_contradict_each_other_make_the_table_worthless(rows: list[Row]) -> None:
+    assert believed(*rows) == []
+
+
+def test_blocks_are_evicted_leaves_first_and_the_oldest_branch_before_younger_ones() -> None:
+    rows = [(1, 1, -1, 7), (2, 2, 1, 7), (3, 3, -1, 8), (4, 4, 3, 8), (5, 5, 1, 9)]
+    assert tree_of(slots(*rows), 1).leaves_first().tolist() == [2, 4, 3, 5, 1]
+
+
+def kept_index(num_blocks: int = 8) -> tuple[PrefixIndex, KeptMemory]:
+    memory, index = KeptMemory(PoolConfig(num_blocks, 1)), PrefixIndex(num_blocks, 1)
+    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, num_blocks))
+    return index, memory
+
+
+def test_what_was_forgotten_before_it_was_written_never_is() -> None:
+    index, memory = kept_index()
+    index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
+    index.forget_blocks(int32([2]))
+    assert not memory.checks.any(), "written later, not at once"
+    assert not index.write_record(10)
+    assert np.flatnonzero(memory.checks).tolist() == [1]
+    assert memory.tenants == [""]
+    index.forget_blocks(int32([1]))
+    assert not memory.checks.any(), "forgotten at once"
+    assert not any(index.check())
+
+
+def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent() -> None:
+    index, memory = kept_index()
+    root = index.root("")
+    index.insert_run(root, int32([7]), int32([1]))
+    index.insert_run(root, int32([8]), int32([2]))
+    index.write_record(10)
+    before = set(SlotTable(memory.kept).read().names.tolist())
+    index.insert_run(root, int32([9]), int32([3]))
+    index.forget_blocks(int32([1, 2]))
+    nodes = index.insert_run(root, int32([5, 6]), int32([4, 5])).tolist()
+    assert nodes == [2, 1], "the child has the number that was noted first"
+    while index.write_record(1):
+        pass
+    written = SlotTable(memory.kept).read()
+    assert not before.intersection(written.names.tolist())
+    assert tree_of(written, 1).slots.blocks.tolist() == [3, 4, 5]
+    assert not any(index.check())
+
+
+def test_a_child_finds_a_parent_that_was_away_when_both_were_to_be_written() -> None:
+    """The parent lies in the host tier alone at that moment, and comes back to another block."""
+    memory, index = KeptMemory(PoolConfig(8, 1)), PrefixIndex(8, 1, num_host_blocks=8)
+    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, 16))
+    nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
+    index.add_hosts(nodes[:1], int32([5]))
+    index.leave_device(int32([1]))
+    index.write_record(10)
+    assert np.flatnonzero(memory.checks).tolist() == [2]
+    assert len(tree_of(SlotTable(memory.kept).read(), 1).parents) == 0, "without its parent it is not believed"
+    index.add_blocks(nodes[:1], int32([3]))
+    index.write_record(10)
+    assert tree_of(SlotTable(memory.kept).read(), 1).slots.blocks.tolist() == [3, 2]
+
+
+def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
+    index, memory = kept_index()
+    index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
+    index.write_record(10)
+    kept = memory.checks[2]
+    index.forget_blocks(int32([2]))
+    assert not any(index.check())
+    memory.checks[2] = kept
+    assert [text for wrong in index.check() for text in wrong] == [
+        "the kept index names a block that the index does not name, or under another node"
+    ]

@@ -1,0 +1,204 @@
+"""Files of kept memory: taken over where they are what a run has left, refused or cut where they are not."""
+
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.memory import kept_file, memory_directory
+from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
+from kvkeeper.service import memory_limit
+from kvkeeper.service.memory_limit import OutOfMemory
+from tests.support.worlds.memory_folder import SPEC, fill, memory_folder, taken_over
+
+_PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with memory_folder() as path:
+        yield path
+
+
+def file_of(folder: Path, suffix: str) -> Path:
+    (path,) = folder.glob(f"pool-*.{suffix}")
+    return path
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_pool_is_taken_over_with_its_memory_again_and_again(folder: Path) -> None:
+    fill(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    for _ in range(3):
+        index = taken_over(folder)
+        assert index is not None and len(index) == 8
+    directory = MemoryDirectory(folder, keep=True)
+    (kept,) = directory.open_pools()
+    assert kept.spec == SPEC
+    blocks = kept.arena.blocks(16, SPEC.block_bytes)
+    assert (blocks == np.arange(16, dtype=np.uint8)[:, None]).all(), "the null block is zero, all others are as they were"
+    directory.close()
+
+
+def test_a_folder_is_of_one_service_at_a_time(folder: Path) -> None:
+    first = MemoryDirectory(folder, keep=True)
+    with pytest.raises(MemoryRefused, match="another cache service keeps its memory there"):
+        MemoryDirectory(folder, keep=True)
+    first.close()
+    MemoryDirectory(folder, keep=False).close()
+    assert not folder.exists(), "without anything to keep, nothing is left"
+
+
+def test_a_folder_on_a_disk_or_open_to_others_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_directory, "_FILE_SYSTEMS", ("ramfs",))
+        with pytest.raises(MemoryRefused, match=r"the folder lies on tmpfs, and the memory of pools needs"):
+            MemoryDirectory(folder, keep=True)
+    folder.chmod(0o750)
+    with pytest.raises(MemoryRefused, match="must be yours with mode 0700"):
+        MemoryDirectory(folder, keep=True)
+
+
+def test_memory_is_refused_in_time_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = MemoryDirectory(folder, keep=True)
+    monkeypatch.setattr(memory_limit, "available_bytes", lambda: 4096)
+    with pytest.raises(OutOfMemory):
+        directory.allocate(1 << 20)
+    monkeypatch.undo()
+    with pytest.raises(OutOfMemory):
+        directory.allocate(1 << 60)
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    directory.close()
+
+
+def test_memory_that_was_reserved_and_not_used_is_found_again(folder: Path) -> None:
+    directory = MemoryDirectory(folder, keep=True)
+    for num_bytes in (8192, 8192, 8192, 4096):
+        directory.allocate(num_bytes).close()
+    directory.close()
+    assert kept_bytes(folder) == 3 * (8192 + _PAGE) + 4096 + _PAGE
+    directory = MemoryDirectory(folder, keep=True)
+    spares = directory.open_spares(8192, 2)
+    assert [spare.num_bytes for spare in spares] == [8192, 8192]
+    assert len(list(folder.glob("spare-*"))) == 2, "what is too much, or of another size, goes"
+    for spare in spares:
+        directory.remove_spare(spare)
+    directory.close()
+
+
+def test_the_kernel_tells_whether_another_process_maps_the_memory(folder: Path) -> None:
+    """The mapping alone counts: its maker has closed its descriptor, as a killed service has."""
+    fill(folder)
+    directory = MemoryDirectory(folder, keep=True)
+    (old,) = directory.open_pools()
+    given = os.dup(old.arena.descriptor)  # as the attach socket hands it over
+    old.close()
+    old.arena.close()
+    mapping = mmap.mmap(given, 4096)
+    os.close(given)
+    directory.close()
+    directory = MemoryDirectory(folder, keep=True)
+    (new,) = directory.open_pools()
+    own = mmap.mmap(os.dup(new.arena.descriptor), 4096)  # a process of this run: no other run's
+    assert new.may_be_written()
+    mapping.close()
+    assert not new.may_be_written()
+    own.close()
+    directory.close()
+
+
+Damage = Callable[[Path, Path], object]
+_REFUSED: dict[str, Damage] = {
+    "no arena": lambda index, arena: arena.unlink(),
+    "no index": lambda index, arena: index.unlink(),
+    "an index of no bytes": lambda index, arena: os.truncate(index, 0),
+    "an index without its end": lambda index, arena: os.truncate(index, 5 * _PAGE),
+    "an arena without its end": lambda index, arena: os.truncate(arena, arena.stat().st_size - 1),
+    "an arena that is longer": lambda index, arena: os.truncate(arena, arena.stat().st_size + 1),
+    "another magic": lambda index, arena: flip(index, 0),
+    "another format": lambda index, arena: flip(index, 8),
+    "a damaged length": lambda index, arena: flip(index, 12),
+    "a damaged description": lambda index, arena: flip(index, 40),
+    "a damaged number of runs": lambda index, arena: flip(index, 4 * _PAGE - 16),
+    "a damaged stamp": lambda index, arena: flip(arena, arena.stat().st_size - _PAGE),
+    "an index that others may read": lambda index, arena: index.chmod(0o644),
+    "an arena that others may write": lambda index, arena: arena.chmod(0o622),
+    "an index with another name": lambda index, arena: index.with_name("other").hardlink_to(index),
+    "a copy of the arena": lambda index, arena: shutil.copy2(arena, arena.with_name("copy")).rename(arena),
+    "a link in the place of the arena": lambda index, arena: arena.symlink_to(arena.rename(arena.with_name("moved"))),
+    "a folder in the place of the arena": lambda index, arena: (arena.unlink(), arena.mkdir()),
+    "no tenant's name": lambda index, arena: os.truncate(index, index.stat().st_size - 1),
+    "a damaged tenant's name": lambda index, arena: flip(index, index.stat().st_size - 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", _REFUSED)
+def test_what_a_run_has_not_left_so_is_refused_and_removed(damage: str, folder: Path) -> None:
+    fill(folder, tenants=("a", "b"))
+    _REFUSED[damage](file_of(folder, "index"), file_of(folder, "arena"))
+    assert taken_over(folder) is None
+    assert not [path.name for path in folder.glob("pool-*") if not path.is_dir()]
+    assert taken_over(folder) is None
+
+
+def test_files_of_an_earlier_time_are_refused(folder: Path) -> None:
+    fill(folder)
+    index, arena = file_of(folder, "index"), file_of(folder, "arena")
+    old_index, old_arena = index.read_bytes(), arena.read_bytes()
+    assert taken_over(folder) is not None
+    for path, old in ((index, old_index), (arena, old_arena)):
+        now = path.read_bytes()
+        path.write_bytes(old)
+        copies = {file: file.read_bytes() for file in (index, arena)}
+        assert taken_over(folder) is None
+        for file, content in copies.items():
+            file.write_bytes(content)
+            file.chmod(0o600)
+        path.write_bytes(now)
+
+
+def test_a_name_that_was_being_stored_is_cut_off(folder: Path) -> None:
+    fill(folder, tenants=("a", "b"))
+    index = file_of(folder, "index")
+    num_bytes = index.stat().st_size
+    with index.open("ab") as file:
+        file.write(b"\5\0ab")
+    found = taken_over(folder)
+    assert found is not None and len(found) == 8 and found.num_roots == 2
+    assert index.stat().st_size == num_bytes
+
+
+def test_a_tenant_whose_name_could_not_be_stored_makes_the_file_worthless(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    fill(folder)
+    directory = MemoryDirectory(folder, keep=True)
+    (kept,) = directory.open_pools()
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_file.os, "pwrite", full)
+        kept.index.kept.add_tenant("another")
+    kept.close()
+    directory.close()
+    assert taken_over(folder) is None
+
+
+def test_a_foreign_file_is_let_be(folder: Path) -> None:
+    fill(folder)
+    (folder / "pool-of-mine.arena").write_bytes(b"x")
+    assert taken_over(folder) is not None
+    assert (folder / "pool-of-mine.arena").read_bytes() == b"x"
