@@ -87,9 +87,11 @@ class EngineConfig:
     client_shares: bool = setting(
         True,
         group="Scheduling",
-        help="where several clients decode, a step takes no longer than all of them would one after the other",
-        details="So the many sequences of a client do not make the few of another slow; they take turns. Where sequences cost"
-        " little beside a step's fixed time, as on a GPU, all of them decode in each step.",
+        help="clients share the time of steps",
+        details="Where several clients decode, a step takes no longer than all of them would one after the other: the many"
+        " sequences of a client take turns beside the few of another. A client's prompts take no more time than the decodes of"
+        " others beside them. Of requests that a policy ranks alike, those of the client served least start first. One client"
+        " alone has all. Where sequences cost little beside a step's fixed time, as on a GPU, all decode in each step.",
     )
     max_sequences: int = setting(
         256,
@@ -173,12 +175,13 @@ class EngineConfig:
     connections: int = setting(
         1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
     )
-    calls_per_step: int = setting(
-        1,
+    intake_percent: int = setting(
+        50,
         group="Bounds",
-        help="most calls that are taken in during a step; further ones wait, and connections take turns",
-        check=between(1, 1 << 16),
-        details="Streams go on, however many come at once. Raise it where steps are long. Idle, an engine takes all.",
+        help="percent of the time in which calls are taken in while steps are computed; others wait, by turns of connections",
+        check=between(1, 100),
+        details="Streams go on, however many calls come at once. A step takes in one at least. Idle, an engine takes all.",
+        unit="percent",
     )
     text_workers: int = setting(
         2,

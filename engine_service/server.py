@@ -8,6 +8,7 @@ line, with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import structlog
@@ -138,10 +139,11 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        shares = FairShare() if config.fair_share else None
+        shares = FairShare() if config.fair_share else FairShare(attrgetter("client")) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
-        engine.on_turn = lambda is_computing: intake.turns.allow(config.calls_per_step if is_computing else None)
+        share = config.intake_percent / 100
+        engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting

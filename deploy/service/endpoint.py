@@ -28,9 +28,6 @@ _OPTIONS = [
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    # Of a message that no method has asked for yet, little is taken in: gRPC would take in megabytes of each after a while.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 16 << 10),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
 ]
 
@@ -49,6 +46,9 @@ class Admission:
         return [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_calls_each),
+            # Of a message that no method has asked for yet, little is taken in: gRPC would take in megabytes after a while.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 16 << 10),
             ("grpc.http.overload_protection", 0),  # it would end calls that the client was told it may make
             ("grpc.server.max_pending_requests", min(num_calls, _MOST)),
             ("grpc.server.max_pending_requests_hard_limit", min(num_calls, _MOST)),

@@ -8,6 +8,7 @@ The facade of the folder: it holds the parts over one SchedulerState, and takes 
 schedule, apply, advance. Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from ..values.beam_values import Branch
@@ -28,8 +29,6 @@ from .state.transitions import move_to
 from .state.waiting import WaitingSequences
 from .work import Work
 
-_NUM_PER_ROW = 4  # tokens for each row from which on a step is mostly prompts
-
 
 class Scheduler:
     """Waiting and running sequences of one engine."""
@@ -48,8 +47,14 @@ class Scheduler:
         """A step was computed. seconds: of all that the device did for it."""
         num_rows, num_tokens = len(work.rows), int(work.num_new.sum())
         self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
-        if num_rows and num_tokens < _NUM_PER_ROW * num_rows and not moved.num_bytes:
-            self.state.decode_costs.note(num_tokens, seconds)
+        if not num_rows or moved.num_bytes:
+            return
+        prompts = _prompts_of(work) if num_tokens > num_rows else Counter[str]()
+        decode_costs, num_decodes = self.state.decode_costs, num_rows - prompts.total()
+        if not prompts:
+            decode_costs.note(num_tokens, seconds)
+        if num_decodes and (decode_seconds := decode_costs.seconds_of(num_decodes)) is not None:
+            self.state.prompt_shares.note(seconds, decode_seconds, prompts, num_tokens - num_decodes)
 
     # -- one step
 
@@ -182,7 +187,7 @@ class Scheduler:
 
     def num_waiting_of(self, client: str) -> int:
         """Of the waiting sequences, those of one client."""
-        return sum(sequence.request.client == client for sequence in self.state.waiting.sequences)
+        return self.state.waiting.num_of[client]
 
     @property
     def num_waiting(self) -> int:
@@ -197,3 +202,9 @@ class Scheduler:
     def tokens_of(self, sequence: Sequence) -> Int32Array:
         """Prompt and output so far; a view, valid until the sequence gets another token."""
         return self.state.tokens_of(sequence)
+
+
+def _prompts_of(work: Work) -> Counter[str]:
+    """Of each client, the sequences that the step computes prompt tokens of."""
+    contexts = zip(work.sequences, work.num_context.tolist(), strict=True)
+    return Counter(sequence.request.client for sequence, num_context in contexts if num_context < len(sequence.request.prompt))

@@ -32,6 +32,7 @@ _NUM_NEW = 256  # tokens of one stream of the quiet client
 _ROUND_S = float(os.environ.get("HOSTILE_SECONDS", "6"))
 _NUM_ROUNDS = 3  # with the attack; with one more without
 _HEALTH_PAUSE_S = 0.02
+_ENGINE_FLAGS = tuple(os.environ.get("HOSTILE_FLAGS", "").split())
 _BUSY = "print('ready', flush=True)\nwhile True: pass"
 
 
@@ -79,6 +80,7 @@ async def _measure(what: str) -> dict[str, object]:
         "health_p99_ms": _ms(np.median([of.health_at(99) for of in beside])),
         "health_longest_ms": _ms(max(of.health_at(100) for of in beside)),
         "health_longest_ms_aim": 100,
+        "busy_health_p99_ms": _ms(np.median([of.health_at(99) for of in without])),
         "busy_health_longest_ms": _ms(max(of.health_at(100) for of in without)),
         "quiet_failures": sum(of.num_failed for of in beside),
     }
@@ -170,7 +172,7 @@ async def _services() -> AsyncIterator[str]:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         cache = f"unix:{folder}/cache"
-        flags = ("--listen", address, "--cache", cache, "--model", str(model), "--threads", "1")
+        flags = ("--listen", address, "--cache", cache, "--model", str(model), "--threads", "1", *_ENGINE_FLAGS)
         async with (
             process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder),
             process("-m", "kvkeeper.engine_service", *flags),

@@ -30,6 +30,13 @@ class DecodeCosts:
         self._spread += rate * ((1 - rate) * off[0] ** 2 - self._spread)
         self._covariance += rate * ((1 - rate) * off[0] * off[1] - self._covariance)
 
+    def seconds_of(self, num_tokens: int) -> float | None:
+        """What a step with so many tokens costs; None: not known."""
+        if not self._weight:
+            return None
+        each = max(self._covariance, 0.0) / self._spread if self._spread >= _LEAST_SPREAD else 0.0
+        return float(max(self._means[1] + each * (num_tokens - self._means[0]), each))
+
     @property
     def fixed_sequences(self) -> float | None:
         """How many sequences cost as much as the fixed time; None: all are free, as far as is known."""

@@ -129,6 +129,16 @@ class RunningSequences:
         """Clients that have rows."""
         return len(self._numbers)
 
+    def client_of(self, row: int) -> str:
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence.request.client
+
+    def clients_of(self, rows: IndexArray) -> set[str]:
+        numbers = self.clients[rows]
+        first_rows = rows[np.unique(numbers, return_index=True)[1]]
+        return {self.client_of(row) for row in first_rows.tolist()}
+
     def _number_of(self, client: str) -> int:
         self._num_rows_of[client] += 1
         if client not in self._numbers:

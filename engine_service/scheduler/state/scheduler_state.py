@@ -9,6 +9,7 @@ from .client_shares import DecodeCosts
 from .headroom import Headroom
 from .limits import Limits
 from .preemption_cost import Costs
+from .prompt_shares import PromptShares
 from .running import RunningSequences
 from .waiting import WaitingSequences
 
@@ -23,6 +24,7 @@ class SchedulerState:
         self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed
         self.costs = Costs()
         self.decode_costs = DecodeCosts()
+        self.prompt_shares = PromptShares()
         self.num_arrivals = self.num_preemptions = self.num_swapped_out = 0
         self.num_plans = 0  # that were answered
         self.loads_have_failed = False  # since the last plan was made

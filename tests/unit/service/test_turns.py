@@ -1,4 +1,4 @@
-"""How many calls are let in at a time: those allowed, in turn of their connections; after a pause without a word, one more."""
+"""For how long calls are let in: a share of the time, by windows, in turn of their connections, and one call at least."""
 
 import asyncio
 
@@ -43,44 +43,104 @@ class Calls:
             await self._ends[name].wait()
 
 
-async def test_calls_beyond_those_allowed_wait_for_the_next_word() -> None:
-    turns = Turns(TurnLimits(8, 8))
+class Clock:
+    """Seconds, told by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_window_lets_calls_in_for_its_share_of_the_time() -> None:
+    clock = Clock()
+    turns = Turns(TurnLimits(4, 64), clock)  # one message of a connection at a time
     calls = Calls(turns)
-    turns.allow(2)
-    await calls.come("a1", "a2", "b1", "c1")
-    assert calls.let_in == ["a1", "a2"]
+    turns.open_window(0.25)
+    clock.now += 0.04  # a step: the next window is 10 ms
+    await calls.come("a1", "a2", "a3", "a4", "a5")
     await calls.end("a1")
-    assert calls.let_in == ["a1", "a2"], "a place is free, and nothing more is allowed"
-    turns.allow(1)
+    assert calls.let_in == ["a1"], "one at least, although the first window has no length"
+    turns.open_window(0.25)
     await calls.settle()
-    assert calls.let_in == ["a1", "a2", "b1"]
-    turns.allow(None)
+    clock.now += 0.006  # what a call costs
+    await calls.end("a2")
+    assert calls.let_in == ["a1", "a2", "a3"], "4 ms are left"
+    clock.now += 0.006
+    await calls.end("a3")
+    assert calls.let_in == ["a1", "a2", "a3"], "12 ms are over"
+    clock.now += 0.03
     await calls.settle()
-    assert calls.let_in == ["a1", "a2", "b1", "c1"]
-    await calls.come("d1")
-    assert calls.let_in[-1] == "d1"
-    await calls.end("a2", "b1", "c1", "d1")
+    turns.open_window(0.25)
+    await calls.settle()
+    assert calls.let_in[3:] == ["a4"]
+    turns.open_window(1)
+    clock.now += 5
+    await calls.end("a4")
+    assert calls.let_in[4:] == ["a5"], "open for good"
+    await calls.end("a5")
     assert turns.num_taken == turns.num_waiting == 0
 
 
-async def test_connections_take_turns_in_what_is_allowed() -> None:
-    turns = Turns(TurnLimits(64, 64))
+async def test_costly_calls_and_short_steps_let_in_one_call_each_step() -> None:
+    clock = Clock()
+    turns = Turns(TurnLimits(4, 64), clock)
     calls = Calls(turns)
-    turns.allow(0)
-    await calls.come("a1", "a2", "a3", "a4", "b1", "c1")
-    turns.allow(4)
+    names = [f"a{number}" for number in range(6)]
+    turns.open_window(0.01)
+    await calls.come(*names)
+    for number, name in enumerate(names):
+        assert calls.let_in == names[: number + 1]
+        clock.now += 0.001
+        await calls.end(name)
+        turns.open_window(0.01)
+        await calls.settle()
+
+
+async def test_connections_take_turns_in_a_window() -> None:
+    clock = Clock()
+    turns = Turns(TurnLimits(64, 64), clock)
+    calls = Calls(turns)
+    turns.open_window(0.5)
+    await calls.come("x1", "a1", "a2", "a3", "a4", "b1", "c1")
+    assert calls.let_in == ["x1"]
+    clock.now += 0.01
+    turns.open_window(0.5)
     await calls.settle()
-    assert calls.let_in == ["a1", "b1", "c1", "a2"]
-    turns.allow(None)
-    await calls.settle()
+    assert calls.let_in == ["x1", "a1", "b1", "c1", "a2", "a3", "a4"]
     await calls.end(*calls.let_in)
 
 
-async def test_calls_are_let_in_where_no_word_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.001)
+async def test_a_connection_that_floods_leaves_the_next_turn_to_another() -> None:
+    clock = Clock()
+    turns = Turns(TurnLimits(8, 1000), clock)
+    calls = Calls(turns)
+    flood = [f"a{number}" for number in range(200)]
+    turns.open_window(0.01)
+    await calls.come(*flood)
+    await calls.come("b1")
+    num_before = 0
+    while "b1" not in calls.let_in:
+        num_before += 1
+        await calls.end(calls.let_in[-1])
+        clock.now += 0.003
+        turns.open_window(0.01)
+        await calls.settle()
+    assert num_before <= 2
+    while len(calls.let_in) < 201:  # and the flood is served, too
+        await calls.end(calls.let_in[-1])
+        clock.now += 0.003
+        turns.open_window(0.01)
+        await calls.settle()
+    assert [name for name in calls.let_in if name != "b1"] == flood
+
+
+async def test_calls_are_let_in_where_a_step_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST_PERIOD_S", 0.001)
     turns = Turns(TurnLimits(64, 64))
     calls = Calls(turns)
-    turns.allow(1)
+    turns.open_window(0.01)
     await calls.come("a1", "a2", "a3")
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(calls.came[name].wait() for name in ("a1", "a2", "a3")))

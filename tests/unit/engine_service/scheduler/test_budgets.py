@@ -1,8 +1,13 @@
 """Budgets of a step: tokens, prompt tokens, and sequences that decode."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
+from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
+from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from tests.support.worlds.scheduler_world import World, make_request
 
 
@@ -94,3 +99,40 @@ def test_rows_of_clients_that_have_ended_are_forgotten() -> None:
         world.submit(make_request([1, place % 3, place], 2, client=str(place), look_up=False))
     world.run()
     assert world.scheduler.state.running.num_clients == 0
+
+
+def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_all_end() -> None:
+    world = World(client_shares=True, chunk_size=8, num_blocks=512, max_running=32)
+    state = world.scheduler.state
+    for _ in range(4):
+        state.decode_costs.note(1, 0.010)
+    few = world.submit(make_request([1, 2], 60, client="few", look_up=False))
+    while not few.num_new_tokens:
+        world.step()
+    many = [world.submit(make_request([2] * 5 + [place], 2, client="many", look_up=False)) for place in range(30)]
+    with_prompts = 0
+    while few.num_new_tokens < 60:
+        before = few.num_new_tokens
+        work = world.step()
+        has_prompts = bool((work.num_new > 1).any())
+        world.scheduler.note_step(work, 0.040 if has_prompts else 0.010, Moved())
+        with_prompts += has_prompts
+        assert few.num_new_tokens == before + 1, "its decodes wait for no prompt"
+        assert int((work.num_new > 1).sum()) <= 1
+    assert 15 <= with_prompts <= 22, "30 ms of prompts, and three steps of 10 ms that pay for them"
+    world.run()
+    world.check_outputs()
+    assert all(request.num_new_tokens == 2 for request in many)
+
+
+def test_a_waiting_client_starts_beside_a_crowd_of_another() -> None:
+    world = World(client_shares=True, waiting=WaitingSequences(shares=FairShare(attrgetter("client"))), max_running=4)
+    crowd = [world.submit(make_request([2, place % 3, place], 4, client="many", look_up=False)) for place in range(40)]
+    for _ in range(8):
+        world.step()
+    other = world.submit(make_request([1, 2, 0], 4, client="few", look_up=False))
+    while not other.num_new_tokens:
+        world.step()
+    assert sum(request.num_new_tokens == 0 for request in crowd) > 20
+    world.run()
+    world.check_outputs()
