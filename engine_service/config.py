@@ -176,7 +176,7 @@ class EngineConfig:
         1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
     )
     intake_percent: int = setting(
-        50,
+        25,
         group="Bounds",
         help="percent of the time in which calls are taken in while steps are computed; others wait, by turns of connections",
         check=between(1, 100),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 _FADING = 0.02
+_LEAST_OF_MEAN = 0.25
 _LEAST_SPREAD = 0.5  # of the numbers of tokens, as a variance: below it, no slope can be told
 
 
@@ -31,11 +32,17 @@ class DecodeCosts:
         self._covariance += rate * ((1 - rate) * off[0] * off[1] - self._covariance)
 
     def seconds_of(self, num_tokens: int) -> float | None:
-        """What a step with so many tokens costs; None: not known."""
+        """What a step with so many tokens costs, and no more than recent ones on average; None: not known.
+
+        Little is known of steps far from recent ones: where times vary, the line's end may point anywhere.
+        """
         if not self._weight:
             return None
-        each = max(self._covariance, 0.0) / self._spread if self._spread >= _LEAST_SPREAD else 0.0
-        return float(max(self._means[1] + each * (num_tokens - self._means[0]), each))
+        mean = float(self._means[1])
+        if self._spread < _LEAST_SPREAD:
+            return mean
+        line = mean + self._covariance / self._spread * (num_tokens - self._means[0])
+        return min(max(float(line), mean * _LEAST_OF_MEAN), mean)
 
     @property
     def fixed_sequences(self) -> float | None:
