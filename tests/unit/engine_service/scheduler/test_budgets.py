@@ -109,7 +109,7 @@ def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_
     few = world.submit(make_request([1, 2], 60, client="few", look_up=False))
     while not few.num_new_tokens:
         world.step()
-    many = [world.submit(make_request([2] * 5 + [place], 2, client="many", look_up=False)) for place in range(30)]
+    many = [world.submit(make_request([2] * 15 + [place], 2, client="many", look_up=False)) for place in range(30)]
     with_prompts = 0
     while few.num_new_tokens < 60:
         before = few.num_new_tokens
@@ -120,6 +120,7 @@ def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_
         assert few.num_new_tokens == before + 1, "its decodes wait for no prompt"
         assert int((work.num_new > 1).sum()) <= 1
     assert 15 <= with_prompts <= 22, "30 ms of prompts, and three steps of 10 ms that pay for them"
+    assert sum(request.num_new_tokens > 0 for request in many) >= 5, "each prompt takes two of these steps"
     world.run()
     world.check_outputs()
     assert all(request.num_new_tokens == 2 for request in many)
