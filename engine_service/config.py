@@ -90,8 +90,8 @@ class EngineConfig:
         help="clients share the time of steps",
         details="Where several clients decode, a step takes no longer than all of them would one after the other: the many"
         " sequences of a client take turns beside the few of another. A client's prompts take no more time than the decodes of"
-        " others beside them. Of requests that a policy ranks alike, those of the client served least start first. One client"
-        " alone has all. Where sequences cost little beside a step's fixed time, as on a GPU, all decode in each step.",
+        " others beside them. Of requests that a policy ranks alike, those of the connection served least start first. One"
+        " client alone has all. Where sequences cost little beside a step's fixed time, as on a GPU, all decode in each.",
     )
     max_sequences: int = setting(
         256,

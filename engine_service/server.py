@@ -8,7 +8,6 @@ line, with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 import structlog
@@ -33,7 +32,7 @@ from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
 from .rpc.methods import CONTRACT, intake_of
-from .rpc.service import EngineService
+from .rpc.service import EngineService, connection_of
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
 from .scheduler.state.waiting import WaitingSequences
@@ -139,7 +138,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        shares = FairShare() if config.fair_share else FairShare(attrgetter("client")) if config.client_shares else None
+        shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
         share = config.intake_percent / 100

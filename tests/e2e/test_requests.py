@@ -156,29 +156,6 @@ async def test_one_client_leaves_room_in_the_queue_for_others(world: Services) -
     assert all(output.reasons == ["length"] for output in await asyncio.gather(*crowd))
 
 
-@pytest.mark.parametrize("client_shares", [True, False])
-async def test_a_client_starts_before_the_rest_of_anothers_crowd(world: Services, client_shares: bool) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine(max_sequences=1, policy="fcfs", client_shares=client_shares)
-    client = await world.client(engine)  # over a Unix socket, where tenants tell clients apart
-    ended: list[str] = []
-
-    async def ask(token: int, tenant: str) -> None:
-        await generate(client, [token], tenant=tenant)
-        ended.append(tenant)
-
-    crowd = [asyncio.create_task(ask(GATE_TOKEN, "many"))]
-    await until(lambda: is_running(client))
-    crowd += [asyncio.create_task(ask(1, "many")) for _ in range(6)]
-    await until(lambda: has_requests(client, 7))
-    crowd.append(asyncio.create_task(ask(1, "other")))
-    await until(lambda: has_requests(client, 8))
-    gate.set()
-    await asyncio.gather(*crowd)
-    assert (ended.index("other") <= 2) is client_shares
-    assert len(ended) == 8, "and the crowd is served, too"
-
-
 async def test_two_live_requests_of_one_id(world: Services) -> None:
     await world.start_cache()
     client = await world.client(await world.start_engine())

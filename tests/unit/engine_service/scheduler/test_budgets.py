@@ -1,10 +1,9 @@
 """Budgets of a step: tokens, prompt tokens, and sequences that decode."""
 
-from operator import attrgetter
-
 import numpy as np
 import pytest
 
+from kvkeeper.engine_service.rpc.service import connection_of
 from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
@@ -127,7 +126,7 @@ def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_
 
 
 def test_a_waiting_client_starts_beside_a_crowd_of_another() -> None:
-    world = World(client_shares=True, waiting=WaitingSequences(shares=FairShare(attrgetter("client"))), max_running=4)
+    world = World(client_shares=True, waiting=WaitingSequences(shares=FairShare(connection_of)), max_running=4)
     crowd = [world.submit(make_request([2, place % 3, place], 4, client="many", look_up=False)) for place in range(40)]
     for _ in range(8):
         world.step()
