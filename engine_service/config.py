@@ -84,6 +84,15 @@ class EngineConfig:
         default_text="all that run",
         check=between(1, 1 << 12),
     )
+    client_shares: bool = setting(
+        True,
+        group="Scheduling",
+        help="clients share the time of steps",
+        details="Where several clients decode, a step takes no longer than all of them would one after the other: the many"
+        " sequences of a client take turns beside the few of another. A client's prompts take no more time than the decodes of"
+        " others beside them. Of requests that a policy ranks alike, those of the connection served least start first. One"
+        " client alone has all. Where sequences cost little beside a step's fixed time, as on a GPU, all decode in each.",
+    )
     max_sequences: int = setting(
         256,
         group="Scheduling",
@@ -115,7 +124,7 @@ class EngineConfig:
     max_waiting: int = setting(
         1000,
         group="Bounds",
-        help="most waiting sequences; a request beyond them is refused",
+        help="most waiting sequences; a request beyond them is refused, and one of a client that has nine tenths of them",
         check=between(1, 1 << 20),
     )
     max_results: int = setting(
@@ -141,6 +150,38 @@ class EngineConfig:
         help="most bytes of kept results; the oldest are forgotten beyond them",
         parse=parse_size,
         check=size_between(1 << 20, 1 << 46),
+    )
+    receive_memory: int = setting(
+        32 << 20,
+        group="Bounds",
+        help="most memory for messages that are on their way in, 4 MiB for each; one connection has a quarter of it",
+        parse=parse_size,
+        check=size_between(4 << 20, 1 << 40),
+        details="Further calls wait for their turn, and connections take turns. Health checks have places of their own.",
+    )
+    receive_seconds: float = setting(
+        10.0,
+        group="Bounds",
+        help="seconds in which a call's message has to come once it is its turn",
+        check=between(0.1, 600),
+        unit="seconds",
+    )
+    connection_calls: int = setting(
+        128,
+        group="Bounds",
+        help="most calls of one connection at once; a client's further ones wait on its side",
+        check=between(1, 1 << 20),
+    )
+    connections: int = setting(
+        1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
+    )
+    intake_percent: int = setting(
+        25,
+        group="Bounds",
+        help="percent of the time in which calls are taken in while steps are computed; others wait, by turns of connections",
+        check=between(1, 100),
+        details="Streams go on, however many calls come at once. A step takes in one at least. Idle, an engine takes all.",
+        unit="percent",
     )
     text_workers: int = setting(
         2,

@@ -16,7 +16,8 @@ import torch
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.endpoint import Endpoint
+from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
@@ -30,8 +31,8 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
-from .rpc.methods import CONTRACT
-from .rpc.service import EngineService
+from .rpc.methods import CONTRACT, intake_of
+from .rpc.service import EngineService, connection_of
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
 from .scheduler.state.waiting import WaitingSequences
@@ -55,6 +56,7 @@ class RunningServer:
     config: EngineConfig
     service: EngineService
     text_work: TextWork
+    intake: Intake
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -127,14 +129,20 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
     try:
-        endpoint = await Endpoint.open(config.listen)  # before the long load, so that a taken address is refused at once
+        # Before the long load, so that a taken address is refused at once.
+        intake = intake_of(config)
+        endpoint = await Endpoint.open(
+            config.listen, admission=Admission(config.connections, config.connection_calls, (intake,))
+        )
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
-        shares = FairShare() if config.fair_share else None
+        shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        share = config.intake_percent / 100
+        engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
@@ -167,7 +175,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
-    return RunningServer(engine, config, service, text_work, serving, ready, endpoint, client, metrics, stalls)
+    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls)
 
 
 def call_options(config: EngineConfig) -> CallOptions:

@@ -8,6 +8,8 @@ when nothing else of the service is left for a successor to collide with.
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
@@ -18,14 +20,39 @@ from kvkeeper.service.listen import SocketLock, check_port, socket_path
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, MethodRouter
 from kvkeeper.service.process import StartError
 
+_MOST = 2**31 - 1  # that an option can say
 HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Who may call at once. Made for services whose clients are not trusted with the service's time."""
+
+    max_connections: int
+    max_calls_each: int  # of one connection; its further calls wait on the client's side
+    interceptors: Sequence[grpc.aio.ServerInterceptor]
+
+    def options(self) -> list[tuple[str, int]]:
+        """Of the server. Calls that were let in wait here for their turn, so gRPC itself is to drop none."""
+        num_calls = self.max_connections * self.max_calls_each
+        return [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_concurrent_streams", self.max_calls_each),
+            # Of a message that no method has asked for yet, little is taken in: gRPC would take in megabytes after a while.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 16 << 10),
+            ("grpc.http.overload_protection", 0),  # it would end calls that the client was told it may make
+            ("grpc.server.max_pending_requests", min(num_calls, _MOST)),
+            ("grpc.server.max_pending_requests_hard_limit", min(num_calls, _MOST)),
+        ]
 
 
 class Endpoint:
@@ -39,15 +66,24 @@ class Endpoint:
         self._service_name = ""
 
     @classmethod
-    async def open(cls, listen: str, max_message_bytes: int = 0) -> "Endpoint":
+    async def open(cls, listen: str, max_message_bytes: int = 0, admission: Admission | None = None) -> "Endpoint":
         """Takes the address; no call is answered yet. max_message_bytes: of a message without a prompt, where it is large.
+
+        admission: None where all clients are trusted.
 
         Raises StartError, AddressInUse.
         """
         path = socket_path(listen)
         lock: SocketLock | None = None
         most = max(MAX_PROMPT_MESSAGE_BYTES, max_message_bytes) + 4096  # above the limits in methods.py, which give a reason
-        server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_receive_message_length", most)])
+        server = grpc.aio.server(
+            interceptors=None if admission is None else admission.interceptors,
+            options=[
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", most),
+                *([] if admission is None else admission.options()),
+            ],
+        )
         try:
             if path is not None:
                 lock = SocketLock(path)

@@ -30,6 +30,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         chunk_size=config.chunk_size,
         prefill_budget=config.prefill_budget,
         decode_budget=config.decode_budget or max_running,
+        client_shares=config.client_shares,
         preemption=Preemption(config.preemption),
         num_host_blocks=pool.num_host_blocks,
         block_bytes=pool.block_bytes,

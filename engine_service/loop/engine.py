@@ -57,6 +57,7 @@ class Engine:
         """requests, wake: the same wake, by which requests tell the loop. speculator None: every token takes a step."""
         self.scheduler, self.requests, self.stats, self.speculator = scheduler, requests, stats, speculator
         self.memory: KvMemory | None = None  # of the session that is served on
+        self.on_turn: Callable[[bool], None] = lambda is_computing: None  # told in each turn of the loop
         self.last_iteration: Iteration | None = None
         self._tracing, self._wake = tracing, wake
         self._step_worker = StepWorker()
@@ -118,6 +119,7 @@ class Engine:
                 await self.step(memory)
         finally:
             self.memory = None
+            self.on_turn(False)
             self.requests.deliver()
             await self._creator.close()
             self._creator = None
@@ -135,7 +137,9 @@ class Engine:
         plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
         wants_step = not plan.is_empty or (bool(self.scheduler.loading) and worker.in_flight is None)
         if not wants_step and worker.in_flight is None:
+            self.on_turn(False)
             return await self._idle(memory)
+        self.on_turn(True)
         answer = await self._reserve(memory, plan) if wants_step else None
         await self._finish(memory)
         if answer is not None and not self._compute(memory, plan, answer, is_guessing=is_guessing):
@@ -183,7 +187,7 @@ class Engine:
         work = step.work
         if memory.transfers.note_computed():
             self.scheduler.give_up_loads()
-        self.scheduler.costs.note_step(len(work.rows), int(work.num_new.sum()), step.seconds, memory.transfers.take_moved())
+        self.scheduler.note_step(work, step.seconds, memory.transfers.take_moved())
         self._tracing.end_step(step)
         taken = self.requests.emit(work, computed)
         self.requests.end_closed()

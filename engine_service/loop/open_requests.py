@@ -51,13 +51,23 @@ class OpenRequests:
         if request.num_rows > (limit := self._scheduler.limits.num_rows):
             text = f"the request has {request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
-        if self._scheduler.num_waiting >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} requests are waiting, the most that may", limit=self._max_waiting)
+        self._check_room(request.client)
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
         self._scheduler.add(request, time.monotonic())
         self._tracing.begin_request(generation)
         self._wake_up()
+
+    def _check_room(self, client: str) -> None:
+        """Raises QueueFull. A client leaves a tenth of the queue to others."""
+        num_waiting, limit = self._scheduler.num_waiting, self._max_waiting
+        if num_waiting >= limit:
+            raise QueueFull(f"{limit} requests are waiting, the most that may", limit=limit, flag="--max-waiting")
+        limit -= limit // 10
+        if num_waiting >= limit and self._scheduler.num_waiting_of(client) >= limit:
+            raise QueueFull(
+                f"{limit} of the client's requests are waiting, the most that may", limit=limit, flag="--max-waiting"
+            )
 
     def cancel(self, request_id: str) -> None:
         """End an open request: its stream ends at once, its blocks are released with the next step."""

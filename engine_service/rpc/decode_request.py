@@ -4,8 +4,8 @@ Raises EngineError for what the protocol forbids.
 """
 
 import hashlib
+import random
 import re
-import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +23,7 @@ from ..values.request import Int32Array
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
 
+_seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
 DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000
 MAX_CHAT_MESSAGES = 4096
@@ -91,7 +92,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,
         params=_params_of(sampling, defaults),
-        seed=sampling.seed % 2**64 if sampling.HasField("seed") else secrets.randbits(64),
+        seed=sampling.seed % 2**64 if sampling.HasField("seed") else _seeds.getrandbits(64),
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,

@@ -1,8 +1,12 @@
-"""The contract of the engine service: its methods, which of them carry prompts, and the errors it refuses with."""
+"""The contract of the engine service: its methods, which of them carry prompts, its errors, and the turns of its calls."""
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import Contract
+from kvkeeper.service.intake import Intake
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Contract
+from kvkeeper.service.turns import TurnLimits
 
+from ..config import EngineConfig
+from ..values.errors import NotReceived, QueueFull
 from .status import REFUSALS
 
 # In the protocol and not in this build: method -> feature of the NOT_IMPLEMENTED answer. A test holds the list.
@@ -14,3 +18,18 @@ CONTRACT = Contract(
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )
+
+
+def intake_of(config: EngineConfig) -> Intake:
+    """The turns of calls, and the bounds of messages on their way in."""
+    num_at_once = config.receive_memory // MAX_PROMPT_MESSAGE_BYTES
+    return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, _full, _late)
+
+
+def _full(limit: int) -> QueueFull:
+    return QueueFull(f"{limit} calls wait for their turn, the most that may", limit=limit, flag="--connection-calls")
+
+
+def _late(seconds: float) -> NotReceived:
+    text = f"the message did not come within {seconds:g} seconds of its turn"
+    return NotReceived(text, limit=seconds, flag="--receive-seconds")

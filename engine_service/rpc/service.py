@@ -14,6 +14,7 @@ from prometheus_client import Metric
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import peer
+from kvkeeper.service.turns import leave_place
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
@@ -132,8 +133,12 @@ class EngineService:
         if len(request.token_ids) > (limit := self._max_len):
             raise InvalidField(f"token_ids: at most {limit}, the length of a sequence", field="token_ids", limit=limit)
         token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids")
-        with_added = request.keep_special_tokens
-        return pb.DetokenizeResponse(text=await self._text_work.decode(peer.get(), token_ids, with_added=with_added))
+        held = self._request_memory.hold(request.ByteSize())
+        try:
+            text = await self._text_work.decode(peer.get(), token_ids, with_added=request.keep_special_tokens)
+        finally:
+            held.release()
+        return pb.DetokenizeResponse(text=text)
 
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         model, memory = self._model, self._engine.memory
@@ -189,14 +194,16 @@ class EngineService:
             send(output)
 
         try:
-            return await self._queue(message, send_and_release)
+            generation = await self._queue(message, send_and_release)
+            leave_place()
+            return generation
         except BaseException:
             held.release()
             raise
 
     async def _queue(self, message: pb.GenerateRequest, send: Callable[[OutputChunk | EngineError], None]) -> Generation:
         options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
-        client = options.tenant or peer.get()
+        client = client_of(peer.get(), options.tenant)
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: does not work with {reason}", field="retention")
         limit = self._engine.scheduler.limits.max_len_of(options.retention) or self._max_len
@@ -221,6 +228,7 @@ class EngineService:
             num_beams=None if beams is None else beams.num_beams,
             priority=options.priority,
             tenant=options.tenant,
+            client=client,
             look_up=options.look_up and options.num_prompt_logprobs is None,  # cached tokens have no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
             retention=None if keeps_all else options.retention,
@@ -289,6 +297,16 @@ class EngineService:
         if not len(ids):
             raise InvalidField("the prompt has no tokens", field=kind)
         return token_array(ids, self._model.vocab_size, kind)
+
+
+def client_of(peer: str, tenant: str) -> str:
+    """The client that a call's work is counted for: its connection, or its tenant where gRPC tells no connections apart."""
+    return tenant or peer if peer.startswith("unix:") else peer
+
+
+def connection_of(request: Request) -> str:
+    """The connection that a request came by, among which starts go by turns; tenants of a Unix socket count as one."""
+    return "" if request.client in ("", request.tenant) or request.client.startswith("unix:") else request.client
 
 
 def _as_list(ids: list[int] | Int32Array) -> list[int]:

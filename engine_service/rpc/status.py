@@ -24,6 +24,7 @@ _CODES = {
     "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
     "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "NOT_RECEIVED": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
 _RETRY_DELAYS = {

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..outputs.generation import Generation
 from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
@@ -54,6 +55,7 @@ class Submission:
     error: EngineError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
+    on_end: Callable[["Submission"], None] = lambda submission: None
     ended_at: float = 0.0
     num_bytes: int = 0  # once it has ended
 
@@ -80,6 +82,7 @@ class Submission:
             self.num_bytes += self.generation.request.prompt.nbytes
             self.generation.constraints = ()  # it draws no more tokens, and grammars take memory
         self.ended.set()
+        self.on_end(self)
 
 
 class Submissions:
@@ -89,6 +92,8 @@ class Submissions:
         self._max_kept, self._max_bytes = max_kept, max_bytes
         self._keep_s = keep_s
         self._by_id: dict[str, Submission] = {}  # in order of submission
+        self._ended: dict[str, Submission] = {}  # of them, in order of their ends
+        self._num_ended_bytes = 0
 
     async def submit(self, request_id: str, digest: bytes, admit: Admit) -> None:
         """Admit the request once. Raises DuplicateRequest, or the error of admit, which leaves nothing behind."""
@@ -100,12 +105,11 @@ class Submissions:
             await asyncio.shield(known.admitted)
             return
         admitted = asyncio.get_running_loop().create_future()
-        submission = self._by_id[request_id] = Submission(digest, admitted)
+        submission = self._by_id[request_id] = Submission(digest, admitted, on_end=partial(self._note_end, request_id))
         try:
             submission.generation = await admit(submission.add_output)
         except BaseException as error:
-            del self._by_id[request_id]
-            submission.fetched.set()
+            self._forget(request_id)
             submission.admitted.set_exception(
                 error if isinstance(error, EngineError) else UnknownRequest("the request was not admitted")
             )
@@ -141,15 +145,22 @@ class Submissions:
         """Submitted requests that are known, ended or not."""
         return len(self._by_id)
 
+    def _note_end(self, request_id: str, submission: Submission) -> None:
+        if self._by_id.get(request_id) is submission and request_id not in self._ended:
+            self._ended[request_id] = submission
+            self._num_ended_bytes += submission.num_bytes
+
     def _forget_old(self) -> None:
         now = time.monotonic()
-        ended = [(key, value) for key, value in self._by_id.items() if value.ended.is_set()]
-        surplus = len(ended) - self._max_kept
-        surplus_bytes = sum(submission.num_bytes for _, submission in ended) - self._max_bytes
-        by_age = sorted(ended, key=lambda item: item[1].ended_at)
-        for place, (request_id, submission) in enumerate(by_age):
-            is_over = place < surplus or (surplus_bytes > 0 and place < len(by_age) - 1)  # the last one is kept in any case
-            if is_over or now - submission.ended_at >= self._keep_s:
-                del self._by_id[request_id]
-                submission.fetched.set()
-                surplus_bytes -= submission.num_bytes
+        while self._ended:
+            request_id, first = next(iter(self._ended.items()))
+            is_surplus = self._num_ended_bytes > self._max_bytes and len(self._ended) > 1  # the last one is kept in any case
+            if not is_surplus and len(self._ended) <= self._max_kept and now - first.ended_at < self._keep_s:
+                return
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        submission = self._by_id.pop(request_id)
+        if self._ended.pop(request_id, None) is not None:
+            self._num_ended_bytes -= submission.num_bytes
+        submission.fetched.set()

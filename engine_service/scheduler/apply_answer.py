@@ -201,7 +201,7 @@ class AnswerApplier:
         if request.num_hit_tokens is None:
             request.num_hit_tokens = hit_len
             if (shares := state.waiting.shares) is not None:  # its tenant does not pay again when it gave way and starts anew
-                shares.start(request.tenant, len(sequence.token_ids) - hit_len, state.waiting.now)
+                shares.start(shares.tenant_of(request), len(sequence.token_ids) - hit_len, state.waiting.now)
         if sequence.num_computed:
             state.costs.note_restart(hit_len, self._preemptor.num_shareable(sequence))
             sequence.num_computed = 0

@@ -54,8 +54,8 @@ class BeamForks:
                 running.num_left[sequence.row] -= 1
                 sequence.num_output += 1
         request.sequences = lists
-        if state.waiting.shares is not None:
-            state.waiting.shares.charge(request.tenant, len(branches))
+        if (shares := state.waiting.shares) is not None:
+            shares.charge(shares.tenant_of(request), len(branches))
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence to create in the cache service; see WaitingSequences.

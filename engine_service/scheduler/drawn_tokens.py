@@ -45,7 +45,7 @@ class DrawnTokens:
             if sequence.row is not None:
                 num_left[sequence.row] -= len(token_ids)
             if shares is not None:
-                shares.charge(sequence.request.tenant, len(token_ids))
+                shares.charge(shares.tenant_of(sequence.request), len(token_ids))
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             if child.state is not SequenceState.ENDED:  # it may have ended while this was computed

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .forks import Forks
 from .plan import Plan
+from .state.client_shares import out_of_share
+from .state.prompt_shares import PromptRoom
 from .state.running import IndexArray, Int64Array
 from .state.scheduler_state import SchedulerState
 
@@ -48,7 +50,7 @@ class Planner:
         forks = self._forks.plan(num_free_rows - promised.total())
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
-        num_new, budget, prompt_budget = self._share_budget(live, len(forks))
+        num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
         if running.num_retaining:
             self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
@@ -64,7 +66,7 @@ class Planner:
         swapped_in: list[Sequence] = []
         nothing_runs = not state.loading and num_live == len(state.resting())  # but lists that rest
         if nothing_runs or state.headroom.allows_starts(num_growing):
-            starts, swapped_in = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised)
+            starts, swapped_in = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised, room)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
         ended_rows = order[running.ended[order]]
         swap_rows = ended_rows[running.swapping[ended_rows]]
@@ -100,16 +102,25 @@ class Planner:
             reserve_rows=reserve_rows,
         )
 
-    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int]:
-        """Tokens to compute for each live row, decodes before prompts; then the budget left over, in all and for prompts."""
+    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int, PromptRoom | None]:
+        """Tokens to compute for each live row, decodes before prompts; then the budget left over, in all and for prompts.
+
+        Last the room for prompts of each client; None: there is room for all.
+        """
         limits, running = self._state.limits, self._state.running
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + running.num_drawing[live] - computed
         decodes = (remaining == 1) & (computed >= running.num_prompt[live])
         prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
+        if limits.client_shares and running.num_clients > 1:
+            self._keep_to_shares(live, decodes)
         if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
             decodes[self._out_of_turn(decodes)] = False
             num_decodes = limits.decode_budget
+        room = self._prompt_room(live[decodes])
+        if room is not None:
+            for at in np.flatnonzero(prompts).tolist():
+                prompts[at] = room.take(running.client_of(live[at]), int(prompts[at]))
         left = limits.token_budget - num_forks - num_decodes
         prompt_left = min(limits.prefill_budget, left)
         num_prompt = int(prompts.sum())
@@ -117,7 +128,26 @@ class Planner:
             before = np.cumsum(prompts) - prompts
             prompts = np.clip(prompt_left - before, 0, prompts)
             num_prompt = prompt_left
-        return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt
+        return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt, room
+
+    def _prompt_room(self, decoding: IndexArray) -> PromptRoom | None:
+        """The room for prompts beside the decodes of these rows; None: for all."""
+        state = self._state
+        if not state.limits.client_shares or not len(decoding):
+            return None
+        decode_seconds = state.decode_costs.seconds_of(len(decoding))
+        return (
+            None
+            if decode_seconds is None
+            else PromptRoom(state.prompt_shares, decode_seconds, state.running.clients_of(decoding))
+        )
+
+    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> None:
+        """Take those off that wait for other clients' sequences."""
+        state = self._state
+        if (fixed := state.decode_costs.fixed_sequences) is not None:
+            at = np.flatnonzero(decodes)
+            decodes[at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]] = False
 
     def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
         """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""
@@ -160,21 +190,28 @@ class Planner:
         num_new[(windows > 0) & (computing >= (state.limits.num_usable_blocks + num_holes) * size)] = 0
 
     def _plan_starts(
-        self, budget: int, num_free_rows: int, promised: Counter[Request]
+        self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None
     ) -> tuple[dict[Sequence, int], list[Sequence]]:
         """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in.
 
-        A beam search starts when there are rows for all of its lists.
+        A beam search starts when there are rows for all of its lists. Sequences without room for their prompts are passed over.
         """
         state = self._state
         chunk_size, headroom = state.limits.chunk_size, state.headroom
         starts: dict[Sequence, int] = {}
         swapped_in: list[Sequence] = []
         num_free_rows -= promised.total()
-        for sequence in state.waiting.in_order():
+        passed_over: set[str] = set()
+        for sequence in state.waiting.in_order(passed_over):
             if not budget or (num_free_rows <= 0 and not promised.total()):
                 break
             request = sequence.request
+            num_new = min(chunk_size, len(sequence.token_ids), budget)
+            if room is not None and not promised[request] and sequence.state is not SequenceState.SWAPPED:
+                num_new = room.take(request.client, num_new)
+            if not num_new:
+                passed_over.add(request.client)
+                continue
             if promised[request]:
                 promised[request] -= 1
             elif num_free_rows >= request.num_rows:
@@ -186,7 +223,7 @@ class Planner:
             if sequence.state is SequenceState.SWAPPED:
                 swapped_in.append(sequence)
             else:
-                starts[sequence] = min(chunk_size, len(sequence.token_ids), budget)
+                starts[sequence] = num_new
                 budget -= starts[sequence]
             if headroom.was_refused(sequence):
                 break

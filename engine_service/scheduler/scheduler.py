@@ -8,6 +8,7 @@ The facade of the folder: it holds the parts over one SchedulerState, and takes 
 schedule, apply, advance. Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from ..values.beam_values import Branch
@@ -21,7 +22,7 @@ from .planner import NO_GUESSES, Planner
 from .preemption import Preemptor
 from .state.headroom import Headroom
 from .state.limits import Limits
-from .state.preemption_cost import Costs
+from .state.preemption_cost import Costs, Moved
 from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
@@ -41,6 +42,19 @@ class Scheduler:
         self.applier = AnswerApplier(state, self.forks, self.preemptor)
         self.beam_forks = BeamForks(state)
         self.drawn_tokens = DrawnTokens(state)
+
+    def note_step(self, work: Work, seconds: float, moved: Moved) -> None:
+        """A step was computed. seconds: of all that the device did for it."""
+        num_rows, num_tokens = len(work.rows), int(work.num_new.sum())
+        self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
+        if not num_rows or moved.num_bytes:
+            return
+        prompts = _prompts_of(work) if num_tokens > num_rows else Counter[str]()
+        decode_costs, num_decodes = self.state.decode_costs, num_rows - prompts.total()
+        if not prompts:
+            decode_costs.note(num_tokens, seconds)
+        if num_decodes and (decode_seconds := decode_costs.seconds_of(num_decodes)) is not None:
+            self.state.prompt_shares.note(seconds, decode_seconds, prompts, num_tokens - num_decodes)
 
     # -- one step
 
@@ -171,6 +185,10 @@ class Scheduler:
     def num_swapped_out(self) -> int:
         return self.state.num_swapped_out
 
+    def num_waiting_of(self, client: str) -> int:
+        """Of the waiting sequences, those of one client."""
+        return self.state.waiting.num_of[client]
+
     @property
     def num_waiting(self) -> int:
         return len(self.state.waiting.sequences)
@@ -184,3 +202,9 @@ class Scheduler:
     def tokens_of(self, sequence: Sequence) -> Int32Array:
         """Prompt and output so far; a view, valid until the sequence gets another token."""
         return self.state.tokens_of(sequence)
+
+
+def _prompts_of(work: Work) -> Counter[str]:
+    """Of each client, the sequences that the step computes prompt tokens of."""
+    contexts = zip(work.sequences, work.num_context.tolist(), strict=True)
+    return Counter(sequence.request.client for sequence, num_context in contexts if num_context < len(sequence.request.prompt))

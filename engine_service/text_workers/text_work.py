@@ -13,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from kvkeeper.service.turns import leave_place
+
 from ..outputs.constraint import MAX_CHOICES, Constraint, Vocabulary, compile_grammar
 from ..outputs.model_text import ModelText
 from ..values.errors import InvalidField, TooComplex
@@ -90,6 +92,7 @@ class TextWork:
 
     async def _run(self, client: str, kind: Kind, body: bytes, field: str) -> bytes:
         assert self._workers is not None
+        leave_place()  # what waits here is counted by the bytes that requests hold
         try:
             return await self._workers.run(client, kind, body)
         except JobRefused as error:

@@ -1,8 +1,8 @@
 """Workers: a few processes for text and constraints, each started when there is a job for it.
 
-Owns which job is next (fair_queue.py), and that every job ends: with its answer, refused by its worker, or because it took more
-than it may, which ends its worker and leaves the other jobs alone. What a job does is in text_worker.py. A job whose caller has
-gone away still takes its client's turn.
+Owns which job is next, by turns of the clients, and that every job ends: with its answer, refused by its worker, or because it
+took more than it may, which ends its worker and leaves the other jobs alone. What a job does is in text_worker.py. A job whose
+caller has gone away still takes its client's turn.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ from functools import partial
 
 import structlog
 
-from ..values.errors import BrokenInvariant, Draining
+from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
+
+from ..values.errors import BrokenInvariant, Draining, QueueFull
 from . import text_worker
-from .fair_queue import FairQueue
 from .text_worker import SetUp
 from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
 
@@ -72,7 +73,12 @@ class Workers:
         if self._is_closed:
             raise Draining("the service is stopping")
         job = _Job(kind, body)
-        self._queue.put(client, job)
+        try:
+            self._queue.put(client, job)
+        except TooManyWaiting as error:
+            raise QueueFull(
+                f"{error.limit} texts, chats or constraints are waiting, the most that may", limit=error.limit
+            ) from None
         self._proceed()
         try:
             return await job.answer

@@ -92,6 +92,12 @@ class NotRead(EngineError):
     reason = "NOT_READ"
 
 
+class NotReceived(EngineError):
+    """The call's message did not come in time. Metadata: limit, flag."""
+
+    reason = "NOT_RECEIVED"
+
+
 class Draining(EngineError):
     """The service is stopping."""
 

@@ -87,6 +87,7 @@ class Request:
     num_beams: int | None = None  # of a beam search, whose sequences are the lists that go on; n of them are wanted
     priority: int = 0
     tenant: str = ""
+    client: str = ""  # that asked for it; clients share steps
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     retention: Retention | None = None  # None: everything is kept

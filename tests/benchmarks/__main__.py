@@ -27,6 +27,7 @@ NAMES = (
     "trace",
     "policies",
     "reports",
+    "hostile",
 )
 
 

@@ -239,3 +239,27 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
             pass
     await until(is_idle)
     assert engine.service._request_memory.num_bytes == 0, "what was refused is not held either"
+
+
+async def test_calls_are_let_in_by_windows_while_steps_are_computed(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(intake_percent=1)
+    client, stub = await world.client(engine), await stub_of(world)
+    turns = engine.intake.turns
+    assert turns.is_always_open, "nothing is computed"
+    sampling = pb.SamplingParams(max_tokens=20)
+    running = pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(ids=[GATE_TOKEN]), sampling=sampling)
+    await stub.SubmitRequest(pb.SubmitRequestRequest(request=running))
+
+    async def is_held() -> bool:
+        return not turns.is_always_open
+
+    await until(is_held)
+    assert (await client.stats()).num_running_requests + (await client.stats()).num_waiting_requests == 1
+    gate.set()
+    await client.result("a", 20.0)
+
+    async def is_open() -> bool:
+        return turns.is_always_open
+
+    await until(is_open)

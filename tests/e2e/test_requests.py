@@ -133,10 +133,27 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(world: Services) 
     with pytest.raises(KvkeeperError) as full:
         await generate(client, [1])
     assert (full.value.code, full.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert full.value.metadata == {"limit": "2"}
+    assert full.value.metadata == {"limit": "2", "flag": "--max-waiting"}
     assert full.value.retry_after
     gate.set()
     await asyncio.gather(*crowd)
+
+
+async def test_one_client_leaves_room_in_the_queue_for_others(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_gated_engine(max_waiting=10)
+    client = await world.client(engine)  # over a Unix socket, where tenants tell clients apart
+    crowd = [asyncio.create_task(generate(client, [GATE_TOKEN], tenant="many"))]
+    await until(lambda: is_running(client))
+    crowd += [asyncio.create_task(generate(client, [1], tenant="many")) for _ in range(9)]
+    await until(lambda: has_requests(client, 10))
+    with pytest.raises(KvkeeperError) as full:
+        await generate(client, [1], tenant="many")
+    assert (full.value.reason, full.value.metadata) == ("QUEUE_FULL", {"limit": "9", "flag": "--max-waiting"})
+    crowd.append(asyncio.create_task(generate(client, [1], tenant="other")))
+    await until(lambda: has_requests(client, 11))
+    gate.set()
+    assert all(output.reasons == ["length"] for output in await asyncio.gather(*crowd))
 
 
 async def test_two_live_requests_of_one_id(world: Services) -> None:

@@ -1,10 +1,16 @@
 """FairShare: counts the tokens that each tenant was served, so that the tenant served least starts next.
 
-The counters of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a computed prompt token counts once, a
-new token twice, which is about its cost, and a cached token not at all. A tenant without waiting sequences comes back with the
-least count of the tenants that have waiting sequences, so that it cannot save up its share. Thus of two tenants that always
-have waiting sequences, neither gets further ahead of the other than by the tokens that one of them can have running. Pure.
+A tenant is what requests are told apart by: the tenant that they name, or the client that sent them. The counters are those
+of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a computed prompt token counts once, a new token
+twice, which is about its cost, and a cached token not at all. A tenant without waiting sequences comes back with the least
+count of the tenants that have waiting sequences, so that it cannot save up its share. Thus of two tenants that always have
+waiting sequences, neither gets further ahead of the other than by the tokens that one of them can have running. Pure.
 """
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from ...values.request import Request
 
 NEW_TOKEN_WEIGHT = 2
 _FEW = 64
@@ -13,7 +19,8 @@ _FEW = 64
 class FairShare:
     """Served tokens, weighted, by tenant. Counts that no longer matter are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenant_of: Callable[[Request], str] = attrgetter("tenant")) -> None:
+        self.tenant_of = tenant_of
         self._served: dict[str, float] = {}
         self._since: dict[str, float] = {}  # tenants with waiting sequences: when they last had a start, or came
         self._num_waiting: dict[str, int] = {}

@@ -18,6 +18,7 @@ class Limits:
     chunk_size: int = 512
     prefill_budget: int = 2048  # of them, those of prompts, and those that are computed again after a preemption
     decode_budget: int = 256  # sequences that decode in a step
+    client_shares: bool = False  # whether clients with many sequences wait for those with few
     preemption: Preemption = Preemption.AUTO
     num_host_blocks: int = 0  # null block included; 0: there is no host tier
     block_bytes: int = 0

@@ -4,6 +4,7 @@ Owns: counters, tokens and block tables of the sequences that hold blocks. Rows 
 use by priority, then arrival, which is the order of reservations and, from its end, of preemption. Pure.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -43,6 +44,9 @@ class RunningSequences:
         self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
         self.searches = np.zeros(num_rows, bool)  # lists of beam searches
         self.num_searching = 0  # of them
+        self.clients = np.zeros(num_rows, np.int32)  # a number for each client that has rows
+        self._numbers: dict[str, int] = {}
+        self._num_rows_of: Counter[str] = Counter()
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         self.tokens = untouched(num_rows, max_len)
@@ -100,6 +104,7 @@ class RunningSequences:
         if (retention := sequence.request.retention) is not None:
             self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
             self.num_retaining += 1
+        self.clients[row] = self._number_of(sequence.request.client)
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = None
         return row
@@ -112,11 +117,39 @@ class RunningSequences:
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
+        self._forget_row_of(sequence.request.client)
         self.num_searching -= int(self.searches[row])
         self.num_retaining -= int(self.num_window[row] > 0)
         self.tables[row, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
         self._order = None
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that have rows."""
+        return len(self._numbers)
+
+    def client_of(self, row: int) -> str:
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence.request.client
+
+    def clients_of(self, rows: IndexArray) -> set[str]:
+        numbers = self.clients[rows]
+        first_rows = rows[np.unique(numbers, return_index=True)[1]]
+        return {self.client_of(row) for row in first_rows.tolist()}
+
+    def _number_of(self, client: str) -> int:
+        self._num_rows_of[client] += 1
+        if client not in self._numbers:
+            taken = set(self._numbers.values())
+            self._numbers[client] = next(number for number in range(self.num_rows) if number not in taken)
+        return self._numbers[client]
+
+    def _forget_row_of(self, client: str) -> None:
+        self._num_rows_of[client] -= 1
+        if not self._num_rows_of[client]:
+            del self._num_rows_of[client], self._numbers[client]
 
     def num_held(self, row: int) -> int:
         """Blocks that a row's table names, holes of retention taken off."""

@@ -5,9 +5,11 @@ preemption, and the counters. Each part changes what its own verbs are about. Pu
 """
 
 from ...values.request import Int32Array, Sequence
+from .client_shares import DecodeCosts
 from .headroom import Headroom
 from .limits import Limits
 from .preemption_cost import Costs
+from .prompt_shares import PromptShares
 from .running import RunningSequences
 from .waiting import WaitingSequences
 
@@ -21,6 +23,8 @@ class SchedulerState:
         self.loading: dict[int, Sequence] = {}  # by sequence id; each is to get a row
         self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed
         self.costs = Costs()
+        self.decode_costs = DecodeCosts()
+        self.prompt_shares = PromptShares()
         self.num_arrivals = self.num_preemptions = self.num_swapped_out = 0
         self.num_plans = 0  # that were answered
         self.loads_have_failed = False  # since the last plan was made

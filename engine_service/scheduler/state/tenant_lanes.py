@@ -7,7 +7,7 @@ decided when the order is read; within a lane the order changes only with what j
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from operator import attrgetter
 
 from ...values.request import Sequence
@@ -52,8 +52,11 @@ class TenantLanes:
         for sequence in sequences:
             self.add(sequence)
 
-    def in_order(self, now: float) -> Iterator[Sequence]:
-        """The sequences in order, each as if those before it had started: their tokens count for the shares of the rest."""
+    def in_order(self, now: float, passed_over: Container[str] = ()) -> Iterator[Sequence]:
+        """The sequences in order, each as if those before it had started: their tokens count for the shares of the rest.
+
+        passed_over: lanes to leave out from now on.
+        """
         policy, shares = self._ordering.policy, self._shares
         if shares is None or not policy.has_levels:
             yield from self._lanes.get(None, ())
@@ -68,6 +71,9 @@ class TenantLanes:
         heapq.heapify(heads)
         while heads:
             _, served, _, at, tenant = heads[0]
+            if tenant in passed_over:
+                heapq.heappop(heads)
+                continue
             lane = self._lanes[tenant]
             yield lane[at]
             if at + 1 == len(lane):
@@ -83,4 +89,4 @@ class TenantLanes:
         return -self._ordering.policy.level(lane[at], waited), served, lane[at].place, at, tenant
 
     def _lane_of(self, sequence: Sequence) -> str | None:
-        return None if self._shares is None or sequence.had_turn else sequence.request.tenant
+        return None if self._shares is None or sequence.had_turn else self._shares.tenant_of(sequence.request)

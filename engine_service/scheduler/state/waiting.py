@@ -4,6 +4,7 @@ A sequence is created in the cache service (CreateSequence) while it waits, so t
 for that are bounded; running sequences and forks of running sequences have precedence. Pure.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterator
 
 from ...values.request import Request, Sequence, SequenceState
@@ -22,6 +23,7 @@ class WaitingSequences:
         self.shares = shares
         self.now = 0.0  # seconds of the callers' clock; as of the last arrival or step
         self.sequences: dict[Sequence, float] = {}  # NEW, CREATING, WAITING and SWAPPED ones, and since when, in that order
+        self.num_of: Counter[str] = Counter()  # of them, those of each client
         self.num_tokens = 0  # of these sequences, that are to be computed
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
         self.num_known = 0  # sequences that the cache service knows, or is being told of
@@ -48,9 +50,12 @@ class WaitingSequences:
     def remove(self, sequence: Sequence) -> None:
         """The sequence starts or ends; its state is still that of a waiting one."""
         del self.sequences[sequence]
+        self.num_of[sequence.request.client] -= 1
+        if not self.num_of[sequence.request.client]:
+            del self.num_of[sequence.request.client]
         self.num_tokens -= 0 if sequence.state is SequenceState.SWAPPED else len(sequence.token_ids)
         if self.shares is not None:
-            self.shares.leave(sequence.request.tenant)
+            self.shares.leave(self.shares.tenant_of(sequence.request))
         if sequence.state is SequenceState.NEW:
             self._new.remove(sequence)
         elif sequence.state is not SequenceState.CREATING:
@@ -58,13 +63,14 @@ class WaitingSequences:
 
     def _join(self, sequence: Sequence, num_tokens: int) -> None:
         self.sequences[sequence] = self.now
+        self.num_of[sequence.request.client] += 1
         self.num_tokens += num_tokens
         if self.shares is not None:
-            self.shares.join(sequence.request.tenant, self.now)
+            self.shares.join(self.shares.tenant_of(sequence.request), self.now)
 
-    def in_order(self) -> Iterator[Sequence]:
-        """The sequences that may start, each as if those before it had started."""
-        return self._waiting.in_order(self.now)
+    def in_order(self, passed_over: Container[str] = ()) -> Iterator[Sequence]:
+        """The sequences that may start, each as if those before it had started, and none of a tenant once it is passed over."""
+        return self._waiting.in_order(self.now, passed_over)
 
     def start_refused(self, sequence: Sequence) -> None:
         """There was no room for the sequence's start: it keeps its place."""

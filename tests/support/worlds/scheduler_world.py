@@ -44,9 +44,10 @@ def make_request(
     priority: int = 0,
     look_up: bool = True,
     retention: Retention | None = None,
+    client: str = "",
 ) -> Request:
     tokens = np.array(prompt, np.int32)
-    return Request("r", tokens, max_new_tokens, n=n, priority=priority, look_up=look_up, retention=retention)
+    return Request("r", tokens, max_new_tokens, n=n, priority=priority, look_up=look_up, retention=retention, client=client)
 
 
 def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[object, ...]:
@@ -79,6 +80,7 @@ class World:
         waiting: WaitingSequences | None = None,
         prefill_budget: int = 64,
         decode_budget: int = 32,
+        client_shares: bool = False,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
         the next one was asked for; needs CoreCache, as does a host tier."""
@@ -98,6 +100,7 @@ class World:
             max_distance=MAX_RETAINED_LEN,
             max_retained_len=MAX_RETAINED_LEN,
             preemption=preemption,
+            client_shares=client_shares,
             num_host_blocks=num_host_blocks,
             block_bytes=1,
         )

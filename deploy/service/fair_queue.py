@@ -7,9 +7,15 @@ client may have is passed over; a job that would wait beyond the bounds is refus
 from collections import Counter, OrderedDict, deque
 from typing import Generic, TypeVar
 
-from ..values.errors import QueueFull
-
 T = TypeVar("T")
+
+
+class TooManyWaiting(Exception):
+    """As many jobs wait as may, of one client or of all."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} are waiting, the most that may")
+        self.limit = limit
 
 
 class FairQueue(Generic[T]):
@@ -23,11 +29,11 @@ class FairQueue(Generic[T]):
         self.num_waiting = 0
 
     def put(self, client: str, job: T) -> None:
-        """Add a job. Raises QueueFull."""
+        """Add a job. Raises TooManyWaiting."""
         own = len(self._waiting.get(client, ()))
         for count, limit in ((own, self._max_waiting_each), (self.num_waiting, self._max_waiting)):
             if count >= limit:
-                raise QueueFull(f"{limit} texts, chats or constraints are waiting, the most that may", limit=limit)
+                raise TooManyWaiting(limit)
         self._waiting.setdefault(client, deque()).append(job)
         self.num_waiting += 1
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvkeeper.engine_service.text_workers.fair_queue import FairQueue
-from kvkeeper.engine_service.values.errors import QueueFull
+from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
 
 
 def queue(max_waiting: int = 8, max_waiting_each: int = 4, max_busy_each: int = 8) -> FairQueue[str]:
@@ -50,9 +49,9 @@ def test_what_would_wait_too_long_is_refused(clients: str, limit: int) -> None:
     jobs = queue()
     for client in clients:
         jobs.put(client, client)
-    with pytest.raises(QueueFull) as refused:
+    with pytest.raises(TooManyWaiting) as refused:
         jobs.put("a", "one more")
-    assert refused.value.metadata == {"limit": str(limit)}
+    assert refused.value.limit == limit
     assert jobs.num_waiting == len(clients)
     assert jobs.take_job() == ("a", "a")
     jobs.put("d" if limit == 8 else "a", "has room again")

@@ -1,0 +1,83 @@
+"""Shares of clients in a step: where several clients decode, the many sequences of one do not make the few of another slow.
+
+A step costs a fixed time and some for each sequence, as measured of late. Rule: a step takes no longer than its clients would,
+one after the other, if each decoded as many as the client with the fewest. So a client with one sequence among K clients is
+slowed to a K-th at most. On a device where sequences cost next to nothing beside the fixed time, that leaves out none. What is
+left after the small clients is shared equally, and a client's sequences take turns. Pure.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+_FADING = 0.02
+_LEAST_OF_MEAN = 0.25
+_LEAST_SPREAD = 0.5  # of the numbers of tokens, as a variance: below it, no slope can be told
+
+
+class DecodeCosts:
+    """What a step costs that decodes, with few tokens of prompts: a line through recent ones, older ones fade."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._means = np.zeros(2)  # tokens, seconds
+        self._spread = self._covariance = 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step was computed with so many tokens."""
+        self._weight += _FADING * (1 - self._weight)
+        rate = _FADING / self._weight
+        off = np.array((num_tokens, seconds)) - self._means
+        self._means += rate * off
+        self._spread += rate * ((1 - rate) * off[0] ** 2 - self._spread)
+        self._covariance += rate * ((1 - rate) * off[0] * off[1] - self._covariance)
+
+    def seconds_of(self, num_tokens: int) -> float | None:
+        """What a step with so many tokens costs, and no more than recent ones on average; None: not known.
+
+        Little is known of steps far from recent ones: where times vary, the line's end may point anywhere.
+        """
+        if not self._weight:
+            return None
+        mean = float(self._means[1])
+        if self._spread < _LEAST_SPREAD:
+            return mean
+        line = mean + self._covariance / self._spread * (num_tokens - self._means[0])
+        return min(max(float(line), mean * _LEAST_OF_MEAN), mean)
+
+    @property
+    def fixed_sequences(self) -> float | None:
+        """How many sequences cost as much as the fixed time; None: all are free, as far as is known."""
+        if self._spread < _LEAST_SPREAD or self._covariance <= 0:
+            return None
+        each = self._covariance / self._spread
+        fixed = self._means[1] - each * self._means[0]
+        return float(max(fixed / each, 0.0))
+
+
+def most_decodes(counts: npt.NDArray[np.intp], fixed_sequences: float) -> int:
+    """Sequences that a step may decode, so that it takes no longer than its clients one after the other; counts: of each."""
+    num_clients = len(counts)
+    return int(num_clients * counts.min() + (num_clients - 1) * fixed_sequences)
+
+
+def equal_shares(counts: npt.NDArray[np.intp], most: int) -> npt.NDArray[np.intp]:
+    """Shares of `most`, no larger than counts: small ones whole, the others equal within one. most is at least one for each."""
+    shares = np.zeros_like(counts)
+    left, order = most, np.argsort(counts, kind="stable")
+    for place, client in enumerate(order.tolist()):
+        shares[client] = min(counts[client], left // (len(order) - place))
+        left -= int(shares[client])
+    return shares
+
+
+def out_of_share(clients: npt.NDArray[np.int32], fixed_sequences: float, turn: int) -> npt.NDArray[np.intp]:
+    """Places in clients, the client of each sequence that could decode, of those that wait in this turn."""
+    names, of_sequence, counts = np.unique(clients, return_inverse=True, return_counts=True)
+    if len(names) < 2 or (most := most_decodes(counts, fixed_sequences)) >= len(clients):
+        return np.empty(0, np.intp)
+    waiting = []
+    for client, share in enumerate(equal_shares(counts, most).tolist()):
+        if share < counts[client]:
+            places = np.flatnonzero(of_sequence == client)
+            waiting.append(np.roll(places, -share * turn % len(places))[share:])
+    return np.concatenate(waiting)
