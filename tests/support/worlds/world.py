@@ -252,7 +252,10 @@ class World:
             return False
         known = self.naive.sequences[session, running[choose(len(running))].sequence_id]
         completed, filling = self.naive.sessions[session].completed, set(self.naive.filling).intersection(known.table)
-        if filling or self.memory.written_by(session).intersection(known.writable(self.config.block_size)):
+        # A block that it shares, or that another sequence has dropped, is copied before it is written for this one.
+        writable, naive = known.writable(self.config.block_size), self.naive
+        own = {block for block in writable if naive.num_holders(block) == 1 and block not in naive.fences}
+        if filling or self.memory.written_by(session) & own:
             self.refused("STEP_NOT_COMPLETED", lambda: self.driver.hand_off(session, known.sequence_id))
             return False
         try:
