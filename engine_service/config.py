@@ -167,7 +167,7 @@ class EngineConfig:
         unit="seconds",
     )
     connection_calls: int = setting(
-        128,
+        1024,
         group="Bounds",
         help="most calls of one connection at once; a client's further ones wait on its side",
         check=between(1, 1 << 20),
