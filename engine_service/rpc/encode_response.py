@@ -10,7 +10,7 @@ from ..outputs.generation import Generation
 from ..scheduler.work import Task
 from ..values.output_chunk import OutputChunk
 from ..values.token_logprobs import TokenLogprobs
-from .submissions import Submission
+from .submission import Submission
 
 
 def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:

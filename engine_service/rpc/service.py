@@ -7,6 +7,7 @@ however it comes, ends the request. Limits of fields are in decode_request.py, t
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import Metric
@@ -34,6 +35,7 @@ from .decode_request import (
     MAX_CHAT_MESSAGES,
     options_of,
     page_of,
+    received_of,
     sampling_message,
     submission_of,
     token_array,
@@ -43,6 +45,7 @@ from .encode_response import iteration_plan, request_info, response_of, results_
 from .metrics import engine_metrics
 from .request_memory import RequestMemory
 from .stream_buffer import StreamBuffer
+from .submission import SubmissionReader
 from .submissions import Submissions
 
 
@@ -56,7 +59,7 @@ class EngineService:
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
         self._request_memory = RequestMemory(config.request_memory)
-        self.num_streams = 0  # Generate calls that have not been answered to their end
+        self.num_streams = 0  # Generate and StreamRequest calls that have not been answered to their end
         self._no_stream = asyncio.Event()
         self._no_stream.set()
 
@@ -73,19 +76,29 @@ class EngineService:
         stream_buffer = StreamBuffer()
         generation = await self._admit(request, stream_buffer.put)
         stream_buffer.on_full = generation.fail
+        with self._streaming():
+            try:
+                async for response in _responses(generation.request.request_id, stream_buffer):
+                    yield response
+            finally:
+                generation.cancel()
+
+    async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
+        received = received_of(request)
+        submission = await self._submissions.admitted(request.request_id)
+        with self._streaming(), SubmissionReader(submission, received) as reader:
+            async for response in _responses(request.request_id, reader):
+                yield response
+            submission.fetched.set()
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        """Counts a stream that has not been answered to its end."""
         self.num_streams += 1
         self._no_stream.clear()
         try:
-            while True:
-                chunks, error = await stream_buffer.take_unread()
-                for chunk in chunks:
-                    yield response_of(generation.request.request_id, chunk)
-                if error is not None:
-                    raise error
-                if chunks[-1].usage is not None:
-                    return
+            yield
         finally:
-            generation.cancel()
             self.num_streams -= 1
             if not self.num_streams:
                 self._no_stream.set()
@@ -289,6 +302,18 @@ class EngineService:
         if not len(ids):
             raise InvalidField("the prompt has no tokens", field=kind)
         return token_array(ids, self._model.vocab_size, kind)
+
+
+async def _responses(request_id: str, unread: StreamBuffer | SubmissionReader) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a request, to its last. Raises the error that ends it."""
+    while True:
+        chunks, error = await unread.take_unread()
+        for chunk in chunks:
+            yield response_of(request_id, chunk)
+        if error is not None:
+            raise error
+        if chunks and chunks[-1].usage is not None:
+            return
 
 
 def _as_list(ids: list[int] | Int32Array) -> list[int]:

@@ -8,78 +8,14 @@ the function that admits a request is handed in.
 
 import asyncio
 import time
-from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 from ..outputs.generation import Generation
 from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
-from ..values.output_chunk import OutputChunk, Usage
-from ..values.request import FinishReason
-from ..values.token_logprobs import TokenLogprobs
-
-_EACH_BYTES = 4096  # counted for a submission beside its results
-_CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
+from ..values.output_chunk import OutputChunk
+from .submission import Submission
 
 Admit = Callable[[Callable[[OutputChunk | EngineError], None]], Awaitable[Generation]]
-
-
-@dataclass(slots=True)
-class Output:
-    """What one continuation has given so far."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    cumulative_logprob: float | None = None
-
-    def close(self) -> int:
-        """Nothing more comes. About how many bytes it takes from now on."""
-        self.texts = ["".join(self.texts)]
-        num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
-        return len(self.texts[0]) * _CHAR_BYTES + len(self.token_ids) * self.token_ids.itemsize + num_logprobs * _LOGPROB_BYTES
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """One submitted request. generation is None while it is being admitted."""
-
-    digest: bytes
-    admitted: asyncio.Future[None]
-    generation: Generation | None = None
-    outputs: dict[int, Output] = field(default_factory=dict)
-    usage: Usage | None = None
-    error: EngineError | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
-    ended_at: float = 0.0
-    num_bytes: int = 0  # once it has ended
-
-    def add_output(self, chunk: OutputChunk | EngineError) -> None:
-        """What the loop hands over: the next chunk, or the error that ends the request."""
-        if isinstance(chunk, EngineError):
-            self.error = chunk
-            return self._end()
-        output = self.outputs.setdefault(chunk.index, Output())
-        output.texts.append(chunk.text)
-        output.token_ids.extend(chunk.token_ids)
-        output.logprobs.extend(chunk.logprobs)
-        output.prompt_logprobs.extend(chunk.prompt_logprobs)
-        output.finish_reason, output.cumulative_logprob = chunk.finish_reason, chunk.cumulative_logprob
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-            self._end()
-        return None
-
-    def _end(self) -> None:
-        self.ended_at = time.monotonic()
-        self.num_bytes = _EACH_BYTES + sum(output.close() for output in self.outputs.values())
-        if self.generation is not None:
-            self.num_bytes += self.generation.request.prompt.nbytes
-            self.generation.constraints = ()  # it draws no more tokens, and grammars take memory
-        self.ended.set()
 
 
 class Submissions:
@@ -115,10 +51,7 @@ class Submissions:
 
     async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
         """The submission when it has ended, or after so many seconds. Raises UnknownRequest."""
-        self._forget_old()
-        submission = self._by_id.get(request_id)
-        if submission is None:
-            raise UnknownRequest("no request with this id was submitted, or its results are no longer kept")
+        submission = self._find(request_id)
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.shield(submission.admitted)
@@ -130,6 +63,19 @@ class Submissions:
         if submission.ended.is_set():
             submission.fetched.set()
         return submission.generation, submission
+
+    async def admitted(self, request_id: str) -> Submission:
+        """The submission, once it is admitted. Raises UnknownRequest, or the error of admit."""
+        submission = self._find(request_id)
+        await asyncio.shield(submission.admitted)
+        return submission
+
+    def _find(self, request_id: str) -> Submission:
+        self._forget_old()
+        submission = self._by_id.get(request_id)
+        if submission is None:
+            raise UnknownRequest("no request with this id was submitted, or its results are no longer kept")
+        return submission
 
     async def wait_fetched(self) -> None:
         """Until all requests that were submitted so far have ended, and their results are fetched or forgotten."""

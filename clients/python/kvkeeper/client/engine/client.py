@@ -1,7 +1,8 @@
 """The engine service for asyncio and for threads: text in, text out.
 
 generate() gives a stream of chunks; its usage is set when it has ended. Leave it through `with` or close(): that cancels a
-stream left early, which frees the request's blocks. Every call raises KvkeeperError.
+stream left early, which frees the request's blocks. follow() gives such a stream of a submitted request, which goes on without
+it. Every call raises KvkeeperError.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from kvkeeper.client.engine.calls import (
     list_page,
     result_of,
     stream_options,
+    stream_request,
     submit_request,
     usage_of,
 )
@@ -55,12 +57,25 @@ class EngineClient:
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
         call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return Generation(call, options.resubmit_s, span)
+        return Generation(lambda _: call(), Received(options.resubmit_s), span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return self._call("SubmitRequest", request).request_id
+
+    def follow(self, request_id: str, reconnect_s: float = 10.0) -> "Generation":
+        """The output of a submitted request from its beginning, as it comes.
+
+        Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
+        """
+        transport, patience = self._transport, stream_options(self._transport.options, None)
+
+        def start(received: Received) -> Stream:
+            request = stream_request(request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, request, patience)
+
+        return Generation(start, Received(reconnect_s, follows=True), GenerateSpan(None))
 
     def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
@@ -129,11 +144,12 @@ class EngineClient:
 class Generation:
     """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
-    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
+    def __init__(self, start: Callable[[Received], Stream], received: Received, span: GenerateSpan) -> None:
+        """start: of a stream, which begins behind what was received where that says so."""
         self._start = start
         self._span = span
-        self._stream = start()
-        self._received = Received(resubmit_s)
+        self._stream = start(received)
+        self._received = received
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -156,7 +172,7 @@ class Generation:
                     raise
                 self._span.repeat()
                 time.sleep(PAUSE_S)
-                self._stream = self._start()
+                self._stream = self._start(self._received)
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
@@ -166,7 +182,7 @@ class Generation:
                 return chunk
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """End the stream, and with it a request of generate() that still runs."""
         self._stream.cancel()
         self._span.end()
 
@@ -191,12 +207,25 @@ class AsyncEngineClient:
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
         call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return AsyncGeneration(call, options.resubmit_s, span)
+        return AsyncGeneration(lambda _: call(), Received(options.resubmit_s), span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return (await self._call("SubmitRequest", request)).request_id
+
+    def follow(self, request_id: str, reconnect_s: float = 10.0) -> "AsyncGeneration":
+        """The output of a submitted request from its beginning, as it comes.
+
+        Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
+        """
+        transport, patience = self._transport, stream_options(self._transport.options, None)
+
+        def start(received: Received) -> AsyncStream:
+            request = stream_request(request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, request, patience)
+
+        return AsyncGeneration(start, Received(reconnect_s, follows=True), GenerateSpan(None))
 
     async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
@@ -267,11 +296,12 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
-    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
+    def __init__(self, start: Callable[[Received], AsyncStream], received: Received, span: GenerateSpan) -> None:
+        """start: of a stream, which begins behind what was received where that says so."""
         self._start = start
         self._span = span
-        self._stream = start()
-        self._received = Received(resubmit_s)
+        self._stream = start(received)
+        self._received = received
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -294,7 +324,7 @@ class AsyncGeneration:
                     raise
                 self._span.repeat()
                 await asyncio.sleep(PAUSE_S)
-                self._stream = self._start()
+                self._stream = self._start(self._received)
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
@@ -304,7 +334,7 @@ class AsyncGeneration:
                 return chunk
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """End the stream, and with it a request of generate() that still runs."""
         self._stream.cancel()
         self._span.end()
 

@@ -1,7 +1,9 @@
-"""Asking for the same output again after the engine has gone, and taking only the new part of it: pure.
+"""Going on with a request's output after its stream broke, and taking only the new part of it: pure.
 
-A request's tokens are a function of its prompt, parameters and seed, so the same request with the same seed repeats what was
-received before and then goes on. The new part is found by counting each continuation's tokens and characters.
+There are two ways. A submitted request goes on without its client, which follows it from where it was (StreamRequest). Any
+other request ends with its stream, and is sent again. Its tokens are a function of its prompt, parameters and seed, so the same
+request with the same seed repeats what was received before and then goes on. The new part is found by counting each
+continuation's tokens and characters.
 """
 
 import secrets
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 PAUSE_S = 0.1
 
@@ -26,9 +29,13 @@ def repeatable(options: GenerateOptions) -> GenerateOptions:
 
 @dataclass
 class Received:
-    """What one request has received over all its attempts."""
+    """What one request has received over all its attempts.
+
+    resubmit_s: seconds to ask again after the engine went away; follows: the request goes on meanwhile.
+    """
 
     resubmit_s: float
+    follows: bool = False
     _tokens: Counter[int] = field(default_factory=Counter)  # by continuation
     _chars: Counter[int] = field(default_factory=Counter)
     _ended: set[int] = field(default_factory=set)
@@ -63,8 +70,15 @@ class Received:
         )
         return new if new.text or new.token_ids or new.prompt_logprobs or new.finish_reason is not None else None
 
+    def outputs(self) -> list[pb.ReceivedOutput]:
+        """How much of each continuation is here, for a stream that goes on behind it."""
+        indices = sorted({*self._tokens, *self._ended})
+        return [
+            pb.ReceivedOutput(index=index, num_tokens=self._tokens[index], has_ended=index in self._ended) for index in indices
+        ]
+
     def may_ask_again(self, error: KvkeeperError, now: float) -> bool:
-        """Whether to send the request once more after PAUSE_S; now is the time of any monotone clock."""
+        """Whether to ask once more after PAUSE_S; now is the time of any monotone clock."""
         # Where only the connection was lost, the first attempt's cancellation may not have reached the engine yet.
         is_transient = error.unavailable or (error.reason == "DUPLICATE_REQUEST" and self._num_attempts > 1)
         if not self.resubmit_s or not is_transient:
@@ -73,6 +87,6 @@ class Received:
         if now + PAUSE_S > self._give_up_at:
             return False
         self._num_attempts += 1
-        self._tokens_now.clear()
-        self._chars_now.clear()
+        self._tokens_now = self._tokens.copy() if self.follows else Counter()
+        self._chars_now = self._chars.copy() if self.follows else Counter()
         return True
