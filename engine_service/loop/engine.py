@@ -62,14 +62,15 @@ class Engine:
         self._step_worker = StepWorker()
         self._creator: SequenceCreator | None = None  # of the session
         self._num_reported = 0  # steps that the cache service knows to be done
-        self._stopping = False
+        self._stopping = self._is_handing_over = False
+        self._idled = asyncio.Event()  # nothing is computed, and the cache service knows that
 
     # -- for other tasks
 
     def check_open(self) -> None:
         """Require that requests are taken now. Raises Draining, CacheServiceDown."""
-        if self._stopping:
-            raise Draining("the service is stopping")
+        if self._stopping or self._is_handing_over:
+            raise Draining("the service is stopping" if self._stopping else "another engine takes over")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
 
@@ -82,6 +83,23 @@ class Engine:
         """Take no more requests; run_session ends once the open ones have."""
         self._stopping = True
         self._wake.all()
+
+    def hold_requests(self) -> list[Generation]:
+        """Take no more requests, and compute nothing for the open ones, until go_on. Answers these."""
+        self._is_handing_over = True
+        self._idled.clear()
+        return self.requests.take_out()
+
+    async def wait_idle(self) -> None:
+        """Until nothing is computed any more, and the cache service knows of all that was, or there is no session."""
+        if self.memory is not None:
+            await self._idled.wait()
+
+    def go_on(self, held: list[Generation]) -> None:
+        """Go on with the requests that are held and still open, and take new ones."""
+        for generation in held:
+            self.requests.put_back(generation)
+        self._is_handing_over = False
 
     def close(self) -> None:
         """End the worker thread, after the last session."""
@@ -118,6 +136,7 @@ class Engine:
                 await self.step(memory)
         finally:
             self.memory = None
+            self._idled.set()
             self.requests.deliver()
             await self._creator.close()
             self._creator = None
@@ -223,7 +242,9 @@ class Engine:
         if self._num_reported != step_id or memory.transfers.has_unreported:
             self._num_reported = step_id
             await memory.renew(step_id)
-        elif not await wait_for(self._wake.loop, memory.lease.renew_s):
+            return
+        self._idled.set()
+        if not await wait_for(self._wake.loop, memory.lease.renew_s):
             await memory.renew()
 
     async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:

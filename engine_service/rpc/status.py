@@ -24,6 +24,9 @@ _CODES = {
     "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
     "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "REQUEST_MOVED": grpc.StatusCode.UNAVAILABLE,
+    "FOREIGN_ENGINE": grpc.StatusCode.FAILED_PRECONDITION,
+    "HAND_OVER_UNDER_WAY": grpc.StatusCode.UNAVAILABLE,
 }
 
 _RETRY_DELAYS = {
@@ -31,6 +34,7 @@ _RETRY_DELAYS = {
     "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
     "CACHE_SERVICE_DOWN": duration_pb2.Duration(seconds=1),
     "DRAINING": duration_pb2.Duration(seconds=1),
+    "HAND_OVER_UNDER_WAY": duration_pb2.Duration(seconds=1),
 }
 
 REFUSALS = Refusals(

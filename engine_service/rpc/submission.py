@@ -89,6 +89,8 @@ class Submission:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
     readers: set[asyncio.Event] = field(default_factory=set)  # each is set when there is more
+    has_client: bool = True  # it need not wait for one: it was submitted, or its client has come
+    is_stream: bool = False  # taken over from a Generate call: it ends with its client
     ended_at: float = 0.0
     num_bytes: int = 0  # once it has ended
 
@@ -104,6 +106,24 @@ class Submission:
                 self._end()
         for reader in self.readers:
             reader.set()
+
+    def wait_for_client(self, seconds: float) -> None:
+        """The request is a stream whose client has to find it here first; it is cancelled when that takes too long."""
+        self.is_stream, self.has_client = True, False
+        asyncio.get_running_loop().call_later(seconds, self._give_up_client)
+
+    def _give_up_client(self) -> None:
+        if not self.has_client and self.generation is not None:
+            self.generation.cancel()
+
+    def add_reader(self, has_more: asyncio.Event) -> None:
+        self.has_client = True
+        self.readers.add(has_more)
+
+    def drop_reader(self, has_more: asyncio.Event) -> None:
+        self.readers.discard(has_more)
+        if self.is_stream and not self.readers and self.generation is not None:
+            self.generation.cancel()
 
     def _end(self) -> None:
         self.ended_at = time.monotonic()
@@ -141,11 +161,11 @@ class SubmissionReader:
             self._num_read[one.index] = known
 
     def __enter__(self) -> "SubmissionReader":
-        self._submission.readers.add(self._has_more)
+        self._submission.add_reader(self._has_more)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._submission.readers.discard(self._has_more)
+        self._submission.drop_reader(self._has_more)
 
     async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
         """What is new, one chunk for each continuation; the last chunk of the request has its usage. Then its error."""

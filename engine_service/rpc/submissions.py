@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from ..outputs.generation import Generation
-from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
+from ..values.errors import DuplicateRequest, EngineError, RequestMoved, UnknownRequest
 from ..values.output_chunk import OutputChunk
 from .submission import Submission
 
@@ -30,11 +30,33 @@ class Submissions:
         """Admit the request once. Raises DuplicateRequest, or the error of admit, which leaves nothing behind."""
         self._forget_old()
         known = self._by_id.get(request_id)
-        if known is not None:
-            if known.digest != digest:
-                raise DuplicateRequest("a request with this id was submitted with other contents")
-            await asyncio.shield(known.admitted)
+        if known is None:
+            await self._admit(request_id, digest, admit)
             return
+        if known.digest != digest:
+            raise DuplicateRequest("a request with this id was submitted with other contents")
+        await asyncio.shield(known.admitted)
+
+    async def adopt(self, request_id: str, digest: bytes, admit: Admit) -> Submission:
+        """Admit a request of another engine; digest: empty where it was not submitted there. Raises as submit does."""
+        self._forget_old()
+        if request_id in self._by_id:
+            raise DuplicateRequest("a request with this id is known here")
+        return await self._admit(request_id, digest, admit)
+
+    def drop(self, request_id: str) -> None:
+        """End a request and forget it: it goes on in another engine."""
+        if (submission := self._by_id.pop(request_id, None)) is not None:
+            submission.fetched.set()
+            if submission.generation is not None:
+                submission.generation.cancel()
+
+    def digest_of(self, request_id: str) -> bytes:
+        """Of the submission of a request; empty for one that was not submitted."""
+        submission = self._by_id.get(request_id)
+        return b"" if submission is None else submission.digest
+
+    async def _admit(self, request_id: str, digest: bytes, admit: Admit) -> Submission:
         admitted = asyncio.get_running_loop().create_future()
         submission = self._by_id[request_id] = Submission(digest, admitted)
         try:
@@ -48,9 +70,10 @@ class Submissions:
             submission.admitted.exception()  # calls that wait for it get it; that none waits is no fault
             raise
         submission.admitted.set_result(None)
+        return submission
 
     async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
-        """The submission when it has ended, or after so many seconds. Raises UnknownRequest."""
+        """The submission when it has ended, or after so many seconds. Raises UnknownRequest, RequestMoved."""
         submission = self._find(request_id)
         try:
             async with asyncio.timeout(seconds):
@@ -62,6 +85,8 @@ class Submissions:
             raise UnknownRequest("the request is being admitted")
         if submission.ended.is_set():
             submission.fetched.set()
+        if isinstance(submission.error, RequestMoved):
+            raise submission.error
         return submission.generation, submission
 
     async def admitted(self, request_id: str) -> Submission:

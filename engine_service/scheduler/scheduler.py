@@ -11,7 +11,7 @@ schedule, apply, advance. Pure: values in, values out; no clock, no wire. All ca
 from collections.abc import Mapping
 
 from ..values.beam_values import Branch
-from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState
 from .apply_answer import AnswerApplier
 from .beam_forks import BeamForks
 from .drawn_tokens import DrawnTokens
@@ -77,13 +77,33 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request that arrives now. now: seconds of any monotone clock.
 
-        Its first sequence must be created in the cache service before it can start.
+        Its first sequence must be created in the cache service before it can start. A request that is started over brings
+        sequences with tokens of their own.
         """
         state = self.state
         assert 0 < len(request.prompt) < request.max_len <= state.limits.max_len_of(request.retention)
         request.arrival, state.num_arrivals = state.num_arrivals, state.num_arrivals + 1
         request.arrived_at = state.waiting.now = max(now, state.waiting.now)
-        state.waiting.put(request.sequences[0], is_new=True)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that was taken out, at its old place; each of its sequences starts with the tokens that it holds."""
+        for sequence in request.sequences:
+            if sequence.state is SequenceState.NEW:
+                self.state.waiting.put(sequence, is_new=not sequence.num_output)
+
+    def take_out(self, request: Request) -> None:
+        """Take a request out of the queue and of the steps, with the tokens that it has; what is computed now is dropped.
+
+        The next step commits what was computed, and releases it.
+        """
+        held = []
+        for sequence in request.sequences:
+            has_ended = sequence.state is SequenceState.ENDED or self.state.rests(sequence)
+            held.append(HeldTokens(sequence.index, self.state.tokens_of(sequence).copy(), has_ended))
+            if sequence.state is not SequenceState.ENDED:
+                self.end_sequence(sequence)
+        request.start_over(held)
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence to create in the cache service, now CREATING; None: none for now."""

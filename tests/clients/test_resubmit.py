@@ -48,7 +48,7 @@ def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int
 
 @given(breaks=st.lists(st.integers(0, 20), max_size=4), chunks=cuts)
 def test_a_client_that_follows_is_sent_what_it_does_not_have(breaks: list[int], chunks: list[int]) -> None:
-    received = Received(10.0, follows=True)
+    received = Received(10.0, is_submitted=True)
     taken: list[OutputChunk] = []
     have = 0
     for end in [*sorted(breaks), 20]:

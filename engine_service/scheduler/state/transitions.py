@@ -1,6 +1,7 @@
 """The states of a sequence and the transitions between them: one table, and the one function that sets a state.
 
-A sequence is born NEW, as the first of its request, or UNFORKED, as a continuation. A new session starts everything that
+A sequence is born NEW, as the first of its request or with tokens of its own, or UNFORKED, as a continuation; of a request that
+is started over also ENDED, where it had ended before. A new session starts everything that
 lives again, because its cache service knows no sequence of the one before. ENDED is final. Pure.
 """
 

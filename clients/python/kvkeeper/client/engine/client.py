@@ -28,7 +28,7 @@ from kvkeeper.client.engine.calls import (
     submit_request,
     usage_of,
 )
-from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
@@ -43,6 +43,8 @@ class EngineClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._others: dict[str, Transport] = {}  # by address, to engines that took over from the first
+        self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -56,8 +58,8 @@ class EngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return Generation(lambda _: call(), Received(options.resubmit_s), span)
+        start = partial(self._start, request, patience, span)
+        return Generation(start, Received(options.resubmit_s), span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
@@ -69,20 +71,24 @@ class EngineClient:
 
         Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
         """
-        transport, patience = self._transport, stream_options(self._transport.options, None)
-
-        def start(received: Received) -> Stream:
-            request = stream_request(request_id, received.outputs())
-            return transport.stream(transport.stub.StreamRequest, request, patience)
-
-        return Generation(start, Received(reconnect_s, follows=True), GenerateSpan(None))
+        patience, span = stream_options(self._transport.options, None), GenerateSpan(None)
+        received = Received(reconnect_s, is_submitted=True, request_id=request_id, is_followed=True)
+        return Generation(partial(self._start, None, patience, span), received, span)
 
     def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            try:
+                transport = self._transport_to(self._moved.get(request_id, ""))
+                request = get_request(request_id, left, transport.options)
+                found = result_of(transport.call(transport.stub.GetRequest, request))
+            except KvkeeperError as error:
+                if not (address := address_in(error)):
+                    raise
+                self._moved[request_id] = address
+                continue
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -135,7 +141,26 @@ class EngineClient:
                 return tuple(rows)
 
     def close(self) -> None:
-        self._transport.close()
+        for transport in (self._transport, *self._others.values()):
+            transport.close()
+
+    def _transport_to(self, address: str) -> Transport:
+        """The channel to an engine that took over; empty: to the client's own."""
+        if not address:
+            return self._transport
+        if address not in self._others:
+            self._others[address] = Transport(address, self._transport.options, pb_grpc.EngineServiceStub)
+        return self._others[address]
+
+    def _start(
+        self, request: pb.GenerateRequest | None, patience: CallOptions, span: GenerateSpan, received: Received
+    ) -> Stream:
+        """The stream of a request, or the rest of it; request: None where it was submitted."""
+        transport = self._transport_to(received.address)
+        if received.is_followed or request is None:
+            rest = stream_request(received.request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, rest, patience, span.metadata)
+        return transport.stream(transport.stub.Generate, request, patience, span.metadata)
 
     def _call(self, method: str, request: Any) -> Any:
         return self._transport.call(getattr(self._transport.stub, method), request)
@@ -167,6 +192,9 @@ class Generation:
             try:
                 message = next(self._stream)
             except KvkeeperError as error:
+                if self._received.may_follow(error):
+                    self._stream = self._start(self._received)
+                    continue
                 if not self._received.may_ask_again(error, time.monotonic()):
                     self._span.fail(error)
                     raise
@@ -192,6 +220,8 @@ class AsyncEngineClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._others: dict[str, AsyncTransport] = {}  # by address, to engines that took over from the first
+        self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
         self._tasks: set[asyncio.Task[None]] = set()  # of call_back
 
     async def __aenter__(self) -> "AsyncEngineClient":
@@ -206,8 +236,8 @@ class AsyncEngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return AsyncGeneration(lambda _: call(), Received(options.resubmit_s), span)
+        start = partial(self._start, request, patience, span)
+        return AsyncGeneration(start, Received(options.resubmit_s), span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
@@ -219,20 +249,24 @@ class AsyncEngineClient:
 
         Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
         """
-        transport, patience = self._transport, stream_options(self._transport.options, None)
-
-        def start(received: Received) -> AsyncStream:
-            request = stream_request(request_id, received.outputs())
-            return transport.stream(transport.stub.StreamRequest, request, patience)
-
-        return AsyncGeneration(start, Received(reconnect_s, follows=True), GenerateSpan(None))
+        patience, span = stream_options(self._transport.options, None), GenerateSpan(None)
+        received = Received(reconnect_s, is_submitted=True, request_id=request_id, is_followed=True)
+        return AsyncGeneration(partial(self._start, None, patience, span), received, span)
 
     async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            try:
+                transport = self._transport_to(self._moved.get(request_id, ""))
+                request = get_request(request_id, left, transport.options)
+                found = result_of(await transport.call(transport.stub.GetRequest, request))
+            except KvkeeperError as error:
+                if not (address := address_in(error)):
+                    raise
+                self._moved[request_id] = address
+                continue
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -287,7 +321,26 @@ class AsyncEngineClient:
                 return tuple(rows)
 
     async def close(self) -> None:
-        await self._transport.close()
+        for transport in (self._transport, *self._others.values()):
+            await transport.close()
+
+    def _transport_to(self, address: str) -> AsyncTransport:
+        """The channel to an engine that took over; empty: to the client's own."""
+        if not address:
+            return self._transport
+        if address not in self._others:
+            self._others[address] = AsyncTransport(address, self._transport.options, pb_grpc.EngineServiceStub)
+        return self._others[address]
+
+    def _start(
+        self, request: pb.GenerateRequest | None, patience: CallOptions, span: GenerateSpan, received: Received
+    ) -> AsyncStream:
+        """The stream of a request, or the rest of it; request: None where it was submitted."""
+        transport = self._transport_to(received.address)
+        if received.is_followed or request is None:
+            rest = stream_request(received.request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, rest, patience, span.metadata)
+        return transport.stream(transport.stub.Generate, request, patience, span.metadata)
 
     async def _call(self, method: str, request: Any) -> Any:
         return await self._transport.call(getattr(self._transport.stub, method), request)
@@ -319,6 +372,9 @@ class AsyncGeneration:
             try:
                 message = await self._stream.__anext__()
             except KvkeeperError as error:
+                if self._received.may_follow(error):
+                    self._stream = self._start(self._received)
+                    continue
                 if not self._received.may_ask_again(error, time.monotonic()):
                     self._span.fail(error)
                     raise
