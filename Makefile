@@ -14,7 +14,7 @@ TEST_NEEDS = $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format docs test test-serving test-computing test-fast bench soak gpu-check gpu-bundle clean
+.PHONY: help install proto up demo lint format docs test test-serving test-computing test-core test-fast bench soak gpu-check gpu-bundle clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -68,20 +68,26 @@ format: $(VENV)/.dev  ## let ruff format
 docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 	PYTHONPATH=.:protos:clients/python $(BIN)/python -m docs.generate
 
-test: $(TEST_NEEDS)  ## all tests, in two lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
-	$(MAKE) --no-print-directory -j2 test-serving test-computing
+test: $(TEST_NEEDS)  ## all tests, in three lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
+	$(MAKE) --no-print-directory -j3 test-serving test-computing test-core
 
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
-COMPUTING := tests/unit/kernels tests/unit/cache_service/core tests/unit/engine_service/model \
-    tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/sim \
-    tests/unit/cache_service/rpc/test_foretold_replies.py
-
-test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lane
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
-
-test-computing: $(TEST_NEEDS)  ## the lane of what only computes, behind all else that wants a processor; shown when it has ended
+CORE := tests/unit/cache_service/core tests/sim tests/unit/cache_service/rpc/test_foretold_replies.py
+COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute
+# Behind all else that wants a processor; shown when it has ended.
+define in_background
 	@mkdir -p build
-	@nice -n 19 $(BIN)/python -m pytest $(COMPUTING) >build/computing.log 2>&1; code=$$?; cat build/computing.log; exit $$code
+	@nice -n 19 $(BIN)/python -m pytest $(1) >build/$@.log 2>&1; code=$$?; cat build/$@.log; exit $$code
+endef
+
+test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lanes
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(CORE) $(COMPUTING))
+
+test-computing: $(TEST_NEEDS)  ## the lane of kernels, models and the scheduler
+	$(call in_background,$(COMPUTING))
+
+test-core: $(TEST_NEEDS)  ## the lane of the cache service's core, with its simulations
+	$(call in_background,$(CORE))
 
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \

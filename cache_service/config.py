@@ -129,6 +129,12 @@ class CacheConfig:
         details="It is made with mode 0700, and is of one service at a time. The next service takes over what it finds there.",
     )
     keep: bool = setting(False, group="Pools", help="leave the memory in --memory-dir also when the service is asked to stop")
+    take_over: bool = setting(
+        False,
+        group="Pools",
+        help="ask the service that has --memory-dir to stop, and go on with its memory and at its address",
+        details="It must keep its memory, see --keep. Everything slow is done before it is asked.",
+    )
     num_pools: int = setting(2, group="Pools", help="most pools, that is KV specs, at once", check=between(1, 64))
     keep_idle_pools: bool = setting(
         False,
@@ -261,6 +267,8 @@ class CacheConfig:
             raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
         if self.keep and self.memory_dir is None:
             raise ConfigError("--keep needs a folder to keep the memory in, see --memory-dir")
+        if self.take_over and self.memory_dir is None:
+            raise ConfigError("--take-over needs the folder of the service that runs, see --memory-dir")
         if self.memory_dir is not None and self.device != "cpu":
             raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu")
 

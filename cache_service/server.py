@@ -26,6 +26,7 @@ from kvkeeper.service.process import StartError
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
 from .memory.memory_directory import MemoryDirectory, MemoryRefused
+from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
 from .memory.select_memory import memory_of
 from .metrics import cache_metrics
@@ -45,6 +46,8 @@ from .runtime.pool_registry import Memory, PoolRegistry
 from .runtime.session_manager import SessionManager
 
 log = structlog.get_logger()
+
+_END_SECONDS = 30.0  # that a service may take to end after its drain, which is as long as this one's
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +98,15 @@ class RunningServer:
         log.info("stopped")
 
 
+async def take_over(config: CacheConfig) -> None:
+    """Ends the service that has the memory directory. Its addresses and its memory are free then. Raises StartError."""
+    assert config.memory_dir is not None, "checked by the config"
+    try:
+        await end_predecessor(config.memory_dir, config.drain_timeout + _END_SECONDS)
+    except MemoryRefused as error:
+        raise StartError(f"--take-over: {error}") from None
+
+
 async def start_server(config: CacheConfig, *, clock: Clock | None = None, memory: Memory | None = None) -> RunningServer:
     """A service that is SERVING. clock and memory are for tests. Raises StartError."""
     endpoint: Endpoint | None = None
@@ -119,7 +131,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
         real_time = (clock or loop).time  # also passes while the service is held up
-        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
+        groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
         methods = register([step_handler, *groups], most_bytes)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
@@ -153,6 +165,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
 def _groups_of_calls(
     config: CacheConfig,
     session_manager: SessionManager,
+    step_handler: StepHandler,
     attach_path: str,
     watch_streams: WatchStreams,
     time: Callable[[], float],
@@ -161,7 +174,7 @@ def _groups_of_calls(
     one_item = OneItemSessions(session_manager)
     return [
         SessionCalls(config, session_manager, attach_path),
-        SequenceCalls(session_manager, one_item),
+        SequenceCalls(session_manager, one_item, step_handler.prepare_soon),
         PrefixCalls(session_manager),
         EvictionCalls(session_manager, one_item),
         KvCalls(session_manager, one_item),

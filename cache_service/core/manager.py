@@ -12,6 +12,7 @@ from .calls.clear import Clearing, ClearResult
 from .calls.create import CreateCalls
 from .calls.evict import Demotion, EvictionCalls
 from .calls.garbage import Garbage, GarbageCalls
+from .calls.hand_off import HandOffCalls
 from .calls.maintenance import Maintenance
 from .calls.prefix import PinResult, PrefixCalls
 from .calls.reclaim import Reclaim
@@ -28,6 +29,7 @@ from .step.apply import StepApplier
 from .step.expected import ExpectedReplies, OpenStep
 from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
+from .step.waiting_starts import WaitingStarts
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
@@ -56,10 +58,12 @@ class PoolManager:
         starter = SequenceStarter(state, lookup, swapper)
         self.reclaim = Reclaim(state, lifecycle, swapper)
         self._steps = StepApplier(state, lifecycle, reservations, starter, InflightPrefixes(state, lookup), swapper)
-        self._expected = ExpectedReplies(state, lookup)
+        self._waiting = WaitingStarts(state, lookup)
+        self._expected = ExpectedReplies(state, self._waiting)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
+        self._hand_offs = HandOffCalls(state)
         self._prefixes = PrefixCalls(state)
         self._evictions = EvictionCalls(state, swapper)
         self._victims = VictimCalls(state)
@@ -138,6 +142,9 @@ class PoolManager:
     def foretell(self, session: SessionId) -> Forecast | None:
         return self._steps.foretell(session)
 
+    def look_ahead(self, session: SessionId) -> None:
+        self._waiting.look_ahead(self.state.session(session))
+
     def expect_reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
         return self._expected.reply(session, step)
 
@@ -151,6 +158,15 @@ class PoolManager:
         self._steps.complete(session, completed_step_id, completed_transfers, failed_transfers)
 
     # Sequences, one call each
+
+    def offer_sequence(self, session: SessionId, sequence_id: int, offer: bytes) -> bytes:
+        return self._hand_offs.offer(session, sequence_id, offer)
+
+    def withdraw_offer(self, session: SessionId, sequence_id: int) -> None:
+        self._hand_offs.withdraw(session, sequence_id)
+
+    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> SessionId | None:
+        return self._hand_offs.take(session, offer, sequence_id)
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         return self._create.create_sequence(session, args)

@@ -9,21 +9,37 @@ import fcntl
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+
+_OWNER, _KEEPER = 0, 1  # bytes of a folder's lock file, locked for the process: it has the folder; it keeps what is there
 
 
 class FolderInUse(Exception):
     """Another service has the folder."""
 
 
-def lock_folder(path: Path) -> int:
-    """A descriptor that keeps the folder for this process until it is closed. Raises FolderInUse, OSError."""
+class FolderOwner(NamedTuple):
+    """The process that has a folder. keeps: it leaves what is in the folder when it stops."""
+
+    pid: int
+    keeps: bool
+
+
+def lock_folder(path: Path, *, keep: bool) -> int:
+    """A descriptor that keeps the folder for this process until it is closed. Raises FolderInUse, OSError.
+
+    keep: see FolderOwner.
+    """
     while True:
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path / "lock")):
+                for byte in (_OWNER, _KEEPER) if keep else (_OWNER,):
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)  # of the process: the kernel tells its pid
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
@@ -31,6 +47,29 @@ def lock_folder(path: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(descriptor)  # its owner removed it between this open and this lock: take the new file
+
+
+def folder_owner(path: Path) -> FolderOwner | None:
+    """The process that has locked the folder; None where none has, or one that this process cannot see. Raises OSError.
+
+    The kernel names it, so the answer is right at that moment; a process of another PID namespace has no number here.
+    """
+    try:
+        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        pid, keeper = (_locked_by(descriptor, byte) for byte in (_OWNER, _KEEPER))
+    finally:
+        os.close(descriptor)
+    return FolderOwner(pid, keeper == pid) if pid > 0 else None
+
+
+def _locked_by(descriptor: int, byte: int) -> int:
+    """The process that has locked a byte for itself; 0 where none has."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else int(pid)
 
 
 def hold(descriptor: int) -> None:

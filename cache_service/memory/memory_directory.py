@@ -50,7 +50,7 @@ class MemoryDirectory:
         self.keep = keep
         try:
             self._path = private_directory(path)
-            self._lock = file_locks.lock_folder(path)
+            self._lock = file_locks.lock_folder(path, keep=keep)
         except (AddressInUse, FolderInUse) as error:
             raise MemoryRefused(str(error)) from None
         except OSError as error:

@@ -6,6 +6,8 @@ to the usual way, which has the words for what is wrong. The answer waits for wh
 much as ten cuts of bytes where little of it is in the processor's caches.
 """
 
+from bisect import bisect_left
+from functools import lru_cache
 from struct import unpack
 
 import numpy as np
@@ -21,9 +23,9 @@ from .convert.step import step_batch
 _ID_BYTES, _INT_BYTES = 8, 4
 # What may stand behind the tokens. Any other field makes it another step.
 _STARTS = ("start_sequence_ids", "start_max_new_tokens", "start_max_hit_tokens", "start_may_wait")
-_RESERVES = ("reserve_sequence_ids", "reserve_min_tokens", "reserve_max_tokens")
 _RELEASED = "release_sequence_ids"
-_OPEN = {_RELEASED, *_STARTS, *_RESERVES}
+_OPEN = {_RELEASED, *_STARTS}
+_MOST_LEFT_OUT = 128  # reservations; a request that leaves out more is read the usual way
 
 
 class ForetoldBytes:
@@ -52,11 +54,7 @@ class ForetoldBytes:
         self._head = head[: self._end - batch.commit_tokens.nbytes]
         # No token is negative: the last of its four bytes, which has the sign, is below 128.
         self._signs = slice(len(self._head) + _INT_BYTES - 1, self._end, _INT_BYTES)
-        self._tail = pb.StepRequest(
-            reserve_sequence_ids=self._reserve_ids,
-            reserve_min_tokens=self._reserve_lens,
-            reserve_max_tokens=self._reserve_lens,
-        ).SerializeToString()
+        self._tail = _reservations(self._reserve_ids, self._reserve_lens)
 
     @property
     def whole(self) -> OpenStep:
@@ -72,16 +70,17 @@ class ForetoldBytes:
         """A request that may release and start, as far as its answer needs it; None of any other request."""
         if self.is_whole(raw):
             return self.whole
-        fields = self._open_fields(raw)
-        if fields is None:
+        if not raw.startswith(self._head) or not raw[self._signs].isascii():
             return None
-        ids, lens, told = self._reserve_ids, self._reserve_lens, [fields.get(name, b"") for name in _RESERVES]
-        rows = self._released_rows(fields.get(_RELEASED, b""))
-        if rows is None:
+        tail_start = self._tail_start(raw)
+        fields = _open_fields(raw[self._end : tail_start])
+        rows = None if fields is None else self._released_rows(fields.get(_RELEASED, b""))
+        if fields is None or rows is None:
             return None
+        ids, lens = self._reserve_ids, self._reserve_lens
         for row in reversed(rows):
             ids, lens = _without(ids, row, _ID_BYTES), _without(lens, row, _INT_BYTES)
-        if told != [ids, lens, lens]:
+        if raw[tail_start:] != _reservations(ids, lens):
             return None
         start_ids, *columns = (fields.get(name, b"") for name in _STARTS)
         num_starts, is_ragged = divmod(len(start_ids), _ID_BYTES)
@@ -91,9 +90,9 @@ class ForetoldBytes:
         max_new, max_hit, may_wait = (list(unpack(f"<{len(column) // _INT_BYTES}i", column)) for column in columns)
         if not {0, 1}.issuperset(may_wait):
             return None
-        growing = list(zip(self._growing, self._roots, strict=True))
-        if rows:
-            growing = [(at - sum(row < at for row in rows), root) for at, root in growing if at not in rows]
+        growing, roots = self._growing, self._roots
+        for row in reversed(rows):
+            growing, roots = _without_row(growing, roots, row)
         return OpenStep(
             self.step_id,
             _RELEASED in fields,
@@ -101,8 +100,8 @@ class ForetoldBytes:
             max_new,
             max_hit,
             np.frombuffer(lens, "<i4"),
-            [at for at, _ in growing],
-            [root for _, root in growing],
+            growing,
+            roots,
         )
 
     def step(self, raw: bytes) -> tuple[StepBatch, Forecast]:
@@ -112,28 +111,51 @@ class ForetoldBytes:
         assert forecast is not None, "a request that was read"
         return batch, forecast
 
-    def _open_fields(self, raw: bytes) -> dict[str, bytes] | None:
-        """By their names, what stands behind the tokens; None where something else stands there, or before it."""
-        if not raw.startswith(self._head) or not raw[self._signs].isascii():
-            return None
-        try:
-            request = pb.StepRequest.FromString(raw[self._end :])
-        except DecodeError:
-            return None
-        if self._end + request.ByteSize() != len(raw):  # a field stands there twice, or takes back what the head says
-            return None
-        fields = {field.name: value for field, value in request.ListFields()}
-        return fields if fields.keys() <= _OPEN else None
+    def _tail_start(self, raw: bytes) -> int:
+        """Where the reservations of a request begin, if they are as foretold but for some that it leaves out."""
+        num_foretold = len(self._reserve_ids) // _ID_BYTES
+        for num_kept in range(num_foretold, max(num_foretold - _MOST_LEFT_OUT, 0), -1):
+            begin, num_bytes = _tail_frame(num_kept)
+            if raw.startswith(begin, len(raw) - num_bytes):
+                return len(raw) - num_bytes
+        return len(raw)
 
     def _released_rows(self, released: bytes) -> list[int] | None:
         """The reservations that these releases leave out, ascending; None where one is not of this step, or twice."""
+        rows = list[int]()
         chunks = [released[at : at + _ID_BYTES] for at in range(0, len(released), _ID_BYTES)]
-        if len(set(chunks)) < len(chunks) or len(released) % _ID_BYTES:
-            return None
-        rows = [_row_of(chunk, self._reserve_ids) for chunk in chunks]
-        if any(row < 0 and _row_of(chunk, self._commit_ids) < 0 for row, chunk in zip(rows, chunks, strict=True)):
-            return None
-        return sorted(row for row in rows if row >= 0)
+        for chunk in chunks:
+            row = _row_of(chunk, self._reserve_ids)
+            if row >= 0:
+                rows.append(row)
+            elif _row_of(chunk, self._commit_ids) < 0:
+                return None
+        rows.sort()
+        return rows if len(set(chunks)) == len(chunks) else None
+
+
+def _open_fields(raw: bytes) -> dict[str, bytes] | None:
+    """By their names, what stands between the tokens and the reservations; None where another field does."""
+    try:
+        request = pb.StepRequest.FromString(raw)
+    except DecodeError:
+        return None
+    if request.ByteSize() != len(raw):  # a field stands there twice
+        return None
+    fields = {field.name: value for field, value in request.ListFields()}
+    return fields if fields.keys() <= _OPEN else None
+
+
+def _reservations(ids: bytes, lens: bytes) -> bytes:
+    """Columns of reservations, as protobuf writes them."""
+    return pb.StepRequest(reserve_sequence_ids=ids, reserve_min_tokens=lens, reserve_max_tokens=lens).SerializeToString()
+
+
+@lru_cache(4096)
+def _tail_frame(num_reservations: int) -> tuple[bytes, int]:
+    """How the columns of so many reservations begin, and their length in bytes."""
+    tail = _reservations(bytes(_ID_BYTES * num_reservations), bytes(_INT_BYTES * num_reservations))
+    return tail[: tail.index(0)], len(tail)
 
 
 def _row_of(chunk: bytes, ids: bytes) -> int:
@@ -142,6 +164,13 @@ def _row_of(chunk: bytes, ids: bytes) -> int:
     while at >= 0 and at % _ID_BYTES:  # across two ids
         at = ids.find(chunk, at + 1)
     return at // _ID_BYTES
+
+
+def _without_row(growing: list[int], roots: list[int], row: int) -> tuple[list[int], list[int]]:
+    """Growing reservations, ascending, and their roots, if a reservation is left out."""
+    at = bisect_left(growing, row)
+    end = at + (at < len(growing) and growing[at] == row)
+    return growing[:at] + [grows - 1 for grows in growing[end:]], roots if end == at else roots[:at] + roots[end:]
 
 
 def _without(column: bytes, row: int, width: int) -> bytes:

@@ -17,7 +17,7 @@ from kvkeeper.service.methods import MAX_MESSAGE_BYTES, Context, Contract, Metho
 
 from .status import REFUSALS
 
-UNIMPLEMENTED_METHODS = {"HandOffSequence": "hand-off between sessions"}  # method -> feature of the NOT_IMPLEMENTED answer
+UNIMPLEMENTED_METHODS: dict[str, str] = {}  # method -> feature of the NOT_IMPLEMENTED answer
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],

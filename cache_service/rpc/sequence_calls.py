@@ -1,5 +1,6 @@
 """Calls on sequences: the one-item calls that change one, and the calls that show them."""
 
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -7,7 +8,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
-from ..core.values.errors import UnknownSequence, UnknownSession
+from ..core.values.errors import InvalidField, UnknownSequence, UnknownSession
 from ..core.values.types import SequenceId, SessionId
 from ..runtime.session_manager import LiveSession, SessionManager
 from ..runtime.turns import Turns
@@ -15,21 +16,27 @@ from .convert import checks, pagination, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
 
+_OFFER_BYTES = 16
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
 
 class SequenceCalls:
     """One sequence at a time; the engine's way to change many at once is Step."""
 
-    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
+    def __init__(
+        self, session_manager: SessionManager, one_item: OneItemSessions, prepare_soon: Callable[[LiveSession], None]
+    ) -> None:
+        """prepare_soon: prepares the answer to a session's next step, which may start what was created."""
         self._session_manager = session_manager
         self._one_item = one_item
+        self._prepare_soon = prepare_soon
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
         live = self._session_manager.require(request.session_id, request.epoch)
         args = sequences.sequence_args(request)
         num_matched = live.pool.manager.create_sequence(live.core.id, args)
         start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
+        self._prepare_soon(live)
         return pb.CreateSequenceResponse(num_matched_tokens=num_matched, start_number=start_number)
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
@@ -75,6 +82,27 @@ class SequenceCalls:
         with self._one_item.session(request) as live:
             num_dropped = live.pool.manager.release(live.core.id, checks.sequence_id(request.sequence_id))
         return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
+
+    async def hand_off_sequence(self, request: pb.HandOffSequenceRequest) -> pb.HandOffSequenceResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        sequence_id = checks.sequence_id(request.sequence_id)
+        offer = live.pool.manager.offer_sequence(live.core.id, sequence_id, secrets.token_bytes(_OFFER_BYTES))
+        return pb.HandOffSequenceResponse(offer=offer)
+
+    async def take_sequence(self, request: pb.TakeSequenceRequest) -> pb.TakeSequenceResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        sequence_id = checks.sequence_id(request.sequence_id)
+        if len(request.offer) != _OFFER_BYTES:
+            raise InvalidField(f"an offer has {_OFFER_BYTES} bytes", field="offer", limit=_OFFER_BYTES)
+        giver = live.pool.manager.take_sequence(live.core.id, request.offer, sequence_id)
+        if giver is not None:
+            self._session_manager.forget_foretold(giver)  # it counts on a sequence that is not the giver's any more
+        return pb.TakeSequenceResponse(sequence=_shown(live, sequence_id))
+
+    async def withdraw_hand_off(self, request: pb.WithdrawHandOffRequest) -> pb.WithdrawHandOffResponse:
+        live = self._session_manager.require(request.session_id, request.epoch)
+        live.pool.manager.withdraw_offer(live.core.id, checks.sequence_id(request.sequence_id))
+        return pb.WithdrawHandOffResponse()
 
     async def swap_out_sequence(self, request: pb.SwapOutSequenceRequest) -> pb.SwapOutSequenceResponse:
         return pb.SwapOutSequenceResponse(sequence=await self._swap(request, PoolManager.swap_out))

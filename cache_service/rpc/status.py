@@ -36,6 +36,8 @@ _CODES = {
     "OUT_OF_WATCHES": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "UNKNOWN_LOGITS": grpc.StatusCode.NOT_FOUND,
     "UNKNOWN_BLOCK": grpc.StatusCode.NOT_FOUND,
+    "UNKNOWN_OFFER": grpc.StatusCode.NOT_FOUND,
+    "STEP_NOT_COMPLETED": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 REFUSALS = Refusals(

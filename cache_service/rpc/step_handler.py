@@ -20,7 +20,7 @@ from ..core.step.forecast import Forecast
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.step_columns import StepBatch
-from ..core.values.types import Executor
+from ..core.values.types import Executor, SessionId
 from ..runtime.lease import SessionMode
 from ..runtime.session_manager import CarrierKind, ForetoldRequest, LiveSession, SessionManager
 from .convert.step import step_batch, step_response
@@ -55,6 +55,7 @@ class StepHandler:
         self._session_manager = session_manager
         self._max_message_bytes = max_message_bytes
         self._foretells = foretells
+        self._preparing: set[SessionId] = set()
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
@@ -105,7 +106,22 @@ class StepHandler:
         forecast = pool.manager.foretell(session.id) if self._foretells and not live.over.is_set() else None
         if forecast is None:
             return
-        foretold = live.foretold = ForetoldBytes(forecast, session.id, session.epoch)
+        live.foretold = ForetoldBytes(forecast, session.id, session.epoch)
+        self.prepare(live)
+
+    def prepare_soon(self, live: LiveSession) -> None:
+        """A sequence was created: the answer to the step that may start it is prepared anew, after the answer to this call."""
+        if live.foretold is not None and live.core.id not in self._preparing:
+            self._preparing.add(live.core.id)
+            asyncio.get_running_loop().call_soon(self.prepare, live)
+
+    def prepare(self, live: LiveSession) -> None:
+        """Works out what the answer to the foretold step takes, as far as that is known before it comes."""
+        session, pool, foretold = live.core, live.pool, live.foretold
+        self._preparing.discard(session.id)
+        if foretold is None or live.over.is_set() or pool.copying is not None:
+            return
+        pool.manager.look_ahead(session.id)
         reply = pool.manager.expect_reply(session.id, foretold.whole)
         if reply is not None:
             foretold.answer = step_response(reply, foretold.step_id, session.epoch, session.executor)

@@ -62,6 +62,10 @@ class ForetoldRequest(Protocol):
     answer: bytes | None
     num_calls: int
 
+    @property
+    def whole(self) -> OpenStep:
+        """The step that releases and starts nothing."""
+
     def is_whole(self, raw: bytes) -> bool:
         """Whether a request is as foretold, and releases and starts nothing."""
 
@@ -172,6 +176,10 @@ class SessionManager:
     def find(self, session_id: str) -> LiveSession | None:
         """The session of this id, not renewed."""
         return self._live.get(SessionId(session_id))
+
+    def forget_foretold(self, session_id: SessionId) -> None:
+        """Its next step is read the usual way."""
+        self._live[session_id].foretold = None
 
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.

@@ -40,7 +40,7 @@ LAWFUL: dict[str, dict[str, Any]] = {
     "ForkSequence": {"parent_id": 1, "child_id": 9},
     "TruncateSequence": {"sequence_id": 1, "num_tokens": 8},
     "UpdateSequence": {"sequence_id": 1},
-    "HandOffSequence": {"sequence_id": 1, "target_session_id": "x"},
+    "TakeSequence": {"offer": bytes(16), "sequence_id": 9},
     "MatchPrefix": {"token_ids": [1, 2]},
     "ExplainMatch": {"token_ids": [1, 2]},
     "PinPrefix": {"token_ids": [0, 1, 2, 3], "ttl_ms": 1000},

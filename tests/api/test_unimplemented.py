@@ -6,9 +6,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import error_of
 from tests.support.worlds.cache_api import DEADLINE, Api
 
-LEFT_OUT = {
-    "HandOffSequence": "hand-off between sessions",
-}
+LEFT_OUT: dict[str, str] = {}
 
 
 async def _left_out(api: Api) -> dict[str, str]:

@@ -3,9 +3,11 @@
 Two pools take turns step by step, one with a kept index and one without. A step of growing sequences is told with its
 publishing; the writing down runs every 50 ms, beside the steps, as in the service, and is told for each step, in processor
 time. Nothing of RPC or engine is in it, so in the services a step costs more, and the writing is less beside it. The restart
-is of a real process, from exec to "ready", killed with SIGKILL before.
+is of a real process, from exec to "ready", killed with SIGKILL before. The pause of a restart under load is the longest time
+that a stream of tokens stands still: killed and started again, and taken over by a service that was started beside it.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -26,12 +28,16 @@ from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
+from tests.support.processes.fleet import fleet
+from tests.support.worlds.memory_folder import memory_folder
 
 _NUM_STEPS = 640
 _WRITE_AFTER = 0.05  # seconds, as in the service
 _SESSION = SessionId("bench")
 _SHM = "/dev/shm"
+_NUM_STREAMS = 8
 _CHAIN = 250  # blocks; a prompt of 4,000 tokens
 
 
@@ -40,6 +46,8 @@ def figures() -> Iterator[dict[str, object]]:
         yield {"case": "step", "sequences": num_sequences, **_step_costs(num_sequences)}
     for num_cached in (1_000, 100_000):
         yield {"case": "restart", "cached_blocks": num_cached, **_restart(num_cached)}
+    for is_killed in (True, False):
+        yield {"case": "streams over a kill" if is_killed else "streams over --take-over", **asyncio.run(_pause(is_killed))}
 
 
 def _step_costs(num_sequences: int) -> dict[str, float]:
@@ -120,6 +128,55 @@ def _restart(num_cached: int) -> dict[str, object]:
         "median_s": round(float(np.median(took)), 2),
         "restore_ms": min(event["milliseconds"] for event in restored),
     }
+
+
+async def _pause(is_killed: bool) -> dict[str, float]:
+    """The longest gaps of streams before a restart and over it, of five restarts."""
+    before, over = [], []
+    with memory_folder() as folder:
+        flags = {"memory_dir": folder, "num_blocks": 4096, "max_tokens_per_sequence": 8192}
+        async with fleet(1, flags, cache_switches=["--keep"]) as services:
+            for _ in range(5):
+                seen = [_Gaps() for _ in range(_NUM_STREAMS)]
+                address = services.engine_addresses[0]
+                tasks = [asyncio.create_task(gaps.follow(address, number)) for number, gaps in enumerate(seen)]
+                await asyncio.sleep(1)
+                before.append(max(gaps.take_longest() for gaps in seen))
+                if is_killed:
+                    await services.cache.kill()
+                await services.start_cache(*([] if is_killed else ["--take-over"]))
+                await services.engines[0].until("session_opened", services.engines[0].events["session_lost"] + 1)
+                await asyncio.sleep(1)
+                over.append(max(gaps.take_longest() for gaps in seen))
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+    return {
+        "streams": _NUM_STREAMS,
+        "longest_gap_before_ms": round(float(np.median(before)) * 1e3, 1),
+        "longest_gap_ms": round(float(np.median(over)) * 1e3, 1),
+        "worst_gap_ms": round(max(over) * 1e3, 1),
+    }
+
+
+class _Gaps:
+    """The times between the tokens of one stream."""
+
+    def __init__(self) -> None:
+        self._longest, self._last = 0.0, 0.0
+
+    async def follow(self, address: str, number: int) -> None:
+        async with AsyncEngineClient(address) as client:
+            sampling = Sampling(temperature=0, max_tokens=4000, ignore_eos=True)
+            async for _ in client.generate([number, *range(10, 40)], GenerateOptions(sampling=sampling)):
+                now = time.perf_counter()
+                self._longest = max(self._longest, now - (self._last or now))
+                self._last = now
+
+    def take_longest(self) -> float:
+        """Seconds, since the last time; the gap that goes on counts, too."""
+        longest, self._longest = max(self._longest, time.perf_counter() - self._last), 0.0
+        return longest
 
 
 def _fill(path: Path, spec: KvSpec, num_blocks: int, num_cached: int) -> None:

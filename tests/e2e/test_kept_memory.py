@@ -6,8 +6,9 @@ else changes the tokens.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ NUM_WHOLE = 6 * BLOCK_SIZE
 
 
 @asynccontextmanager
-async def kept_fleet(**flags: Any) -> AsyncIterator[tuple[Fleet, Path]]:
-    """One engine on a cache service whose memory is in the folder."""
+async def kept_fleet(*switches: str) -> AsyncIterator[tuple[Fleet, Path]]:
+    """One engine on a cache service whose memory is in the folder. switches: of the cache service."""
     with memory_folder() as folder:
-        async with fleet(1, {"memory_dir": folder, "num_blocks": 128} | flags) as services:
+        async with fleet(1, {"memory_dir": folder, "num_blocks": 128}, cache_switches=switches) as services:
             yield services, folder
 
 
@@ -84,26 +85,64 @@ async def test_both_services_are_killed_at_once_and_the_same_prompts_hit() -> No
         assert await ask_all(services) == [NUM_WHOLE] * len(PROMPTS)
 
 
+async def restart_under_streams(services: Fleet, restart: Callable[[], Awaitable[None]]) -> None:
+    """Restarts the cache service while all prompts are answered, and checks their tokens and that they hit after it."""
+    async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
+        streams = [asyncio.create_task(generate(client, prompt, 60)) for prompt in PROMPTS]
+        async with AsyncCacheClient(services.cache_address) as cache:
+
+            async def has_cached() -> bool:
+                pools = (await cache.stats()).pools
+                return bool(pools) and pools[0].num_indexed_blocks >= 3 * len(PROMPTS)
+
+            await until(has_cached)
+        assert not any(stream.done() for stream in streams), "the restart comes while they run"
+        await restart()
+        assert event_of(services.cache, "pool_restored")["num_blocks"] >= 3 * len(PROMPTS)
+        outputs = await asyncio.gather(*streams)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == [toy_output(prompt, 60)]
+
+
 async def test_a_stream_goes_on_over_a_kill_with_the_right_tokens() -> None:
     async with kept_fleet() as (services, _):
-        async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
-            streams = [asyncio.create_task(generate(client, prompt, 60)) for prompt in PROMPTS]
-            async with AsyncCacheClient(services.cache_address) as cache:
 
-                async def has_cached() -> bool:
-                    pools = (await cache.stats()).pools
-                    return bool(pools) and pools[0].num_indexed_blocks >= 3 * len(PROMPTS)
-
-                await until(has_cached)
-            assert not any(stream.done() for stream in streams), "the kill comes while they run"
+        async def restart() -> None:
             await services.cache.kill()
             await services.start_cache()
-            assert event_of(services.cache, "pool_restored")["num_blocks"] >= 3 * len(PROMPTS)
-            outputs = await asyncio.gather(*streams)
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            assert output.token_ids == [toy_output(prompt, 60)]
+
+        await restart_under_streams(services, restart)
         async with AsyncCacheClient(services.cache_address) as cache:
             assert (await cache.stats()).pools[0].num_hit_tokens >= 3 * BLOCK_SIZE, "they found their own blocks"
+
+
+async def test_a_service_takes_over_from_the_one_that_runs() -> None:
+    """Its address, its memory and its engines, which notice a short pause."""
+    async with kept_fleet("--keep") as (services, _):
+        before = services.cache
+        await restart_under_streams(services, partial(services.start_cache, "--take-over"))
+        assert await before.end() == 0
+        await services.start_cache("--take-over")
+        assert event_of(services.cache, "pool_restored")["num_dropped_blocks"] == 0
+
+
+async def test_a_service_that_would_remove_its_memory_is_not_asked_to_stop() -> None:
+    async with kept_fleet() as (services, _):
+        await ask_all(services)
+        other = await services.spawn_cache("--take-over")
+        assert await other.end() == 1
+        assert "kvkeeper cache: --take-over: the service that has the folder runs without --keep" in other.tail
+        assert await ask_all(services) == [NUM_WHOLE] * len(PROMPTS)
+
+
+async def test_where_no_service_runs_there_is_nothing_to_take_over() -> None:
+    async with kept_fleet("--keep") as (services, _):
+        await ask_all(services)
+        num_cached = (await at_rest(services)).num_cached_blocks
+        await services.cache.kill()
+        await services.start_cache("--take-over")
+        assert event_of(services.cache, "nothing_to_take_over")
+        assert event_of(services.cache, "pool_restored")["num_blocks"] == num_cached
 
 
 async def test_what_an_engine_may_still_write_is_kept_back_until_it_is_gone() -> None:

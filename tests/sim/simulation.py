@@ -60,6 +60,7 @@ class Counts:
     computing: int = 0
     pressure_changes: int = 0
     clears: int = 0
+    hand_offs: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -200,9 +201,11 @@ class Simulation:
             self.world.unpin(session, self.choose)
         elif event < 64:
             self.counts.narrowed += self.world.narrow(session, self.choose)
-        elif event < 72:
+        elif event < 70:
+            self.counts.hand_offs += self.world.hand_off(session, self.choose)
+        elif event < 78:
             self.world.store_logits(session, self.choose)
-        elif event < 82:
+        elif event < 88:
             self.world.fail_on(self.world.memory.run_one(session))
             return
         else:

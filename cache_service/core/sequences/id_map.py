@@ -29,6 +29,9 @@ class IdMap:
     def __len__(self) -> int:
         return self._size
 
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._by_id
+
     def find(self, ids: Int64Array, field: str) -> Int64Array:
         """[n] slots of [n] distinct ids. Raises UnknownSequence with the first that is not there, or InvalidField.
 

@@ -290,6 +290,12 @@ class SequenceTable:
         for column in (self.num_reserved, self.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
 
+    def change_owner(self, slot: int, owner_number: int, sequence_id: int, step_id: int) -> None:
+        """Another session has the sequence from now on; it may commit all that is reserved. step_id: its last completed one."""
+        self.ids[slot], self.owners[slot], self.parent_ids[slot] = sequence_id, owner_number, 0
+        self.num_reserved_before[slot], self.last_reserve_step[slot] = self.num_reserved[slot], step_id
+        self.may_copy[slot] = True  # the steps of the one before may still read its blocks
+
     def set_priority(self, slot: int, priority: int) -> None:
         self.priorities[slot] = priority
 

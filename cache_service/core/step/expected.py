@@ -11,11 +11,11 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..tables.prefix_lookup import PrefixLookup
 from ..values.step_columns import StepReply
-from ..values.types import NO_INT32, NO_INT64, Int32Array, SequenceState, SessionId, StartResult
+from ..values.types import NO_INT32, NO_INT64, Int32Array, SessionId, StartResult
 from .free_room import fits_in_free, num_wanted
 from .reply import int32_of
+from .waiting_starts import WaitingStart, WaitingStarts
 
 
 class OpenStep(NamedTuple):
@@ -38,29 +38,30 @@ class OpenStep(NamedTuple):
 class ExpectedReplies:
     """Tells the replies of one pool's steps."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup) -> None:
+    def __init__(self, state: PoolState, waiting: WaitingStarts) -> None:
         self._state = state
         self._sequences = state.sequences
         self._pool = state.pool
-        self._lookup = lookup
+        self._waiting = waiting
 
     def reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
         """The reply to a step if it comes now."""
         state, pool, seqs = self._state, self._pool, self._sequences
         owner = state.session(session)
-        start_slots = self._start_slots(owner, step) if self._is_plain(owner, step) else None
-        hits = self._hits(start_slots, step.start_max_hit) if start_slots is not None else None
-        if start_slots is None or hits is None:
+        starts = self._starts(owner, step) if self._is_plain(owner, step) else None
+        if starts is None:
             return None
-        lens = [
-            min(len(hit) * seqs.block_size + max_new, int(seqs.num_tokens[slot]))
-            for slot, hit, max_new in zip(start_slots, hits, step.start_max_new, strict=True)
-        ]
-        sizes = [seqs.num_blocks(length) - len(hit) for length, hit in zip(lens, hits, strict=True)]
-        num_taken = sum(sizes) + len(step.growing)
-        roots = [int(seqs.roots[slot]) for slot, size in zip(start_slots, sizes, strict=True) for _ in range(size)]
+        lens, roots, hits, sizes = list[int](), list[int](), list[Int32Array](), list[int]()
+        num_revived = 0
+        for start, max_new in zip(starts, step.start_max_new, strict=True):
+            lens.append(min(len(start.hit) * seqs.block_size + max_new, start.num_tokens))
+            sizes.append(seqs.num_blocks(lens[-1]) - len(start.hit))
+            roots += [start.root] * sizes[-1]
+            hits.append(start.hit)
+            if len(start.hit):
+                num_revived += pool.num_revived(start.hit)  # they begin differently, so no block is hit twice
+        num_taken = len(roots) + len(step.growing)
         blocks = state.allocator.peek([*roots, *step.growing_roots])
-        num_revived = pool.num_revived(np.concatenate(hits)) if any(map(len, hits)) else 0
         level = state.gauge.level_at(pool.num_used + num_taken + num_revived)
         if blocks is None or level is not state.gauge.level:
             return None
@@ -97,29 +98,16 @@ class ExpectedReplies:
             return False
         return step.step_id == owner.step_id + 1 and not state.sequences.num_retaining
 
-    def _start_slots(self, owner: SessionState, step: OpenStep) -> list[int] | None:
-        """Of the starts; None where one is not lawful, or there may be no room for all that the step grants."""
-        seqs, slots = self._sequences, [owner.ids.get(sequence_id) for sequence_id in step.start_ids]
-        known = [slot for slot in slots if slot is not None and seqs.states[slot] == SequenceState.WAITING]
-        if len(known) < len(slots) or len(set(known)) < len(known):
-            return None
-        if known and (min(step.start_max_new) < 1 or min(step.start_max_hit) < 0):
-            return None
-        if not known and not step.has_releases:
-            return known
-        if not (known or len(step.reserve_max)):  # it grants nothing
-            return None
-        num_blocks = num_wanted(self._state, known, num_new=len(step.growing))
-        return known if fits_in_free(self._state, num_blocks, len(known) + len(step.reserve_max)) else None
-
-    def _hits(self, slots: list[int], max_hits: list[int]) -> list[Int32Array] | None:
-        """The blocks that each of these starts hits; None where it may be more, or logits, or worth waiting for."""
-        state = self._state
-        if not slots:
+    def _starts(self, owner: SessionState, step: OpenStep) -> list[WaitingStart] | None:
+        """What starts; None where one is not lawful or not known, or there may be no room for all that the step grants."""
+        if not step.start_ids and not step.has_releases:
             return []
-        if state.index.logits.by_node or len({self._lookup.first_block(slot) for slot in slots}) < len(slots):
-            return None  # one may find what another one of this step computes
-        rivals: dict[int, tuple[bytes, ...]] = {}
-        matches = [self._lookup.sure_match(slot, max_hit, rivals) for slot, max_hit in zip(slots, max_hits, strict=True)]
-        hits = [state.index.block_of_node[nodes] for nodes in matches if nodes is not None]
-        return hits if len(hits) == len(slots) and not any(state.pool.fence_counts[hit].any() for hit in hits) else None
+        if not (step.start_ids or len(step.reserve_max)):  # it grants nothing
+            return None
+        if step.start_ids and min(step.start_max_new) < 1:
+            return None
+        starts = self._waiting.find(owner, step.start_ids, step.start_max_hit)
+        if starts is None:
+            return None
+        num_blocks = num_wanted(self._state, [start.slot for start in starts], num_new=len(step.growing))
+        return starts if fits_in_free(self._state, num_blocks, len(starts) + len(step.reserve_max)) else None

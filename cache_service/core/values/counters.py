@@ -23,3 +23,4 @@ class Counters:
     num_refused_starts: int = 0
     num_computing_answers: int = 0
     num_collected_blocks: int = 0
+    num_hand_offs: int = 0

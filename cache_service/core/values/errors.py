@@ -45,6 +45,18 @@ class DuplicateSequence(CacheError):
     reason = "DUPLICATE_SEQUENCE"
 
 
+class UnknownOffer(CacheError):
+    """Nothing is offered with these bytes: never, not any more, or to another session."""
+
+    reason = "UNKNOWN_OFFER"
+
+
+class StepNotCompleted(CacheError):
+    """A step that works on the sequence is in flight. Metadata: sequence_id, completed_step_id."""
+
+    reason = "STEP_NOT_COMPLETED"
+
+
 class WrongState(CacheError):
     """The sequence is not in a state for this. Metadata: sequence_id, state."""
 

@@ -123,3 +123,4 @@ class PoolStats:
     num_claimed_blocks: int = 0
     num_pressure_changes: int = 0
     num_collected_blocks: int = 0
+    num_hand_offs: int = 0

@@ -132,11 +132,14 @@ class Fleet:
         self.engines = list(await asyncio.gather(*(self.spawn_engine(number) for number in range(len(self.engine_addresses)))))
         await asyncio.gather(*(engine.until("ready") for engine in self.engines))
 
-    async def start_cache(self) -> None:
-        """Until it serves."""
-        module, flags = "kvkeeper.cache_service", {"listen": self.cache_address} | self._cache_flags
-        self.cache = await self._spawn(module, *self._cache_switches, **flags)
+    async def start_cache(self, *switches: str) -> None:
+        """Until it serves. switches: flags without a value, beside those of all."""
+        self.cache = await self.spawn_cache(*switches)
         await self.cache.until("ready")
+
+    async def spawn_cache(self, *switches: str) -> Service:
+        flags = {"listen": self.cache_address} | self._cache_flags
+        return await self._spawn("kvkeeper.cache_service", *self._cache_switches, *switches, **flags)
 
     async def start_engine(self, number: int) -> None:
         """Until it serves."""

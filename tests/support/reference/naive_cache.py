@@ -75,6 +75,11 @@ class NaiveSequence:
         """Blocks that a step of its session may write."""
         return self.table[self.committed // block_size :]
 
+    @property
+    def as_offered(self) -> tuple[object, ...]:
+        """Another value once its session has done anything with it."""
+        return self.running, len(self.tokens), self.committed, self.reserved, tuple(sorted(self.granted_at.items()))
+
     def granted_as_of(self, step_id: int) -> int:
         return next((n for step, n in sorted(self.granted_at.items(), reverse=True) if step <= step_id), self.committed)
 
@@ -243,6 +248,15 @@ class NaiveCache:
         cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
         self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
         self.times[self.clock] = self.now
+
+    def take(self, q: NaiveSequence, session: str, sequence_id: int) -> None:
+        """Another session has the sequence from now on."""
+        del self.sequences[q.session, q.sequence_id]
+        giver = self.sessions[q.session]
+        giver.updates = [update for update in giver.updates if update[0] != q.sequence_id]
+        q.session, q.sequence_id, q.claim = session, sequence_id, None
+        q.granted_at = {self.sessions[session].completed: q.reserved}
+        self.sequences[session, sequence_id] = q
 
     def complete(self, session: str, completed: int) -> None:
         self.sessions[session].completed = completed

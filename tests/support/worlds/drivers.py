@@ -72,6 +72,13 @@ class Driver(Protocol):
 
     def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None: ...
 
+    def hand_off(self, session: SessionId, sequence_id: int) -> bytes: ...
+
+    def withdraw(self, session: SessionId, sequence_id: int) -> None: ...
+
+    def take(self, session: SessionId, offer: bytes, sequence_id: int) -> list[int]:
+        """Answers the table."""
+
     def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
 
     def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
@@ -123,7 +130,7 @@ class CoreDriver:
         self.manager.reclaim.at_once = reclaim_at_once
         self.table = SessionTable(epoch=1, max_sessions=max_sessions)
         self.sessions: dict[SessionId, Session] = {}
-        self._num_opened = self._num_pins = 0
+        self._num_opened = self._num_pins = self._num_offers = 0
         self._last_raw: dict[SessionId, bytes] = {}
 
     @property
@@ -199,6 +206,17 @@ class CoreDriver:
 
     def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
         self.manager.update_sequence(session, sequence_id, retention=retention)
+
+    def hand_off(self, session: SessionId, sequence_id: int) -> bytes:
+        self._num_offers += 1
+        return self.manager.offer_sequence(session, sequence_id, self._num_offers.to_bytes(16))
+
+    def withdraw(self, session: SessionId, sequence_id: int) -> None:
+        self.manager.withdraw_offer(session, sequence_id)
+
+    def take(self, session: SessionId, offer: bytes, sequence_id: int) -> list[int]:
+        self.manager.take_sequence(session, offer, sequence_id)
+        return self.view(session, sequence_id).block_table.tolist()
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
         return self.manager.view(session, SequenceId(sequence_id))

@@ -271,6 +271,15 @@ class GrpcDriver:
     def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
         self._run(self._sessions[session].update(sequence_id, retention=_retention_message(retention)))
 
+    def hand_off(self, session: SessionId, sequence_id: int) -> bytes:
+        return self._run(self._sessions[session].hand_off(sequence_id))
+
+    def withdraw(self, session: SessionId, sequence_id: int) -> None:
+        self._run(self._sessions[session].withdraw(sequence_id))
+
+    def take(self, session: SessionId, offer: bytes, sequence_id: int) -> list[int]:
+        return list(self._run(self._sessions[session].take(offer, sequence_id)).block_table)
+
     def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
         views = [self.view(session, sequence_id) for session, sequence_id in sequences]
         return [(v.sequence_id, v.state, v.num_tokens, v.num_committed_tokens, v.num_reserved_tokens,

@@ -100,6 +100,12 @@ class CacheMachine(RuleBasedStateMachine):
         choose = chooser(data)
         self.world.narrow(self.any_session(choose), choose)
 
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def hand_off(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.hand_off(self.any_session(choose), choose)
+
     @precondition(lambda self: self.stepping())
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:

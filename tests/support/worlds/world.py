@@ -30,6 +30,17 @@ from tests.support.worlds.engine_model import Choose, EngineModel, EngineSequenc
 TENANTS = ("", "other")
 
 
+@dataclasses.dataclass
+class Offer:
+    """A sequence as it was offered."""
+
+    giver: SessionId
+    known: NaiveSequence
+    bytes: bytes
+    sequence: tuple[object, ...]
+    is_withdrawn: bool = False
+
+
 class World:
     """A pool, its engines, its reference and its oracle. `alphabet` is the number of tokens; `num_tenants` 1 or 2."""
 
@@ -44,6 +55,7 @@ class World:
         self.engines: dict[SessionId, EngineModel] = {}
         self.pin_ids: list[str] = []  # all that were ever given
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
+        self.offers: list[Offer] = []  # not taken yet
         self._told: dict[SessionId, ToldTables] = {}
 
     # Sessions
@@ -59,6 +71,7 @@ class World:
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
         """The session ends; with may_still_write its device goes on as if nothing had happened."""
         self.engines.pop(session)
+        self.offers = [offer for offer in self.offers if offer.giver != session]
         if not may_still_write:
             self.memory.forget(session)
         found = self.driver.close_session(session, may_still_write=may_still_write)
@@ -225,6 +238,67 @@ class World:
             self.naive.observe()
         q.retention = wanted
         q.drop(size)
+        return True
+
+    # Sequences change their session
+
+    def hand_off(self, session: SessionId, choose: Choose) -> bool:
+        """Offers a sequence of the session, or lets another session take one. Whether one was taken."""
+        ours = [offer for offer in self.offers if offer.giver == session]
+        if ours and choose(3):
+            return self._take(ours[choose(len(ours))], choose)
+        running = [q for q in self.engines[session].sequences.values() if q.running]
+        if not running:
+            return False
+        known = self.naive.sequences[session, running[choose(len(running))].sequence_id]
+        completed, filling = self.naive.sessions[session].completed, set(self.naive.filling).intersection(known.table)
+        if filling or self.memory.written_by(session).intersection(known.writable(self.config.block_size)):
+            self.refused("STEP_NOT_COMPLETED", lambda: self.driver.hand_off(session, known.sequence_id))
+            return False
+        try:
+            made = Offer(session, known, self.driver.hand_off(session, known.sequence_id), known.as_offered)
+        except CacheError as error:
+            require(error.reason == "STEP_NOT_COMPLETED", f"R7: an offer is refused with {error.reason}")
+            require(max(known.granted_at) > completed, "R7: an offer is refused, and its steps are completed")
+            return False
+        for offer in [offer for offer in self.offers if offer.known is known]:
+            is_same = (offer.sequence, offer.bytes) == (made.sequence, made.bytes)
+            has_ended = offer.is_withdrawn or offer.sequence != made.sequence
+            require(is_same != has_ended, "an offer holds until it is withdrawn or its sequence changes")
+            self.offers.remove(offer)
+        self.offers.append(made)
+        if choose(4) == 3:
+            self.driver.withdraw(session, known.sequence_id)
+            made.is_withdrawn = True
+        return choose(2) == 0 and self._take(made, choose)
+
+    def _take(self, offer: Offer, choose: Choose) -> bool:
+        takers = [session for session in self.engines if session != offer.giver]
+        if not takers:
+            return False
+        taker, known = takers[choose(len(takers))], offer.known
+        sequence_id = SequenceId(self.engines[taker].new_id(choose))
+        self.offers.remove(offer)
+        is_there = self.naive.sequences.get((offer.giver, known.sequence_id)) is known
+        if not is_there or offer.is_withdrawn or known.as_offered != offer.sequence:
+            self.refused("UNKNOWN_OFFER", lambda: self.driver.take(taker, offer.bytes, sequence_id))
+            return False
+        self.publish_blocks(None)
+        table = self.driver.take(taker, offer.bytes, sequence_id)
+        self._told[offer.giver].tables.pop(known.sequence_id, None)  # a session of one-item calls is told none
+        self._told[taker].tables[sequence_id] = table
+        given = self.engines[offer.giver].sequences.pop(known.sequence_id)
+        num_known, counters = len(known.tokens), (known.committed, known.reserved, known.committed)
+        self.engines[taker].sequences[sequence_id] = dataclasses.replace(
+            given, sequence_id=sequence_id, tokens=given.tokens[:num_known], num_known=num_known, committed=counters[0],
+            reserved=counters[1], num_computed=counters[2], computed_at={},
+        )  # fmt: skip
+        self.naive.take(known, taker, sequence_id)
+        expect(table, known.table, "table of a sequence that was taken")
+        self.refused("UNKNOWN_OFFER", lambda: self.driver.take(taker, offer.bytes, SequenceId(sequence_id + 1)))
+        expect(self.driver.take(taker, offer.bytes, sequence_id), table, "a repeat")
+        self.refused("UNKNOWN_SEQUENCE", lambda: self.driver.withdraw(offer.giver, given.sequence_id))
+        self.naive.observe()
         return True
 
     def clear(self, session: SessionId) -> None:

@@ -35,6 +35,7 @@ def test_flags_win_over_the_environment() -> None:
         (["--metrics-listen", "unix:/x"], "--metrics-listen: host:port such as 127.0.0.1:7412, not 'unix:/x'"),
         (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
         (["--keep"], "--keep needs a folder to keep the memory in, see --memory-dir"),
+        (["--take-over"], "--take-over needs the folder of the service that runs, see --memory-dir"),
         (["--memory-dir", "/x", "--device", "cuda"], "--memory-dir holds memory of the machine, so it needs --device cpu"),
     ],
 )

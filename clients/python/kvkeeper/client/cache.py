@@ -207,6 +207,21 @@ class AsyncCacheSession:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return await self._do(self._calls.release(sequence_id))
 
+    async def hand_off(self, sequence_id: int) -> bytes:
+        """Offer a running sequence to another session of the pool, which takes it with the bytes that this answers.
+
+        The sequence is this session's until then. No step that works on it may be in flight.
+        """
+        return await self._do(self._calls.hand_off(sequence_id))
+
+    async def take(self, offer: bytes, sequence_id: int) -> pb.SequenceInfo:
+        """Take a sequence that another session offers; it has this id from now on. No byte is copied."""
+        return await self._do(self._calls.take(offer, sequence_id))
+
+    async def withdraw(self, sequence_id: int) -> None:
+        """End the offer of a sequence. Raises KvkeeperError UNKNOWN_SEQUENCE where it was taken."""
+        await self._do(self._calls.withdraw(sequence_id))
+
     async def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
         """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
         return await self._do(self._calls.swap_out(sequence_id))

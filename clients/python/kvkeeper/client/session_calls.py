@@ -97,6 +97,16 @@ class SessionCalls:
         request = pb.ReleaseSequenceRequest(**self.head, sequence_id=sequence_id)
         return Call("ReleaseSequence", request, lambda answer: answer.num_dropped_blocks)
 
+    def hand_off(self, sequence_id: int) -> Call[bytes]:
+        request = pb.HandOffSequenceRequest(**self.head, sequence_id=sequence_id)
+        return Call("HandOffSequence", request, lambda answer: answer.offer)
+
+    def take(self, offer: bytes, sequence_id: int) -> Call[pb.SequenceInfo]:
+        return Call("TakeSequence", pb.TakeSequenceRequest(**self.head, offer=offer, sequence_id=sequence_id), _sequence)
+
+    def withdraw(self, sequence_id: int) -> Call[pb.WithdrawHandOffResponse]:
+        return Call("WithdrawHandOff", pb.WithdrawHandOffRequest(**self.head, sequence_id=sequence_id), whole)
+
     def swap_out(self, sequence_id: int) -> Call[pb.SequenceInfo]:
         return Call("SwapOutSequence", pb.SwapOutSequenceRequest(**self.head, sequence_id=sequence_id), _sequence)
 

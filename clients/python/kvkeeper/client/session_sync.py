@@ -159,6 +159,21 @@ class CacheSession:
         """Give the sequence's blocks back; the number that nothing else holds."""
         return self._do(self._calls.release(sequence_id))
 
+    def hand_off(self, sequence_id: int) -> bytes:
+        """Offer a running sequence to another session of the pool, which takes it with the bytes that this answers.
+
+        The sequence is this session's until then. No step that works on it may be in flight.
+        """
+        return self._do(self._calls.hand_off(sequence_id))
+
+    def take(self, offer: bytes, sequence_id: int) -> pb.SequenceInfo:
+        """Take a sequence that another session offers; it has this id from now on. No byte is copied."""
+        return self._do(self._calls.take(offer, sequence_id))
+
+    def withdraw(self, sequence_id: int) -> None:
+        """End the offer of a sequence. Raises KvkeeperError UNKNOWN_SEQUENCE where it was taken."""
+        self._do(self._calls.withdraw(sequence_id))
+
     def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
         """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
         return self._do(self._calls.swap_out(sequence_id))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.step.expected import ExpectedReplies, OpenStep
+from kvkeeper.cache_service.core.step.waiting_starts import WaitingStart, WaitingStarts
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
@@ -73,6 +74,8 @@ class _Engine:
             args = SequenceArgs(SequenceId(sequence.id), tokens, sequence.max_tokens, tenant, priority)
             side.sessions.require(live.core.id, live.core.epoch)
             side.pool.manager.create_sequence(live.core.id, args)
+            if sequence.id % 4:  # the answer comes before the others' turn
+                side.handler.prepare(live)
         self.waiting.append(sequence)
 
     def step(self, *, is_steady: bool) -> bool:
@@ -276,6 +279,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the paths that this is about were taken."""
     counts = Counter[str]()
     tell, postpone, read = ExpectedReplies.reply, Pool.postpone_step, ForetoldBytes.step
+    find, look_up = WaitingStarts.find, WaitingStarts._look_up
 
     def noted_reply(self: ExpectedReplies, session: SessionId, step: OpenStep) -> StepReply | None:
         reply = tell(self, session, step)
@@ -284,6 +288,18 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts["told with hits"] += max(reply.start_hits.tolist()) > 0
         counts["told with releases"] += reply is not None and step.has_releases
         return reply
+
+    def noted_look_up(*args: Any) -> object:
+        counts["looked up"] += 1
+        return look_up(*args)
+
+    def noted_find(*args: Any) -> list[WaitingStart] | None:
+        before = counts["looked up"]
+        found = find(*args)
+        if found and counts["looked up"] == before:
+            counts["known ahead"] += 1
+            counts["hits known ahead"] += max(len(start.hit) for start in found) > 0
+        return found
 
     def noted_step(*args: Any) -> object:
         counts["foretold"] += 1
@@ -296,6 +312,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(ExpectedReplies, "reply", noted_reply)
     monkeypatch.setattr(ForetoldBytes, "step", noted_step)
     monkeypatch.setattr(Pool, "postpone_step", noted_postponing)
+    monkeypatch.setattr(WaitingStarts, "find", noted_find)
+    monkeypatch.setattr(WaitingStarts, "_look_up", noted_look_up)
     return counts
 
 
@@ -309,33 +327,77 @@ def test_replies_are_the_same_bytes_with_and_without_forecasts(seed: int, counts
 def test_replies_that_are_told_before_their_step_is_applied_are_those_of_the_step(seed: int, counts: Counter[str]) -> None:
     asyncio.run(_live_through(seed, NUM_STEPS, is_roomy=True))
     assert counts["applied after the answer"] > NUM_STEPS / 20
-    assert min(counts[kind] for kind in ("told with starts", "told with hits", "told with releases")) > NUM_STEPS / 1000
+    kinds = ("told with starts", "told with hits", "told with releases", "known ahead", "hits known ahead")
+    assert min(counts[kind] for kind in kinds) > NUM_STEPS / 1000
+
+
+class _Pair:
+    """One session on both sides, which takes the same calls."""
+
+    def __init__(self, lag: int) -> None:
+        """lag: steps that are not completed when the next one comes."""
+        self.sides = Side(PoolConfig(65, 4), foretells=True), Side(PoolConfig(65, 4), foretells=False)
+        self._lag = lag
+
+    async def open(self) -> None:
+        self.lives = [await side.open() for side in self.sides]
+
+    def create(self, sequence_id: int, prompt: np.ndarray, max_tokens: int = 64) -> None:
+        for side, live in zip(self.sides, self.lives, strict=True):
+            side.pool.manager.create_sequence(live.core.id, SequenceArgs(SequenceId(sequence_id), prompt, max_tokens))
+            side.handler.prepare(live)
+
+    def step(self, step_id: int, **columns: list[int]) -> StepResult:
+        """A lawful step, which both sides answer alike."""
+        items = StepItems(**{name: np.array(of, np.int64 if name in _WIDE else np.int32) for name, of in columns.items()})
+        completed = max(step_id - self._lag, 0)
+        both = [side.step(live, items, step_id, completed) for side, live in zip(self.sides, self.lives, strict=True)]
+        assert both[0] == both[1]
+        assert isinstance(both[0][0], bytes), "it is lawful"
+        return decode(both[0][0])
 
 
 def test_a_release_of_one_that_only_commits_and_one_that_only_reserves() -> None:
     """With two steps in flight: the first has its most tokens, the third has just started."""
 
     async def run() -> None:
-        sides = Side(PoolConfig(65, 4), foretells=True), Side(PoolConfig(65, 4), foretells=False)
-        lives = [await side.open() for side in sides]
-        for side, live in zip(sides, lives, strict=True):
-            for sequence_id, max_tokens in ((1, 14), (2, 64), (3, 64)):
-                prompt = np.arange(12, dtype=np.int32) + 100 * sequence_id
-                side.pool.manager.create_sequence(live.core.id, SequenceArgs(SequenceId(sequence_id), prompt, max_tokens))
+        pair = _Pair(lag=2)
+        await pair.open()
+        for sequence_id, max_tokens in ((1, 14), (2, 64), (3, 64)):
+            pair.create(sequence_id, np.arange(12, dtype=np.int32) + 100 * sequence_id, max_tokens)
+        pair.step(1, start_ids=[1, 2], start_max_new=[12, 12], start_max_hit=[0, 0])
+        pair.step(2, reserve_ids=[1, 2], reserve_min=[13, 13], reserve_max=[13, 13])
+        pair.step(3, commit_ids=[1, 2], commit_lens=[12, 12], commit_num_new=[1, 1], commit_tokens=[7, 7],
+                  start_ids=[3], start_max_new=[12], start_max_hit=[0],
+                  reserve_ids=[1, 2], reserve_min=[14, 14], reserve_max=[14, 14])  # fmt: skip
+        assert pair.lives[0].foretold is not None
+        pair.step(4, commit_ids=[1, 2], commit_lens=[13, 13], commit_num_new=[1, 1], commit_tokens=[7, 7],
+                  release_ids=[1, 3], reserve_ids=[2], reserve_min=[15], reserve_max=[15])  # fmt: skip
 
-        def step(step_id: int, **columns: list[int]) -> None:
-            items = StepItems(**{name: np.array(of, np.int64 if name in _WIDE else np.int32) for name, of in columns.items()})
-            outcomes = [side.step(live, items, step_id, max(step_id - 2, 0)) for side, live in zip(sides, lives, strict=True)]
-            assert outcomes[0] == outcomes[1]
-            assert isinstance(outcomes[0][0], bytes), "it is lawful"
+    asyncio.run(run())
 
-        step(1, start_ids=[1, 2], start_max_new=[12, 12], start_max_hit=[0, 0])
-        step(2, reserve_ids=[1, 2], reserve_min=[13, 13], reserve_max=[13, 13])
-        step(3, commit_ids=[1, 2], commit_lens=[12, 12], commit_num_new=[1, 1], commit_tokens=[7, 7],
-             start_ids=[3], start_max_new=[12], start_max_hit=[0],
-             reserve_ids=[1, 2], reserve_min=[14, 14], reserve_max=[14, 14])  # fmt: skip
-        assert lives[0].foretold is not None
-        step(4, commit_ids=[1, 2], commit_lens=[13, 13], commit_num_new=[1, 1], commit_tokens=[7, 7],
-             release_ids=[1, 3], reserve_ids=[2], reserve_min=[15], reserve_max=[15])  # fmt: skip
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_hit_that_was_looked_up_ahead_counts_while_it_is_there(is_evicted: bool, counts: Counter[str]) -> None:
+    async def run() -> None:
+        pair = _Pair(lag=1)
+        await pair.open()
+        shared = np.arange(13, dtype=np.int32) + 500
+        pair.create(1, np.arange(12, dtype=np.int32))
+        pair.create(2, shared)
+        pair.step(1, start_ids=[1, 2], start_max_new=[12, 13], start_max_hit=[0, 0])
+        pair.step(2, commit_ids=[1, 2], commit_lens=[12, 13], commit_num_new=[1, 1], commit_tokens=[7, 7],
+                  reserve_ids=[1, 2], reserve_min=[13, 14], reserve_max=[13, 14])  # fmt: skip
+        pair.step(3, commit_ids=[1, 2], commit_lens=[13, 14], commit_num_new=[1, 1], commit_tokens=[7, 7],
+                  release_ids=[2], reserve_ids=[1], reserve_min=[14], reserve_max=[14])  # fmt: skip
+        pair.create(3, shared)
+        if is_evicted:
+            assert [side.pool.manager.evict_count(3) for side in pair.sides] == [3, 3]
+        reply = pair.step(4, commit_ids=[1], commit_lens=[14], commit_num_new=[1], commit_tokens=[7],
+                          start_ids=[3], start_max_new=[13], start_max_hit=[12],
+                          reserve_ids=[1], reserve_min=[15], reserve_max=[15])  # fmt: skip
+        assert reply.start_hits.tolist() == [0 if is_evicted else 12]
+        assert counts["told with starts"] > 0
+        assert counts["known ahead"] == (not is_evicted)
 
     asyncio.run(run())

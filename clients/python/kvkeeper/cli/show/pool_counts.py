@@ -58,6 +58,7 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
             ("starts granted, refused", _counts(pool.num_starts, pool.num_refused_starts)),
             ("told to wait while the prefix is computed", pool.num_computing_answers),
             ("starts or reservations without blocks", pool.num_refusals),
+            ("sequences handed to another session", pool.num_hand_offs),
             ("blocks reserved for the oldest claim", pool.num_claimed_blocks),
             ("pressure, changes of it", f"{pressure_word(pool.pressure)}, {pool.num_pressure_changes:,}"),
         ],
