@@ -6,19 +6,19 @@ turns, by the tasks that submit and cancel; knows neither the session nor the wo
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import structlog
 
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..scheduler.scheduler import Scheduler
+from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.work import Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
-from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.request import Int32Array, Request, Sequence, SequenceState, TakenBlocks
 from .stats import EngineStats
 from .tracing import EngineTracing
 
@@ -46,11 +46,14 @@ class OpenRequests:
             raise QueueFull(f"{self._max_waiting} requests are waiting, the most that may", limit=self._max_waiting)
         self._queue(generation)
 
-    def adopt(self, generation: Generation) -> None:
-        """Queue a request that another engine took in, or refuse it if it does not fit here. It may have tokens already."""
+    def adopt(self, generation: Generation, taken: Mapping[int, TakenBlocks]) -> None:
+        """Queue a request that another engine took in, or refuse it if it does not fit here. It may have tokens already.
+
+        taken: by index, the blocks of its continuations that run on.
+        """
         self._check_new(generation.request)
         self._stats.num_taken_over_requests += 1
-        self._queue(generation)
+        self._queue(generation, taken)
 
     def _check_new(self, request: Request) -> None:
         if request.request_id in self.generations:
@@ -66,21 +69,25 @@ class OpenRequests:
             text = f"the request has {request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
 
-    def _queue(self, generation: Generation) -> None:
+    def _queue(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
         request = generation.request
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, time.monotonic(), taken)
         self._tracing.begin_request(generation)
         self._wake_up()
 
-    def take_out(self) -> list[Generation]:
-        """Take all open requests out of the steps, in order of arrival. They stay open, and compute nothing until put back."""
+    def take_out(self, *, keeps_blocks: bool) -> dict[Generation, list[Sequence]]:
+        """Take all open requests out of the steps, in order of arrival. They stay open, and compute nothing until put back.
+
+        keeps_blocks: of what runs, so that another session can take it. Answers the sequences that keep theirs.
+        """
         self.deliver()
         self.end_closed()
-        found = list(self.generations.values())
-        for generation in found:
-            self._scheduler.take_out(generation.request)
+        found: dict[Generation, list[Sequence]] = {}
+        for generation in list(self.generations.values()):
+            keeps = keeps_blocks and not generation.sends_all_at_the_end
+            found[generation] = self._scheduler.take_out(generation.request, keeps_blocks=keeps)
             del self._by_request[generation.request]
         self._wake_up()
         return found

@@ -45,14 +45,23 @@ class Admission:
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
         """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError."""
-        return await self._hold(message, send, None)
 
-    async def adopt(self, message: pb.GenerateRequest, bring_on: BringOn, send: Send) -> Generation:
-        """Queue a request of another engine. bring_on: brings it to where it was there. Raises EngineError.
+        async def submit(generation: Generation) -> None:
+            self._engine.submit(generation)
 
-        send gets its output from the beginning.
+        return await self._hold(message, send, submit)
+
+    async def adopt(self, message: pb.GenerateRequest, bring_on: BringOn, offers: dict[int, bytes], send: Send) -> Generation:
+        """Queue a request of another engine. bring_on: brings it to where it was there; offers: of its sequences, by index.
+
+        send gets its output from the beginning. Raises EngineError.
         """
-        generation = await self._hold(message, send, bring_on)
+
+        async def adopt(generation: Generation) -> None:
+            await bring_on(generation)
+            await self._engine.adopt(generation, offers)
+
+        generation = await self._hold(message, send, adopt)
         generation.deliver()
         return generation
 
@@ -66,7 +75,7 @@ class Admission:
         message.sampling.seed = generation.seed - (1 << 64) * (generation.seed >= 1 << 63)
         return message
 
-    async def _hold(self, message: pb.GenerateRequest, send: Send, bring_on: BringOn | None) -> Generation:
+    async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn) -> Generation:
         held = self.memory.hold(message.ByteSize())
 
         def send_and_release(output: OutputChunk | EngineError) -> None:
@@ -77,11 +86,7 @@ class Admission:
 
         try:
             generation, timeout_ms = await self._generation(message, send_and_release)
-            if bring_on is not None:
-                await bring_on(generation)
-            self._engine.check_open()
-            requests = self._engine.requests
-            (requests.submit if bring_on is None else requests.adopt)(generation)
+            await queue(generation)
         except BaseException:
             held.release()
             raise

@@ -85,6 +85,17 @@ class HeldTokens:
     has_ended: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TakenBlocks:
+    """A running sequence of another session that is this one's now, under this id: its counters and its block table."""
+
+    sequence_id: int
+    num_tokens: int  # whose ids the cache service knows
+    num_computed: int
+    num_reserved: int
+    table: Int32Array
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A client's request."""

@@ -134,6 +134,10 @@ async def test_streams_go_on_without_a_token_missed_or_doubled(world: Services) 
     assert giver.engine.stats.num_new_tokens < 8 * NUM_ALL, "the giver did not make them"
     assert taker.engine.stats.num_completed_requests == 8
     assert giver.engine.stats.num_failed_requests == 0
+    num_hand_offs = (await world.pool()).num_hand_offs
+    assert num_hand_offs >= 1, "the blocks of a request that runs come along"
+    num_prefill = giver.engine.stats.num_prefill_tokens + taker.engine.stats.num_prefill_tokens
+    assert num_prefill == 8 * len(PROMPT), "no prompt token is computed again"
     assert (await world.wait_idle()).num_referenced_blocks == 0
     assert (await generate(await world.client(taker), [7])).token_ids == [toy_output([7], 8)]
 
@@ -194,6 +198,9 @@ async def test_the_output_is_that_of_a_request_that_stays(kind: str, world: Serv
         assert one.token_id == other.token_id
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4), "computed anew, in chunks of other sizes"
     assert taker.engine.stats.num_completed_requests == 1
+    if kind not in ("best of", "beam search"):
+        assert taker.engine.stats.num_prefill_tokens == 0, "no token is computed again"
+        assert 1 <= (await world.pool()).num_hand_offs <= len(expected.reasons)
 
 
 async def test_a_drawn_seed_moves_along(world: Services) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.client.errors import error_of
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.rpc.hand_over import giver as giver_part
@@ -23,7 +25,7 @@ from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.errors import Draining
 from tests.support.models.odd_models import LateGate, late_gate_model
 from tests.support.processes.engine_command import engine_process, logged, ready
-from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output, until
 
 PROMPT, OTHER, LONGER = [1, 2, 3], [1, 2, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9]
 NUM_BEFORE, NUM_ALL = 6, 40
@@ -118,7 +120,7 @@ async def test_what_was_confirmed_is_gone_and_the_rest_goes_on(giver: Giver, wor
         giver.gate.is_open.set()
         handed = [(await stream.read()).request for _ in range(2)]
         tokens = list(handed[0].outputs[0].token_ids)
-        assert NUM_BEFORE - 1 <= len(tokens) <= NUM_BEFORE + 1
+        assert NUM_BEFORE - 1 <= len(tokens) < NUM_ALL - 10
         assert tokens == toy_output(PROMPT, len(tokens))
         confirm = pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="first", is_taken=True)
         await stub.ConfirmHandOver(confirm)
@@ -140,6 +142,26 @@ async def test_what_was_confirmed_is_gone_and_the_rest_goes_on(giver: Giver, wor
     await until(giver.is_open)
     assert (await generate(await world.client(giver.engine), [9])).token_ids == [toy_output([9], 8)]
     assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def test_a_taker_that_dies_with_the_blocks_leaves_the_tokens(giver: Giver, world: Services) -> None:
+    """Its session took a sequence, but it did not confirm: the giver computes the tokens that it has again."""
+    spec = kv_spec_of(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
+    session = await (await world.cache_client()).open_session(spec, cache_pb.EXECUTOR_ENGINE, ttl_ms=60_000)
+    async with stub_of(giver.engine) as stub:
+        stream = stub.HandOver(own_identity())
+        await stream.read()
+        giver.gate.is_open.set()
+        offers = [(await stream.read()).request.outputs[0].offer for _ in range(2)]
+        taken = await session.take(offers[0], 77)
+        assert taken.num_committed_tokens >= len(PROMPT) + NUM_BEFORE - 1
+        stream.cancel()
+    found = [output.token_ids for output in await asyncio.gather(*giver.asking)]
+    assert found == [[toy_output(PROMPT, NUM_ALL)], [toy_output(OTHER, NUM_ALL)]]
+    await until(giver.is_open)
+    await session.close()
+    pool = await world.wait_idle()
+    assert (pool.num_referenced_blocks, pool.num_hand_offs, pool.num_sessions) == (0, 1, 1)
 
 
 async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Rules: a request goes on in one engine alone. It computes nothing while it is on its way. The taker queues it first; then it
 confirms, and the request ends here with REQUEST_MOVED. A request that is not confirmed goes on here, from the tokens that it
-has.
+has. Sequences that run are offered to the taker's session, so that their blocks go along.
 """
 
 import asyncio
@@ -64,21 +64,23 @@ class HandOvers:
         is_done = False
         try:
             yield pb.HandOverResponse(hand_over_id=current.hand_over_id)
-            current.unanswered = {each.request.request_id: each for each in self._engine.hold_requests()}
-            await self._engine.wait_idle()  # what was computed for them is cached by then, and their blocks are released
+            current.unanswered = {each.request.request_id: each for each in await self._engine.hold_requests()}
             for request_id, generation in list(current.unanswered.items()):
                 if generation.is_open:
                     digest = self._submissions.digest_of(request_id)
-                    yield pb.HandOverResponse(
-                        request=handed_request(generation, self._admission.message_of(generation), digest)
-                    )
+                    offers = await self._engine.leaving.offers(self._engine.memory, generation)
+                    if not generation.is_open:
+                        del current.unanswered[request_id]
+                        continue
+                    message = self._admission.message_of(generation)
+                    yield pb.HandOverResponse(request=handed_request(generation, message, digest, offers))
                 else:
                     del current.unanswered[request_id]
             await self._wait_answers(current)
             is_done = True
         finally:
             self._current = None
-            self._engine.go_on([*current.left, *current.unanswered.values()])
+            await self._engine.go_on()
             left = sum(generation.is_open for generation in (*current.left, *current.unanswered.values()))
             log.info("handed_over" if is_done else "hand_over_failed", num_requests=len(current.moved), num_left=left)
         await self._leave()

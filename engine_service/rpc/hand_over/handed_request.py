@@ -6,7 +6,7 @@ one: text, stop strings, constraints and counts come out as they were, and its o
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -22,20 +22,25 @@ from ..encode_response import logprobs_of, usage_of
 _TOKENS_A_TURN = 256  # that are replayed before other tasks have their turn
 
 
-def handed_request(generation: Generation, message: pb.GenerateRequest, digest: bytes) -> pb.HandedRequest:
-    """A request that was taken out of the steps. message: as it is carried out; digest: of its submission, or empty."""
+def handed_request(
+    generation: Generation, message: pb.GenerateRequest, digest: bytes, offers: Mapping[int, bytes]
+) -> pb.HandedRequest:
+    """A request that was taken out of the steps. message: as it is carried out; digest: of its submission, or empty;
+    offers: of its sequences, by index.
+    """
     request, age_s = generation.request, time.monotonic() - generation.started_at
     handed = pb.HandedRequest(request=message, age_ms=int(age_s * 1000), submission_digest=digest)
     if generation.first_token_at is not None:
         handed.first_token_ms = int((generation.first_token_at - generation.started_at) * 1000)
     if request.num_hit_tokens is not None:
         handed.usage.CopyFrom(usage_of(generation.usage))
-    if generation.num_taken and not generation.sends_all_at_the_end:
+    if (generation.num_taken or offers) and not generation.sends_all_at_the_end:
         num_prompt = len(request.prompt)
         for sequence in request.sequences:
             token_ids = sequence.token_ids[num_prompt : num_prompt + generation.num_taken_of(sequence.index)]
             logprobs = logprobs_of(generation.logprobs_of(sequence.index))
-            handed.outputs.add(token_ids=token_ids.tolist(), logprobs=logprobs)
+            offer = offers.get(sequence.index, b"")
+            handed.outputs.add(token_ids=token_ids.tolist(), logprobs=logprobs, offer=offer)
     if not generation.sends_all_at_the_end:
         handed.prompt_logprobs.extend(logprobs_of(generation.prompt_logprobs))
     return handed

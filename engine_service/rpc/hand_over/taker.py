@@ -45,7 +45,9 @@ class Taker:
         request_id = handed.request.request_id
         confirmation = pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id=request_id)
         try:
-            admit = partial(self.admission.adopt, handed.request, partial(replay, handed, self.vocab_size))
+            offers = {index: output.offer for index, output in enumerate(handed.outputs) if output.offer}
+            bring_on = partial(replay, handed, self.vocab_size)
+            admit = partial(self.admission.adopt, handed.request, bring_on, offers)
             submission = await self.submissions.adopt(request_id, handed.submission_digest, admit)
         except EngineError as error:
             log.warning("request_not_taken", request_id=request_id, reason=error.reason, message=str(error))

@@ -12,6 +12,7 @@ _S = SequenceState
 TRANSITIONS: dict[tuple[SequenceState, SequenceState], str] = {
     (_S.UNFORKED, _S.RUNNING): "forked from its parent",
     (_S.UNFORKED, _S.NEW): "its parent cannot be forked: it starts alone",
+    (_S.NEW, _S.RUNNING): "taken over with its blocks",
     (_S.NEW, _S.CREATING): "the cache service is being told of it",
     (_S.CREATING, _S.WAITING): "the cache service knows it",
     (_S.CREATING, _S.NEW): "no slot was free, or the session is new",
