@@ -295,6 +295,21 @@ class EngineConfig:
         details="Each answer of it is waited for as long, but for 10 seconds or more and 60 or less. Then requests go on where"
         " they were.",
     )
+    take_over: str = setting(
+        "",
+        group="Addresses",
+        help="address of an engine whose requests this one goes on with, once it is ready itself",
+        default_text="none",
+        check=Check("host:port, unix:/path, or empty", lambda address: ADDRESS.refusal(address) if address else None),
+        details="That engine then stops. It has to serve the same model. Where none answers, there is nothing to take over.",
+    )
+    client_grace: float = setting(
+        10.0,
+        group="Patience",
+        help="seconds that a stream which was taken over waits here for its client",
+        check=between(0, 3600),
+        unit="seconds",
+    )
     drain_timeout: float = setting(
         5.0,
         group="Patience",

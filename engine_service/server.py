@@ -1,8 +1,8 @@
 """Puts the engine service together and takes it apart again.
 
-Owns the order: take the address, load the model, open a session, report SERVING; and backwards: refuse new requests, let
-running requests end, unmap and close the session, end streams, remove the socket. A start that fails raises a StartError of one
-line, with everything undone.
+Owns the order: take the address, load the model, open a session, take over requests, report SERVING; and backwards: refuse new
+requests, let running requests end, unmap and close the session, end streams, remove the socket. A start that fails raises a
+StartError of one line, with everything undone.
 """
 
 import asyncio
@@ -31,8 +31,10 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
+from .rpc.admission import connection_of
+from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import CONTRACT, intake_of
-from .rpc.service import EngineService, connection_of
+from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
 from .scheduler.state.waiting import WaitingSequences
@@ -63,6 +65,7 @@ class RunningServer:
     _client: AsyncCacheClient
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
+    _taking: asyncio.Task[None] | None = None  # over, from another engine
     _is_stopped: bool = False
 
     @property
@@ -75,7 +78,7 @@ class RunningServer:
         return self._serving.done()
 
     async def wait_ready(self) -> None:
-        """Wait until there is a session. Raises StartError when the cache service refuses the model."""
+        """Wait until requests are taken. Raises StartError as wait_end does."""
         waiting = asyncio.create_task(self._ready.wait())
         await asyncio.wait((waiting, self._serving), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -83,11 +86,16 @@ class RunningServer:
             await self.wait_end()
 
     async def wait_end(self) -> None:
-        """Wait until serving has ended. Raises StartError when the cache service refuses the model."""
+        """Wait until serving has ended. Raises StartError when the cache service refuses the model, or the engine whose
+        requests are to be taken over refuses this one."""
         try:
             await asyncio.shield(self._serving)
+            if self._taking is not None and self._taking.done():
+                self._taking.result()
         except CacheServiceRefused as error:
             raise StartError(f"--cache {self.config.cache}: {error}") from None
+        except TakeOverRefused as error:
+            raise StartError(f"--take-over {self.config.take_over}: {error}") from None
 
     async def drain(self) -> None:
         """Take no more requests; let the live ones end and their clients read the end, but no longer than configured."""
@@ -106,6 +114,9 @@ class RunningServer:
             return
         self._is_stopped = True
         self.engine.stop()
+        if self._taking is not None:
+            self._taking.cancel()
+            await asyncio.gather(self._taking, return_exceptions=True)
         self.engine.requests.fail_all(Draining("the service is stopping"))
         await asyncio.wait((self._serving,), timeout=_LAST_STEP_S)
         if self.metrics is not None:
@@ -131,7 +142,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     try:
         # Before the long load, so that a taken address is refused at once.
         intake = intake_of(config)
-        endpoint = await Endpoint.open(
+        opened = endpoint = await Endpoint.open(
             config.listen, admission=Admission(config.connections, config.connection_calls, (intake,))
         )
         await asyncio.to_thread(switch_kernels, config)
@@ -147,7 +158,12 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         text_work = await asyncio.to_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
         )
-        service = EngineService(config, served, engine, text_work)
+
+        async def leave() -> None:
+            engine.stop()
+            await opened.drain()
+
+        service = EngineService(config, served, engine, text_work, leave)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
         await endpoint.start(MethodRouter(CONTRACT, service), has_reflection=config.reflection)
@@ -164,18 +180,34 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         raise
-    ready = asyncio.Event()
+    has_session, has_taken_over, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def on_session(has_session: bool) -> None:
-        await endpoint.set_serving(has_session)
-        if has_session:
+    async def on_session(is_there: bool) -> None:
+        has_session.set() if is_there else has_session.clear()
+        await endpoint.set_serving(is_there and has_taken_over.is_set())
+        if is_there and has_taken_over.is_set():
             log.info("ready", address=endpoint.address, model=served.model_id)
             ready.set()
+
+    async def take_over() -> None:
+        await has_session.wait()
+        try:
+            await service.take_over(config.take_over, endpoint.address)
+        except TakeOverRefused:
+            engine.stop()
+            raise
+        has_taken_over.set()
+        if has_session.is_set():
+            await on_session(True)
+
+    if not config.take_over:
+        has_taken_over.set()
 
     client = AsyncCacheClient(config.cache, call_options(config))
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
-    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls)
+    taking = asyncio.create_task(take_over()) if config.take_over else None
+    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls, taking)
 
 
 def call_options(config: EngineConfig) -> CallOptions:

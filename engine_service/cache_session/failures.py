@@ -26,3 +26,8 @@ def is_invalid(error: KvkeeperError) -> bool:
 def is_out_of_sequences(error: KvkeeperError) -> bool:
     """The pool has no slot for another sequence now."""
     return error.reason == "OUT_OF_SEQUENCES"
+
+
+def is_unknown_sequence(error: KvkeeperError) -> bool:
+    """The session has no such sequence."""
+    return error.reason == "UNKNOWN_SEQUENCE"

@@ -24,7 +24,8 @@ from ..compute.model_runner import Runner
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..scheduler.plan import Plan
-from ..values.request import Sequence
+from ..values.request import Sequence, TakenBlocks
+from .failures import is_unknown_sequence
 from .kv_spec import kv_spec_of
 from .lease import Lease
 from .transfer_runner import TransferRunner
@@ -89,6 +90,26 @@ class KvMemory:
             request.start_number,
         )
         return created.start_number
+
+    async def offer(self, sequence_id: int) -> bytes:
+        """Offer a sequence, with which no step is at work, to another session. Raises KvkeeperError."""
+        return await self.session.hand_off(sequence_id)
+
+    async def take(self, offer: bytes, sequence_id: int) -> TakenBlocks:
+        """Take a sequence that another session offers, under an id of this one's. Raises KvkeeperError."""
+        taken = await self.session.take(offer, sequence_id)
+        table = np.array(taken.block_table, np.int32)
+        return TakenBlocks(sequence_id, taken.num_tokens, taken.num_committed_tokens, taken.num_reserved_tokens, table)
+
+    async def withdraw(self, sequence_id: int) -> bool:
+        """End the offer of a sequence. Whether it is still this session's. Raises KvkeeperError."""
+        try:
+            await self.session.withdraw(sequence_id)
+        except KvkeeperError as error:
+            if is_unknown_sequence(error):
+                return False
+            raise
+        return True
 
     async def renew(self, completed_step_id: int = 0) -> None:
         """Renew the lease, and report the transfer orders that ended. Raises KvkeeperError."""

@@ -29,6 +29,7 @@ from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
 from .iteration import Iteration
+from .leaving import Leaving, take_blocks
 from .open_requests import OpenRequests, with_bound
 from .sequence_creator import SequenceCreator
 from .stats import EngineStats
@@ -64,13 +65,15 @@ class Engine:
         self._creator: SequenceCreator | None = None  # of the session
         self._num_reported = 0  # steps that the cache service knows to be done
         self._stopping = False
+        self.leaving = Leaving(scheduler, requests)
+        self._idled = asyncio.Event()  # nothing is computed, and the cache service knows that
 
     # -- for other tasks
 
     def check_open(self) -> None:
         """Require that requests are taken now. Raises Draining, CacheServiceDown."""
-        if self._stopping:
-            raise Draining("the service is stopping")
+        if self._stopping or self.leaving.is_wanted:
+            raise Draining("the service is stopping" if self._stopping else "another engine takes over")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
 
@@ -83,6 +86,31 @@ class Engine:
         """Take no more requests; run_session ends once the open ones have."""
         self._stopping = True
         self._wake.all()
+
+    async def hold_requests(self) -> list[Generation]:
+        """Take no more requests, and compute nothing for the open ones, until go_on. Answers these once no step is at work, and
+        the cache service knows of all that was computed."""
+        self._idled.clear()
+        self.leaving.begin()
+        if self.memory is None:
+            self.leaving.take_out(keeps_blocks=False)
+        self._wake.all()
+        held = await self.leaving.requests()
+        if self.memory is not None:
+            await self._idled.wait()
+        return held
+
+    async def adopt(self, generation: Generation, offers: dict[int, bytes]) -> None:
+        """Queue a request of another engine, with the sequences that it offers. Raises EngineError."""
+        self.check_open()
+        memory = self.memory
+        taken = await take_blocks(self.scheduler, memory, generation, offers)
+        self.check_open()
+        self.requests.adopt(generation, taken if self.memory is memory else {})
+
+    async def go_on(self) -> None:
+        """Go on with the requests that are held and still open, and take new ones."""
+        await self.leaving.end(self.memory)
 
     def close(self) -> None:
         """End the worker thread, after the last session."""
@@ -120,6 +148,9 @@ class Engine:
         finally:
             self.memory = None
             self.on_turn(False)
+            self._idled.set()
+            if self.leaving.is_due:
+                self.leaving.take_out(keeps_blocks=False)
             self.requests.deliver()
             await self._creator.close()
             self._creator = None
@@ -130,8 +161,8 @@ class Engine:
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
         worker = self._step_worker
-        if is_guessing := self._is_guessing():
-            await self._finish(memory)  # guesses start from the tokens that are computed now
+        if (is_guessing := self._is_guessing()) or self.leaving.is_due:
+            await self._finish(memory)  # guesses start from the tokens that are computed now; requests leave between two steps
         await worker.wait_until_due(memory.lease.renew_s)
         self._note_changes()
         plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
@@ -153,6 +184,9 @@ class Engine:
         if self._creator is not None:
             self._creator.proceed()
         self.requests.end_closed()
+        if self.leaving.is_due:
+            self.leaving.take_out(keeps_blocks=True)
+        self.scheduler.enter()
 
     def _schedule(self, guesses: Mapping[int, Int32Array]) -> Plan:
         ordering = self.scheduler.waiting.ordering
@@ -227,7 +261,9 @@ class Engine:
         if self._num_reported != step_id or memory.transfers.has_unreported:
             self._num_reported = step_id
             await memory.renew(step_id)
-        elif not await wait_for(self._wake.loop, memory.lease.renew_s):
+            return
+        self._idled.set()
+        if not await wait_for(self._wake.loop, memory.lease.renew_s):
             await memory.renew()
 
     async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:

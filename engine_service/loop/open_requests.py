@@ -6,19 +6,19 @@ turns, by the tasks that submit and cancel; knows neither the session nor the wo
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import structlog
 
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..scheduler.scheduler import Scheduler
+from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.work import Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
-from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.request import Int32Array, Request, Sequence, SequenceState, TakenBlocks
 from .stats import EngineStats
 from .tracing import EngineTracing
 
@@ -41,20 +41,38 @@ class OpenRequests:
 
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
-        request = generation.request
-        max_len = self._scheduler.limits.max_len_of(request.retention)
+        self._check_new(generation.request)
+        self._check_room(generation.request.client)
+        self._queue(generation)
+
+    def adopt(self, generation: Generation, taken: Mapping[int, TakenBlocks]) -> None:
+        """Queue a request that another engine took in, or refuse it if it does not fit here. It may have tokens already.
+
+        taken: by index, the blocks of its continuations that run on.
+        """
+        self._check_new(generation.request)
+        self._stats.num_taken_over_requests += 1
+        self._queue(generation, taken)
+
+    def _check_new(self, request: Request) -> None:
         if request.request_id in self.generations:
             raise DuplicateRequest("a live request has this id")
+        self._check_fits(request)
+
+    def _check_fits(self, request: Request) -> None:
+        max_len = self._scheduler.limits.max_len_of(request.retention)
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
             raise NeverFits(with_bound(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
         if request.num_rows > (limit := self._scheduler.limits.num_rows):
             text = f"the request has {request.num_rows} beams, and at most {limit} sequences run at once"
             raise NeverFits(text, requested=request.num_rows, limit=limit)
-        self._check_room(request.client)
+
+    def _queue(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
+        request = generation.request
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, time.monotonic(), taken)
         self._tracing.begin_request(generation)
         self._wake_up()
 
@@ -68,6 +86,34 @@ class OpenRequests:
             raise QueueFull(
                 f"{limit} of the client's requests are waiting, the most that may", limit=limit, flag="--max-waiting"
             )
+
+    def take_out(self, *, keeps_blocks: bool) -> dict[Generation, list[Sequence]]:
+        """Take all open requests out of the steps, in order of arrival. They stay open, and compute nothing until put back.
+
+        keeps_blocks: of what runs, so that another session can take it. Answers the sequences that keep theirs.
+        """
+        self.deliver()
+        self.end_closed()
+        found: dict[Generation, list[Sequence]] = {}
+        for generation in list(self.generations.values()):
+            keeps = keeps_blocks and not generation.sends_all_at_the_end
+            found[generation] = self._scheduler.take_out(generation.request, keeps_blocks=keeps)
+            del self._by_request[generation.request]
+        self._wake_up()
+        return found
+
+    def put_back(self, generation: Generation) -> None:
+        """Go on with a request that was taken out, if it is still open: from the tokens that it has."""
+        if not generation.is_open:
+            return
+        try:
+            self._check_fits(generation.request)  # the session may be another one since
+        except NeverFits as error:
+            generation.fail(error)
+            return
+        self._by_request[generation.request] = generation
+        self._scheduler.put_back(generation.request)
+        self._wake_up()
 
     def cancel(self, request_id: str) -> None:
         """End an open request: its stream ends at once, its blocks are released with the next step."""
@@ -175,7 +221,7 @@ class OpenRequests:
             for sequence in generation.request.sequences:
                 if sequence.state is not SequenceState.ENDED:
                     self._scheduler.end_sequence(sequence, discard=generation.has_failed)
-            del self._by_request[generation.request]
+            self._by_request.pop(generation.request, None)  # one that was taken out is not there
         self._closed.clear()
 
     def fail(self, request: Request, error: EngineError) -> None:
@@ -190,7 +236,7 @@ class OpenRequests:
             generation.timer.cancel()
         self._stats.count_end(generation)
         self._tracing.end_request(generation)
-        log.info("request_ended", **generation.summary())
+        log.info("request_moved" if generation.has_moved else "request_ended", **generation.summary())
         self._closed.append(generation)
         self._wake_up()
 

@@ -22,6 +22,7 @@ class EngineStats:
         self.num_completed_requests = 0
         self.num_failed_requests = 0
         self.num_cancelled_requests = 0
+        self.num_handed_over_requests = self.num_taken_over_requests = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self.num_cached_tokens = 0
         self.num_prefill_tokens = 0
@@ -70,7 +71,10 @@ class EngineStats:
         self._recent.append((len(work.rows), int(work.num_new.sum()), seconds, cache_wait_seconds))
 
     def count_end(self, generation: Generation) -> None:
-        """A request that ended."""
+        """A request that ended, or goes on in another engine."""
+        if generation.has_moved:
+            self.num_handed_over_requests += 1
+            return
         state = generation.state
         self.num_completed_requests += state is RequestState.COMPLETED
         self.num_failed_requests += state is RequestState.FAILED

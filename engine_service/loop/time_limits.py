@@ -4,6 +4,7 @@ A request that makes progress may take any time, unless its client set a limit. 
 """
 
 import asyncio
+import time
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
@@ -21,10 +22,11 @@ NUM_LOOKS = 8  # without progress until a request counts as stalled
 
 
 def limit_time(generation: Generation, timeout_ms: int) -> None:
-    """End a request that many milliseconds from now. Called on the loop."""
+    """End a request that many milliseconds after its start. Called on the loop."""
     error = TimedOut(f"no token came within timeout_ms (--timeout-ms), {timeout_ms} ms", timeout_ms=timeout_ms)
     end = asyncio.get_running_loop().call_later
-    generation.timer = end(timeout_ms / 1000, generation.cut_short, FinishReason.TIMED_OUT, error)
+    left = generation.started_at + timeout_ms / 1000 - time.monotonic()
+    generation.timer = end(max(left, 0.0), generation.cut_short, FinishReason.TIMED_OUT, error)
 
 
 async def end_stalled(engine: Engine, stall_timeout: float) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import structlog
 
 from ..values.beam_values import Branch, Candidates, SearchRow
-from ..values.errors import EngineError, RequestFailed
+from ..values.errors import EngineError, RequestFailed, RequestMoved
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
 from ..values.sampling_params import SamplingParams, SamplingRow
@@ -75,6 +75,7 @@ class Generation:
     _ended: dict[int, FinishReason] = field(default_factory=dict)
     _num_taken: Counter[int] = field(default_factory=Counter)  # tokens by continuation
     _num_sent: int = 0
+    _logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by continuation, of all tokens taken
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
@@ -104,6 +105,16 @@ class Generation:
     def num_told(self) -> int:
         """The number of continuations that the client gets."""
         return self.request.n if self.best_of is None else self.best_of.num_told
+
+    @property
+    def sends_all_at_the_end(self) -> bool:
+        """Whether nothing of it is sent before its last token: started over, its client notices nothing."""
+        return self.best_of is not None or self.search is not None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether another engine goes on with it."""
+        return isinstance(self.refusal, RequestMoved)
 
     @property
     def has_failed(self) -> bool:
@@ -169,6 +180,19 @@ class Generation:
         """Log probabilities of prompt tokens from first_position on. Repeats after a preemption are ignored."""
         self._prompt_logprobs.extend(found[len(self._prompt_logprobs) + 1 - first_position :])
 
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of the prompt's tokens from the second on, as far as they are known."""
+        return self._prompt_logprobs
+
+    def logprobs_of(self, index: int) -> Sequence[TokenLogprobs]:
+        """Of the tokens of a continuation so far, also of one that ended it; empty where they are not told."""
+        return self._logprobs.get(index, ())
+
+    def num_taken_of(self, index: int) -> int:
+        """The tokens of a continuation so far, also one that ended it."""
+        return self._num_taken[index]
+
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
         try:
@@ -181,6 +205,8 @@ class Generation:
     def _take_token(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         output = self.outputs[index]
         self._num_taken[index] += 1
+        if self.num_logprobs is not None and self.best_of is None:
+            self._logprobs.setdefault(index, []).extend(logprobs)
         if self.best_of is not None:
             self.best_of.count(index, logprobs[0].logprob)
             logprobs = logprobs if self.num_logprobs is not None else ()
@@ -257,7 +283,7 @@ class Generation:
             self.refusal = refusal
             self._undelivered.append(refusal)
             self.deliver()
-            self.on_close(self)
+            self._close()
 
     def _finish(self, chunk: OutputChunk) -> bool:
         assert chunk.finish_reason is not None
@@ -271,12 +297,17 @@ class Generation:
         for each in last:
             self._put(each)
         if not self.is_open:
-            self.on_close(self)
+            self._close()
         return True
+
+    def _close(self) -> None:
+        self._logprobs.clear()
+        self.on_close(self)
 
     def summary(self) -> dict[str, object]:
         """Fields of the log line about its end."""
-        told: dict[str, object] = {"request_id": self.request.request_id, "state": self.state.name.lower()}
+        state = "moved" if self.has_moved else self.state.name.lower()
+        told: dict[str, object] = {"request_id": self.request.request_id, "state": state}
         if self.session_id:
             told["session_id"] = self.session_id
         if self.refusal is not None:

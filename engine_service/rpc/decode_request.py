@@ -22,11 +22,13 @@ from ..values.input_limits import InputLimits
 from ..values.request import Int32Array
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
+from .submission import Received
 
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
 DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000
 MAX_CHAT_MESSAGES = 4096
+MAX_CONTINUATIONS = 64
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
@@ -70,9 +72,9 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
     _check_name("tenant", request.tenant)
     _check_name("session_id", request.session_id)
     _check_metadata(request.metadata)
-    _check_range("n", n, 1, 64)
+    _check_range("n", n, 1, MAX_CONTINUATIONS)
     if best_of is not None:
-        _check_range("best_of", best_of, n, 64)
+        _check_range("best_of", best_of, n, MAX_CONTINUATIONS)
     _check_range("priority", request.priority, -1000, 1000)
     if timeout_ms is not None:
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
@@ -186,6 +188,23 @@ def wait_of(message: pb.GetRequestRequest) -> float:
     """Seconds. Raises InvalidField."""
     _check_range("wait_ms", message.wait_ms, 0, MAX_WAIT_MS)
     return message.wait_ms / 1000
+
+
+def received_of(message: pb.StreamRequestRequest) -> list[Received]:
+    """What the client has of each continuation. Raises InvalidField."""
+    _check_name("request_id", message.request_id)
+    if len(message.received) > MAX_CONTINUATIONS:
+        text = f"received: at most {MAX_CONTINUATIONS} continuations"
+        raise InvalidField(text, field="received", limit=MAX_CONTINUATIONS)
+    found: dict[int, Received] = {}
+    for place, one in enumerate(message.received):
+        field = f"received[{place}].index"
+        _check_range(field, one.index, 0, MAX_CONTINUATIONS - 1)
+        _check_range(f"received[{place}].num_tokens", one.num_tokens, 0, 2**31 - 1)
+        if one.index in found:
+            raise InvalidField(f"{field}: each continuation once", field=field)
+        found[one.index] = Received(one.index, one.num_tokens, one.has_ended)
+    return list(found.values())
 
 
 def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ..loop.iteration import Iteration
 from ..outputs.generation import Generation
 from ..scheduler.work import Task
-from ..values.output_chunk import OutputChunk
+from ..values.output_chunk import OutputChunk, Usage
 from ..values.token_logprobs import TokenLogprobs
-from .submissions import Submission
+from .submission import Submission
 
 
 def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
@@ -22,9 +22,9 @@ def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
         text=chunk.text,
         token_ids=chunk.token_ids,
         finish_reason=reason,
-        usage=pb.Usage(**dataclasses.asdict(chunk.usage)) if chunk.usage is not None else None,
-        logprobs=_logprobs_of(chunk.logprobs),
-        prompt_logprobs=_logprobs_of(chunk.prompt_logprobs),
+        usage=usage_of(chunk.usage) if chunk.usage is not None else None,
+        logprobs=logprobs_of(chunk.logprobs),
+        prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
         cumulative_logprob=chunk.cumulative_logprob,
     )
 
@@ -54,12 +54,12 @@ def results_of(generation: Generation, submission: Submission, now: float) -> pb
             text="".join(output.texts),
             token_ids=output.token_ids,
             finish_reason=reason,
-            logprobs=_logprobs_of(output.logprobs),
-            prompt_logprobs=_logprobs_of(output.prompt_logprobs),
+            logprobs=logprobs_of(output.logprobs),
+            prompt_logprobs=logprobs_of(output.prompt_logprobs),
             cumulative_logprob=output.cumulative_logprob,
         )
     if submission.usage is not None:
-        response.usage.CopyFrom(pb.Usage(**dataclasses.asdict(submission.usage)))
+        response.usage.CopyFrom(usage_of(submission.usage))
     if submission.error is not None:
         response.error.CopyFrom(pb.RequestError(reason=submission.error.reason, message=str(submission.error)))
     return response
@@ -94,7 +94,11 @@ def _plan_items(tasks: Iterable[Task]) -> list[pb.PlanItem]:
     ]
 
 
-def _logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+def usage_of(usage: Usage) -> pb.Usage:
+    return pb.Usage(**dataclasses.asdict(usage))
+
+
+def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
             token_id=one.token_id,

@@ -35,6 +35,8 @@ _COUNTERS = (
     "num_completed_requests",
     "num_failed_requests",
     "num_cancelled_requests",
+    "num_handed_over_requests",
+    "num_taken_over_requests",
     "num_preemptions",
     "num_swapped_out",
     "num_policy_switches",

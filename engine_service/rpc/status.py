@@ -25,6 +25,9 @@ _CODES = {
     "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
     "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "NOT_RECEIVED": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "REQUEST_MOVED": grpc.StatusCode.UNAVAILABLE,
+    "FOREIGN_ENGINE": grpc.StatusCode.FAILED_PRECONDITION,
+    "HAND_OVER_UNDER_WAY": grpc.StatusCode.UNAVAILABLE,
 }
 
 _RETRY_DELAYS = {
@@ -32,6 +35,7 @@ _RETRY_DELAYS = {
     "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
     "CACHE_SERVICE_DOWN": duration_pb2.Duration(seconds=1),
     "DRAINING": duration_pb2.Duration(seconds=1),
+    "HAND_OVER_UNDER_WAY": duration_pb2.Duration(seconds=1),
 }
 
 REFUSALS = Refusals(

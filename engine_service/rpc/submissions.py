@@ -8,81 +8,15 @@ the function that admits a request is handed in.
 
 import asyncio
 import time
-from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from ..outputs.generation import Generation
-from ..values.errors import DuplicateRequest, EngineError, UnknownRequest
-from ..values.output_chunk import OutputChunk, Usage
-from ..values.request import FinishReason
-from ..values.token_logprobs import TokenLogprobs
-
-_EACH_BYTES = 4096  # counted for a submission beside its results
-_CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
+from ..values.errors import DuplicateRequest, EngineError, RequestMoved, UnknownRequest
+from ..values.output_chunk import OutputChunk
+from .submission import Submission
 
 Admit = Callable[[Callable[[OutputChunk | EngineError], None]], Awaitable[Generation]]
-
-
-@dataclass(slots=True)
-class Output:
-    """What one continuation has given so far."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    cumulative_logprob: float | None = None
-
-    def close(self) -> int:
-        """Nothing more comes. About how many bytes it takes from now on."""
-        self.texts = ["".join(self.texts)]
-        num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
-        return len(self.texts[0]) * _CHAR_BYTES + len(self.token_ids) * self.token_ids.itemsize + num_logprobs * _LOGPROB_BYTES
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """One submitted request. generation is None while it is being admitted."""
-
-    digest: bytes
-    admitted: asyncio.Future[None]
-    generation: Generation | None = None
-    outputs: dict[int, Output] = field(default_factory=dict)
-    usage: Usage | None = None
-    error: EngineError | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
-    on_end: Callable[["Submission"], None] = lambda submission: None
-    ended_at: float = 0.0
-    num_bytes: int = 0  # once it has ended
-
-    def add_output(self, chunk: OutputChunk | EngineError) -> None:
-        """What the loop hands over: the next chunk, or the error that ends the request."""
-        if isinstance(chunk, EngineError):
-            self.error = chunk
-            return self._end()
-        output = self.outputs.setdefault(chunk.index, Output())
-        output.texts.append(chunk.text)
-        output.token_ids.extend(chunk.token_ids)
-        output.logprobs.extend(chunk.logprobs)
-        output.prompt_logprobs.extend(chunk.prompt_logprobs)
-        output.finish_reason, output.cumulative_logprob = chunk.finish_reason, chunk.cumulative_logprob
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-            self._end()
-        return None
-
-    def _end(self) -> None:
-        self.ended_at = time.monotonic()
-        self.num_bytes = _EACH_BYTES + sum(output.close() for output in self.outputs.values())
-        if self.generation is not None:
-            self.num_bytes += self.generation.request.prompt.nbytes
-            self.generation.constraints = ()  # it draws no more tokens, and grammars take memory
-        self.ended.set()
-        self.on_end(self)
 
 
 class Submissions:
@@ -99,30 +33,51 @@ class Submissions:
         """Admit the request once. Raises DuplicateRequest, or the error of admit, which leaves nothing behind."""
         self._forget_old()
         known = self._by_id.get(request_id)
-        if known is not None:
-            if known.digest != digest:
-                raise DuplicateRequest("a request with this id was submitted with other contents")
-            await asyncio.shield(known.admitted)
+        if known is None:
+            await self._admit(request_id, digest, admit)
             return
+        if known.digest != digest:
+            raise DuplicateRequest("a request with this id was submitted with other contents")
+        await asyncio.shield(known.admitted)
+
+    async def adopt(self, request_id: str, digest: bytes, admit: Admit) -> Submission:
+        """Admit a request of another engine; digest: empty where it was not submitted there. Raises as submit does."""
+        self._forget_old()
+        if request_id in self._by_id:
+            raise DuplicateRequest("a request with this id is known here")
+        return await self._admit(request_id, digest, admit)
+
+    def drop(self, request_id: str) -> None:
+        """End a request and forget it: it goes on in another engine."""
+        if (submission := self._by_id.get(request_id)) is not None:
+            self._forget(request_id)
+            if submission.generation is not None:
+                submission.generation.cancel()
+
+    def digest_of(self, request_id: str) -> bytes:
+        """Of the submission of a request; empty for one that was not submitted."""
+        submission = self._by_id.get(request_id)
+        return b"" if submission is None else submission.digest
+
+    async def _admit(self, request_id: str, digest: bytes, admit: Admit) -> Submission:
         admitted = asyncio.get_running_loop().create_future()
         submission = self._by_id[request_id] = Submission(digest, admitted, on_end=partial(self._note_end, request_id))
         try:
             submission.generation = await admit(submission.add_output)
         except BaseException as error:
-            self._forget(request_id)
+            if self._by_id.get(request_id) is submission:
+                self._forget(request_id)
             submission.admitted.set_exception(
                 error if isinstance(error, EngineError) else UnknownRequest("the request was not admitted")
             )
             submission.admitted.exception()  # calls that wait for it get it; that none waits is no fault
             raise
         submission.admitted.set_result(None)
+        return submission
 
     async def wait(self, request_id: str, seconds: float) -> tuple[Generation, Submission]:
-        """The submission when it has ended, or after so many seconds. Raises UnknownRequest."""
-        self._forget_old()
-        submission = self._by_id.get(request_id)
-        if submission is None:
-            raise UnknownRequest("no request with this id was submitted, or its results are no longer kept")
+        """The submission when it has ended, or after so many seconds. Raises UnknownRequest, RequestMoved."""
+        submission = self._find(request_id)
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.shield(submission.admitted)
@@ -133,7 +88,22 @@ class Submissions:
             raise UnknownRequest("the request is being admitted")
         if submission.ended.is_set():
             submission.fetched.set()
+        if isinstance(submission.error, RequestMoved):
+            raise submission.error
         return submission.generation, submission
+
+    async def admitted(self, request_id: str) -> Submission:
+        """The submission, once it is admitted. Raises UnknownRequest, or the error of admit."""
+        submission = self._find(request_id)
+        await asyncio.shield(submission.admitted)
+        return submission
+
+    def _find(self, request_id: str) -> Submission:
+        self._forget_old()
+        submission = self._by_id.get(request_id)
+        if submission is None:
+            raise UnknownRequest("no request with this id was submitted, or its results are no longer kept")
+        return submission
 
     async def wait_fetched(self) -> None:
         """Until all requests that were submitted so far have ended, and their results are fetched or forgotten."""

@@ -68,7 +68,7 @@ class Planner:
         if nothing_runs or state.headroom.allows_starts(num_growing):
             starts, swapped_in = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised, room)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
-        ended_rows = order[running.ended[order]]
+        ended_rows = order[running.ended[order] & ~running.kept[order]]
         swap_rows = ended_rows[running.swapping[ended_rows]]
         if len(swap_rows):
             ended_rows = ended_rows[~running.swapping[ended_rows]]

@@ -10,9 +10,10 @@ schedule, apply, advance. Pure: values in, values out; no clock, no wire. All ca
 
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from ..values.beam_values import Branch
-from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState, TakenBlocks
 from .apply_answer import AnswerApplier
 from .beam_forks import BeamForks
 from .drawn_tokens import DrawnTokens
@@ -28,6 +29,8 @@ from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
 from .state.waiting import WaitingSequences
 from .work import Work
+
+NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
 
 
 class Scheduler:
@@ -88,16 +91,69 @@ class Scheduler:
 
     # -- beside the steps
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
         """Queue a request that arrives now. now: seconds of any monotone clock.
 
-        Its first sequence must be created in the cache service before it can start.
+        Its first sequence must be created in the cache service before it can start. A request that is started over brings
+        sequences with tokens of their own. taken: by index, the blocks that come with them; these need no start.
         """
         state = self.state
         assert 0 < len(request.prompt) < request.max_len <= state.limits.max_len_of(request.retention)
         request.arrival, state.num_arrivals = state.num_arrivals, state.num_arrivals + 1
         request.arrived_at = state.waiting.now = max(now, state.waiting.now)
-        state.waiting.put(request.sequences[0], is_new=True)
+        for sequence in request.sequences:
+            if sequence.index in taken and sequence.state is SequenceState.NEW:
+                state.entering[sequence] = taken[sequence.index]
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request that was taken out, at its old place; each of its sequences starts with the tokens that it holds."""
+        for sequence in request.sequences:
+            if sequence.state is SequenceState.NEW and sequence not in self.state.entering:
+                self.state.waiting.put(sequence, is_new=not sequence.num_output)
+
+    def enter(self) -> None:
+        """Between two steps: give rows to the sequences that come with blocks, as far as there are any."""
+        state = self.state
+        running, waiting = state.running, state.waiting
+        for sequence, taken in state.entering.items():
+            waiting.num_known += 1
+            if sequence.state is SequenceState.NEW and running.num_free_rows > self.planner.promised_rows().total():
+                sequence.sequence_id = taken.sequence_id
+                move_to(sequence, SequenceState.RUNNING)
+                running.add(sequence, taken.num_computed, taken.num_tokens, taken.num_reserved, taken.table)
+                continue
+            waiting.releases.append(taken.sequence_id)
+            if sequence.state is SequenceState.NEW:
+                waiting.put(sequence, is_new=not sequence.num_output)
+        state.entering.clear()
+
+    def take_out(self, request: Request, *, keeps_blocks: bool = False) -> list[Sequence]:
+        """Take a request out of the queue and of the steps, with the tokens that it has; what is computed now is dropped.
+
+        The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go.
+        Answers these.
+        """
+        held, kept, running = [], [], self.state.running
+        keeps_blocks = keeps_blocks and not request.unforked
+        for sequence in request.sequences:
+            has_ended = sequence.state is SequenceState.ENDED or self.state.rests(sequence)
+            held.append(HeldTokens(sequence.index, self.state.tokens_of(sequence).copy(), has_ended))
+            if keeps_blocks and sequence.state is SequenceState.RUNNING:
+                running.kept[sequence.row] = True
+                kept.append(sequence)
+            if sequence.state is not SequenceState.ENDED:
+                self.end_sequence(sequence)
+        request.start_over(held)
+        return kept
+
+    def let_go(self, sequence: Sequence, *, is_taken: bool) -> None:
+        """A kept sequence is another session's, or else the next step releases it. Nothing where its session has ended."""
+        if sequence.row is not None:
+            self.state.running.kept[sequence.row] = False
+            if is_taken:
+                self.state.running.remove(sequence)
+                self.state.waiting.num_known -= 1
 
     def next_to_create(self) -> Sequence | None:
         """The next sequence to create in the cache service, now CREATING; None: none for now."""
@@ -142,6 +198,10 @@ class Scheduler:
         for sequence in state.loading.values():
             waiting.put(sequence)
         state.loading.clear()
+        for sequence in state.entering:
+            if sequence.state is SequenceState.NEW:
+                waiting.put(sequence, is_new=not sequence.num_output)
+        state.entering.clear()
         waiting.forget_session()
         state.start_session(limits)
         requests = {sequence.request: None for sequence in waiting.sequences}
@@ -197,7 +257,8 @@ class Scheduler:
     def is_empty(self) -> bool:
         """No sequence is known here, and none has to be released."""
         state = self.state
-        return not (state.waiting.sequences or state.running.by_id or state.waiting.releases or state.loading)
+        queued = state.waiting.sequences or state.waiting.releases or state.entering
+        return not (queued or state.running.by_id or state.loading)
 
     def tokens_of(self, sequence: Sequence) -> Int32Array:
         """Prompt and output so far; a view, valid until the sequence gets another token."""

@@ -104,6 +104,24 @@ class Draining(EngineError):
     reason = "DRAINING"
 
 
+class RequestMoved(EngineError):
+    """The request goes on in another engine. Metadata: address, request_id."""
+
+    reason = "REQUEST_MOVED"
+
+
+class ForeignEngine(EngineError):
+    """The engine that asks to take over computes something else. Metadata: field."""
+
+    reason = "FOREIGN_ENGINE"
+
+
+class HandOverUnderWay(EngineError):
+    """The requests are being handed over to another engine."""
+
+    reason = "HAND_OVER_UNDER_WAY"
+
+
 class NotImplementedYet(EngineError):
     """Part of the protocol, not of this build. Metadata: feature."""
 

@@ -76,6 +76,26 @@ class Sequence:
     place: tuple[float, int, int] = (0.0, 0, 0)  # while it waits: rank, then arrival, then index; the smallest is first
 
 
+@dataclass(frozen=True, slots=True)
+class HeldTokens:
+    """What one continuation has while no scheduler knows it: token_ids [prompt + output]."""
+
+    index: int
+    token_ids: Int32Array
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBlocks:
+    """A running sequence of another session that is this one's now, under this id: its counters and its block table."""
+
+    sequence_id: int
+    num_tokens: int  # whose ids the cache service knows
+    num_computed: int
+    num_reserved: int
+    table: Int32Array
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A client's request."""
@@ -106,6 +126,23 @@ class Request:
             first,
             *(Sequence(self, index, self.prompt, SequenceState.UNFORKED, parent=first) for index in others),
         ]
+
+    def start_over(self, held: SequenceOf[HeldTokens]) -> None:
+        """Make the sequences anew, each with what it holds. Those without a token of their own are forked from the first's
+        prompt, if that has none either."""
+        first: Sequence | None = None
+        sequences: list[Sequence] = []
+        for one in held:
+            num_output = len(one.token_ids) - len(self.prompt)
+            is_unforked = first is not None and not num_output
+            state = SequenceState.UNFORKED if is_unforked else SequenceState.NEW
+            sequence = Sequence(self, one.index, one.token_ids, SequenceState.ENDED if one.has_ended else state)
+            sequence.num_output = num_output
+            sequence.parent = first if is_unforked else None
+            if not sequences and not num_output and not one.has_ended:
+                first = sequence
+            sequences.append(sequence)
+        self.sequences = sequences
 
     @property
     def max_len(self) -> int:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling
 from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 TEXTS = ["", "a", "bc", "é"]  # text of token i, by i % 4
 GONE = KvkeeperError(grpc.StatusCode.UNAVAILABLE)
@@ -43,6 +44,25 @@ def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int
         assert [token for chunk in own for token in chunk.token_ids] == list(range(20))
         assert "".join(chunk.text for chunk in own) == "".join(TEXTS[token % 4] for token in range(20))
         assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == ["length"]
+
+
+@given(breaks=st.lists(st.integers(0, 20), max_size=4), chunks=cuts)
+def test_a_client_that_follows_is_sent_what_it_does_not_have(breaks: list[int], chunks: list[int]) -> None:
+    received = Received(10.0, is_submitted=True)
+    taken: list[OutputChunk] = []
+    have = 0
+    for end in [*sorted(breaks), 20]:
+        told = {one.index: (one.num_tokens, one.has_ended) for one in received.outputs()}
+        assert told == ({0: (have, have == 20)} if have else {})
+        for chunk in chunks_of(20, [*chunks, end, have]):
+            if chunk.token_ids and have <= chunk.token_ids[0] and chunk.token_ids[-1] < end:
+                new = received.new_part(chunk)
+                assert new == chunk, "a stream that goes on repeats nothing"
+                taken.append(chunk)
+        have = max(have, end)
+        assert received.may_ask_again(GONE, 0.0)
+    assert [token for chunk in taken for token in chunk.token_ids] == list(range(20))
+    assert received.outputs() == [pb.ReceivedOutput(index=0, num_tokens=20, has_ended=True)]
 
 
 def test_an_ended_continuation_says_nothing_more() -> None:

@@ -1,14 +1,8 @@
 """The engine service as a process: configs that it refuses, and that its death leaves the cache warm."""
 
-import asyncio
-import contextlib
-import json
-import os
 import re
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,34 +14,11 @@ from kvkeeper.engine_service.config import ConfigError, EngineConfig, load_confi
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.server import StartError, start_server
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
-from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output
+from tests.support.processes.engine_command import engine_process, ready
+from tests.support.processes.service_pair import Services, generate, toy_output
 
 RunMain = Callable[[list[str]], tuple[int, str]]
 PROMPT = list(range(3, 16))
-
-
-@contextlib.asynccontextmanager
-async def engine_process(*flags: str) -> AsyncIterator[Process]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvkeeper.engine_service", "--model", "hash-toy", "--block-size", "4", *flags]
-    process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]  # its pipes would close after the loop
-
-
-async def ready(process: Process) -> None:
-    """Wait until the log says so."""
-    assert process.stderr is not None
-    async with asyncio.timeout(DEADLINE_S):
-        while line := await process.stderr.readline():
-            if json.loads(line)["event"] == "ready":
-                return
-    raise AssertionError("the engine ended before it was ready")
 
 
 @pytest.fixture(scope="session")

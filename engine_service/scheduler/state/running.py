@@ -41,6 +41,7 @@ class RunningSequences:
         self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
         self.num_retaining = 0  # rows with a window
         self.ended = np.zeros(num_rows, bool)  # or preempted: it computes no more, and leaves with the next step
+        self.kept = np.zeros(num_rows, bool)  # ended here, and offered to another session: not released
         self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
         self.searches = np.zeros(num_rows, bool)  # lists of beam searches
         self.num_searching = 0  # of them
@@ -97,7 +98,7 @@ class RunningSequences:
         self.num_computing[row] = self.num_drawing[row] = 0
         self.num_blocks[row] = len(table)
         self.tables[row, : len(table)] = table
-        self.ended[row] = self.swapping[row] = self.discarded[row] = False
+        self.ended[row] = self.kept[row] = self.swapping[row] = self.discarded[row] = False
         self.searches[row] = is_search = sequence.request.num_beams is not None
         self.num_searching += is_search
         self.num_sink[row] = self.num_window[row] = 0

@@ -1,10 +1,10 @@
 """SchedulerState: the state that the scheduler's parts share, and small questions about it that several parts ask.
 
-Owns running rows, waiting, loading and unforked sequences, the pool's limits, what is known of its blocks, the costs of
-preemption, and the counters. Each part changes what its own verbs are about. Pure.
+Owns running rows, waiting, entering, loading and unforked sequences, the pool's limits, what is known of its blocks, the costs
+of preemption, and the counters. Each part changes what its own verbs are about. Pure.
 """
 
-from ...values.request import Int32Array, Sequence
+from ...values.request import Int32Array, Sequence, TakenBlocks
 from .client_shares import DecodeCosts
 from .headroom import Headroom
 from .limits import Limits
@@ -22,6 +22,7 @@ class SchedulerState:
         self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each is to get a row
         self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed
+        self.entering: dict[Sequence, TakenBlocks] = {}  # with blocks that another session had; each is to get a row
         self.costs = Costs()
         self.decode_costs = DecodeCosts()
         self.prompt_shares = PromptShares()

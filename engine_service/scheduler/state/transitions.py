@@ -1,6 +1,7 @@
 """The states of a sequence and the transitions between them: one table, and the one function that sets a state.
 
-A sequence is born NEW, as the first of its request, or UNFORKED, as a continuation. A new session starts everything that
+A sequence is born NEW, as the first of its request or with tokens of its own, or UNFORKED, as a continuation; of a request that
+is started over also ENDED, where it had ended before. A new session starts everything that
 lives again, because its cache service knows no sequence of the one before. ENDED is final. Pure.
 """
 
@@ -11,6 +12,7 @@ _S = SequenceState
 TRANSITIONS: dict[tuple[SequenceState, SequenceState], str] = {
     (_S.UNFORKED, _S.RUNNING): "forked from its parent",
     (_S.UNFORKED, _S.NEW): "its parent cannot be forked: it starts alone",
+    (_S.NEW, _S.RUNNING): "taken over with its blocks",
     (_S.NEW, _S.CREATING): "the cache service is being told of it",
     (_S.CREATING, _S.WAITING): "the cache service knows it",
     (_S.CREATING, _S.NEW): "no slot was free, or the session is new",

@@ -34,7 +34,7 @@ class WaitingSequences:
 
     def put(self, sequence: Sequence, *, is_new: bool = False) -> None:
         """Queue the sequence at its place. One that is not new had its turn, and later ones do not overtake it."""
-        if not is_new:
+        if sequence.state is not SequenceState.NEW:
             move_to(sequence, SequenceState.NEW)
         sequence.sequence_id, sequence.had_turn = None, not is_new
         self._join(sequence, len(sequence.token_ids))

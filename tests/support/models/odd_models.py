@@ -2,9 +2,11 @@
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 
 import torch
 
+from kvkeeper.engine_service.compute.model_runner import Runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
@@ -44,28 +46,43 @@ def odd_model(gate: threading.Event | None = None) -> ServedModel:
 
 
 class LateGate:
-    """Where the toy's steps wait once a sequence has come to so many tokens. is_reached is set with the first that does."""
+    """Where a model's steps wait once a sequence has come to so many tokens. is_reached is set with the first that does."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.is_reached, self.is_open = threading.Event(), threading.Event()
 
 
-class LateGateRunner(HashToyRunner):
-    """The toy behind a LateGate."""
+class LateGateRunner:
+    """A runner behind a LateGate."""
 
-    def __init__(self, kv_view: torch.Tensor, layout: KvLayout, gate: LateGate) -> None:
-        super().__init__(HashToyConfig(), kv_view, layout)
-        self._gate = gate
+    def __init__(self, runner: Runner, gate: LateGate) -> None:
+        self._runner, self._gate = runner, gate
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._runner.layout
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if int(max(batch.seq_lens)) >= self._gate.num_tokens:
             self._gate.is_reached.set()
             self._gate.is_open.wait(30)
-        return super().forward(batch)
+        return self._runner.forward(batch)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._runner.copy_blocks(pairs)
+
+    def synchronize(self) -> None:
+        self._runner.synchronize()
 
 
-def late_gate_model(gate: LateGate) -> ServedModel:
-    """The hash toy's ServedModel on a LateGateRunner."""
-    toy = load_served_model(EngineConfig(model=HASH_TOY))
-    return dataclasses.replace(toy, make_runner=lambda kv_view, layout: LateGateRunner(kv_view, layout, gate))
+def late_gate_model(gate: LateGate, model: ServedModel | None = None) -> ServedModel:
+    """A model, by default the hash toy, on a LateGateRunner."""
+    served = model or load_served_model(EngineConfig(model=HASH_TOY))
+    return dataclasses.replace(
+        served, make_runner=lambda kv_view, layout: LateGateRunner(served.make_runner(kv_view, layout), gate)
+    )

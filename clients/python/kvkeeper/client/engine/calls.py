@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from kvkeeper.client.engine.prompts import Prompt, set_prompt
@@ -168,6 +168,10 @@ def submit_request(prompt: Prompt, options: GenerateOptions) -> pb.SubmitRequest
     request = generate_request(prompt, options)
     request.request_id = request.request_id or str(uuid.uuid4())
     return pb.SubmitRequestRequest(request=request)
+
+
+def stream_request(request_id: str, received: Iterable[pb.ReceivedOutput]) -> pb.StreamRequestRequest:
+    return pb.StreamRequestRequest(request_id=request_id, received=received)
 
 
 def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetRequestRequest:

@@ -1,7 +1,8 @@
 """The engine service for asyncio and for threads: text in, text out.
 
 generate() gives a stream of chunks; its usage is set when it has ended. Leave it through `with` or close(): that cancels a
-stream left early, which frees the request's blocks. Every call raises KvkeeperError.
+stream left early, which frees the request's blocks. follow() gives such a stream of a submitted request, which goes on without
+it. Every call raises KvkeeperError.
 """
 
 import asyncio
@@ -23,10 +24,11 @@ from kvkeeper.client.engine.calls import (
     list_page,
     result_of,
     stream_options,
+    stream_request,
     submit_request,
     usage_of,
 )
-from kvkeeper.client.engine.resubmit import PAUSE_S, Received, repeatable
+from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
@@ -41,6 +43,8 @@ class EngineClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._others: dict[str, Transport] = {}  # by address, to engines that took over from the first
+        self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -54,20 +58,37 @@ class EngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return Generation(call, options.resubmit_s, span)
+        start = partial(self._start, request, patience, span)
+        return Generation(start, Received(options.resubmit_s), span)
 
     def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return self._call("SubmitRequest", request).request_id
 
+    def follow(self, request_id: str, reconnect_s: float = 10.0) -> "Generation":
+        """The output of a submitted request from its beginning, as it comes.
+
+        Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
+        """
+        patience, span = stream_options(self._transport.options, None), GenerateSpan(None)
+        received = Received(reconnect_s, is_submitted=True, request_id=request_id, is_followed=True)
+        return Generation(partial(self._start, None, patience, span), received, span)
+
     def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            try:
+                transport = self._transport_to(self._moved.get(request_id, ""))
+                request = get_request(request_id, left, transport.options)
+                found = result_of(transport.call(transport.stub.GetRequest, request))
+            except KvkeeperError as error:
+                if not (address := address_in(error)):
+                    raise
+                self._moved[request_id] = address
+                continue
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -120,7 +141,26 @@ class EngineClient:
                 return tuple(rows)
 
     def close(self) -> None:
-        self._transport.close()
+        for transport in (self._transport, *self._others.values()):
+            transport.close()
+
+    def _transport_to(self, address: str) -> Transport:
+        """The channel to an engine that took over; empty: to the client's own."""
+        if not address:
+            return self._transport
+        if address not in self._others:
+            self._others[address] = Transport(address, self._transport.options, pb_grpc.EngineServiceStub)
+        return self._others[address]
+
+    def _start(
+        self, request: pb.GenerateRequest | None, patience: CallOptions, span: GenerateSpan, received: Received
+    ) -> Stream:
+        """The stream of a request, or the rest of it; request: None where it was submitted."""
+        transport = self._transport_to(received.address)
+        if received.is_followed or request is None:
+            rest = stream_request(received.request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, rest, patience, span.metadata)
+        return transport.stream(transport.stub.Generate, request, patience, span.metadata)
 
     def _call(self, method: str, request: Any) -> Any:
         return self._transport.call(getattr(self._transport.stub, method), request)
@@ -129,11 +169,12 @@ class EngineClient:
 class Generation:
     """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
-    def __init__(self, start: Callable[[], Stream], resubmit_s: float, span: GenerateSpan) -> None:
+    def __init__(self, start: Callable[[Received], Stream], received: Received, span: GenerateSpan) -> None:
+        """start: of a stream, which begins behind what was received where that says so."""
         self._start = start
         self._span = span
-        self._stream = start()
-        self._received = Received(resubmit_s)
+        self._stream = start(received)
+        self._received = received
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -151,12 +192,15 @@ class Generation:
             try:
                 message = next(self._stream)
             except KvkeeperError as error:
+                if self._received.may_follow(error):
+                    self._stream = self._start(self._received)
+                    continue
                 if not self._received.may_ask_again(error, time.monotonic()):
                     self._span.fail(error)
                     raise
                 self._span.repeat()
                 time.sleep(PAUSE_S)
-                self._stream = self._start()
+                self._stream = self._start(self._received)
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
@@ -166,7 +210,7 @@ class Generation:
                 return chunk
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """End the stream, and with it a request of generate() that still runs."""
         self._stream.cancel()
         self._span.end()
 
@@ -176,6 +220,8 @@ class AsyncEngineClient:
 
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+        self._others: dict[str, AsyncTransport] = {}  # by address, to engines that took over from the first
+        self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
         self._tasks: set[asyncio.Task[None]] = set()  # of call_back
 
     async def __aenter__(self) -> "AsyncEngineClient":
@@ -190,20 +236,37 @@ class AsyncEngineClient:
         request = generate_request(prompt, options)
         patience = stream_options(self._transport.options, options.timeout_ms)
         span = begin_generate(options)
-        call = partial(self._transport.stream, self._transport.stub.Generate, request, patience, span.metadata)
-        return AsyncGeneration(call, options.resubmit_s, span)
+        start = partial(self._start, request, patience, span)
+        return AsyncGeneration(start, Received(options.resubmit_s), span)
 
     async def submit(self, prompt: Prompt, options: GenerateOptions | None = None) -> str:
         """Have a prompt continued without staying connected. Returns the id of its results; safe to repeat with one id."""
         request = submit_request(prompt, options or GenerateOptions())
         return (await self._call("SubmitRequest", request)).request_id
 
+    def follow(self, request_id: str, reconnect_s: float = 10.0) -> "AsyncGeneration":
+        """The output of a submitted request from its beginning, as it comes.
+
+        Where the connection breaks, the stream goes on from there; reconnect_s: for how long the engine may be away.
+        """
+        patience, span = stream_options(self._transport.options, None), GenerateSpan(None)
+        received = Received(reconnect_s, is_submitted=True, request_id=request_id, is_followed=True)
+        return AsyncGeneration(partial(self._start, None, patience, span), received, span)
+
     async def result(self, request_id: str, wait_s: float = 0.0) -> Result:
         """The output of a submitted request so far: when it has ended, or after wait_s at the latest."""
         deadline = time.monotonic() + wait_s
         while True:
             left = deadline - time.monotonic()
-            found = result_of(await self._call("GetRequest", get_request(request_id, left, self._transport.options)))
+            try:
+                transport = self._transport_to(self._moved.get(request_id, ""))
+                request = get_request(request_id, left, transport.options)
+                found = result_of(await transport.call(transport.stub.GetRequest, request))
+            except KvkeeperError as error:
+                if not (address := address_in(error)):
+                    raise
+                self._moved[request_id] = address
+                continue
             if found.has_ended or time.monotonic() >= deadline:
                 return found
 
@@ -258,7 +321,26 @@ class AsyncEngineClient:
                 return tuple(rows)
 
     async def close(self) -> None:
-        await self._transport.close()
+        for transport in (self._transport, *self._others.values()):
+            await transport.close()
+
+    def _transport_to(self, address: str) -> AsyncTransport:
+        """The channel to an engine that took over; empty: to the client's own."""
+        if not address:
+            return self._transport
+        if address not in self._others:
+            self._others[address] = AsyncTransport(address, self._transport.options, pb_grpc.EngineServiceStub)
+        return self._others[address]
+
+    def _start(
+        self, request: pb.GenerateRequest | None, patience: CallOptions, span: GenerateSpan, received: Received
+    ) -> AsyncStream:
+        """The stream of a request, or the rest of it; request: None where it was submitted."""
+        transport = self._transport_to(received.address)
+        if received.is_followed or request is None:
+            rest = stream_request(received.request_id, received.outputs())
+            return transport.stream(transport.stub.StreamRequest, rest, patience, span.metadata)
+        return transport.stream(transport.stub.Generate, request, patience, span.metadata)
 
     async def _call(self, method: str, request: Any) -> Any:
         return await self._transport.call(getattr(self._transport.stub, method), request)
@@ -267,11 +349,12 @@ class AsyncEngineClient:
 class AsyncGeneration:
     """The chunks of one request as they come. request_id is set with the first chunk, usage after the last."""
 
-    def __init__(self, start: Callable[[], AsyncStream], resubmit_s: float, span: GenerateSpan) -> None:
+    def __init__(self, start: Callable[[Received], AsyncStream], received: Received, span: GenerateSpan) -> None:
+        """start: of a stream, which begins behind what was received where that says so."""
         self._start = start
         self._span = span
-        self._stream = start()
-        self._received = Received(resubmit_s)
+        self._stream = start(received)
+        self._received = received
         self.request_id = ""
         self.usage: Usage | None = None
 
@@ -289,12 +372,15 @@ class AsyncGeneration:
             try:
                 message = await self._stream.__anext__()
             except KvkeeperError as error:
+                if self._received.may_follow(error):
+                    self._stream = self._start(self._received)
+                    continue
                 if not self._received.may_ask_again(error, time.monotonic()):
                     self._span.fail(error)
                     raise
                 self._span.repeat()
                 await asyncio.sleep(PAUSE_S)
-                self._stream = self._start()
+                self._stream = self._start(self._received)
                 continue
             self.request_id = message.request_id
             self.usage = usage_of(message) or self.usage
@@ -304,7 +390,7 @@ class AsyncGeneration:
                 return chunk
 
     def close(self) -> None:
-        """End the request if it still runs."""
+        """End the stream, and with it a request of generate() that still runs."""
         self._stream.cancel()
         self._span.end()
 

@@ -1,7 +1,10 @@
-"""Asking for the same output again after the engine has gone, and taking only the new part of it: pure.
+"""Going on with a request's output after its stream broke, and taking only the new part of it: pure.
 
-A request's tokens are a function of its prompt, parameters and seed, so the same request with the same seed repeats what was
-received before and then goes on. The new part is found by counting each continuation's tokens and characters.
+There are two ways. A submitted request goes on without its client, and a request that another engine took over waits there for
+its client: either is followed from where it was (StreamRequest). Any other request ends with its stream, and is sent again. Its
+tokens are a function of its prompt, parameters and seed, so the same
+request with the same seed repeats what was received before and then goes on. The new part is found by counting each
+continuation's tokens and characters.
 """
 
 import secrets
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 PAUSE_S = 0.1
 
@@ -26,9 +30,18 @@ def repeatable(options: GenerateOptions) -> GenerateOptions:
 
 @dataclass
 class Received:
-    """What one request has received over all its attempts."""
+    """What one request has received over all its attempts.
+
+    resubmit_s: seconds to ask again after the engine went away; is_submitted: the request goes on meanwhile.
+    address: of the engine that took the request over; empty: of the client's own.
+    request_id: of the request to follow. is_followed: the next stream goes on behind what is here.
+    """
 
     resubmit_s: float
+    is_submitted: bool = False
+    request_id: str = ""
+    address: str = ""
+    is_followed: bool = False
     _tokens: Counter[int] = field(default_factory=Counter)  # by continuation
     _chars: Counter[int] = field(default_factory=Counter)
     _ended: set[int] = field(default_factory=set)
@@ -63,16 +76,43 @@ class Received:
         )
         return new if new.text or new.token_ids or new.prompt_logprobs or new.finish_reason is not None else None
 
+    def outputs(self) -> list[pb.ReceivedOutput]:
+        """How much of each continuation is here, for a stream that goes on behind it."""
+        indices = sorted({*self._tokens, *self._ended})
+        return [
+            pb.ReceivedOutput(index=index, num_tokens=self._tokens[index], has_ended=index in self._ended) for index in indices
+        ]
+
+    def may_follow(self, error: KvkeeperError) -> bool:
+        """Whether to follow the request at once, to the engine that took it over."""
+        moved_to = address_in(error)
+        if not moved_to:
+            return False
+        self.address, self.request_id = moved_to, error.metadata.get("request_id", self.request_id)
+        self._go_on(is_followed=True)
+        return True
+
     def may_ask_again(self, error: KvkeeperError, now: float) -> bool:
-        """Whether to send the request once more after PAUSE_S; now is the time of any monotone clock."""
+        """Whether to ask once more after PAUSE_S; now is the time of any monotone clock."""
         # Where only the connection was lost, the first attempt's cancellation may not have reached the engine yet.
         is_transient = error.unavailable or (error.reason == "DUPLICATE_REQUEST" and self._num_attempts > 1)
+        # A request that was taken over ended with the engine that had it.
+        is_transient |= error.reason == "UNKNOWN_REQUEST" and self.is_followed and not self.is_submitted
         if not self.resubmit_s or not is_transient:
             return False
         self._give_up_at = self._give_up_at or now + self.resubmit_s
         if now + PAUSE_S > self._give_up_at:
             return False
         self._num_attempts += 1
-        self._tokens_now.clear()
-        self._chars_now.clear()
+        self._go_on(is_followed=self.is_submitted)
         return True
+
+    def _go_on(self, *, is_followed: bool) -> None:
+        self.is_followed = is_followed
+        self._tokens_now = self._tokens.copy() if is_followed else Counter()
+        self._chars_now = self._chars.copy() if is_followed else Counter()
+
+
+def address_in(error: KvkeeperError) -> str:
+    """The address of the engine that took over the request that the error is about; empty: none did."""
+    return error.metadata.get("address", "") if error.reason == "REQUEST_MOVED" else ""

@@ -1,0 +1,203 @@
+"""Admission: a message becomes a request that is queued, on the engine and the model.
+
+Owns the bytes that open requests hold, and their messages, which another engine needs to go on with them. Limits of fields are
+in decode_request.py.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.methods import peer
+from kvkeeper.service.turns import leave_place
+
+from ..compute.served_model import ServedModel
+from ..config import EngineConfig
+from ..loop.engine import Engine
+from ..loop.time_limits import limit_time
+from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
+from ..outputs.best_of import BestOf
+from ..outputs.constraint import Constraint
+from ..outputs.generation import Generation
+from ..outputs.stopping import StopRules
+from ..text_workers.text_work import TextWork
+from ..values.errors import EngineError, InvalidField, NeverFits
+from ..values.output_chunk import OutputChunk
+from ..values.request import Int32Array, Request
+from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, options_of, token_array
+from .request_memory import RequestMemory
+
+Send = Callable[[OutputChunk | EngineError], None]
+BringOn = Callable[[Generation], Awaitable[None]]
+
+
+class Admission:
+    """Takes requests in, new ones and those of another engine."""
+
+    def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork) -> None:
+        self.memory = RequestMemory(config.request_memory)
+        self._config, self._model, self._engine, self._text_work = config, model, engine, text_work
+        self._messages: dict[Generation, pb.GenerateRequest] = {}  # of open requests
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a sequence; before the first session, the model's own limit."""
+        return self._engine.scheduler.limits.max_len or self._model.max_len
+
+    async def admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
+        """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError."""
+
+        async def submit(generation: Generation) -> None:
+            self._engine.submit(generation)
+
+        return await self._hold(message, send, submit)
+
+    async def adopt(self, message: pb.GenerateRequest, bring_on: BringOn, offers: dict[int, bytes], send: Send) -> Generation:
+        """Queue a request of another engine. bring_on: brings it to where it was there; offers: of its sequences, by index.
+
+        send gets its output from the beginning. Raises EngineError.
+        """
+
+        async def adopt(generation: Generation) -> None:
+            await bring_on(generation)
+            await self._engine.adopt(generation, offers)
+
+        generation = await self._hold(message, send, adopt)
+        generation.deliver()
+        return generation
+
+    def message_of(self, generation: Generation) -> pb.GenerateRequest:
+        """The message of an open request, with what was drawn or depends on this engine alone filled in."""
+        request, message = generation.request, pb.GenerateRequest()
+        message.CopyFrom(self._messages[generation])
+        message.request_id = request.request_id
+        message.token_ids.CopyFrom(pb.TokenIds(ids=request.prompt.tolist()))
+        message.sampling.max_tokens = request.max_new_tokens
+        message.sampling.seed = generation.seed - (1 << 64) * (generation.seed >= 1 << 63)
+        return message
+
+    async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn) -> Generation:
+        held = self.memory.hold(message.ByteSize())
+
+        def send_and_release(output: OutputChunk | EngineError) -> None:
+            if isinstance(output, EngineError) or output.usage is not None:
+                held.release()
+                self._messages.pop(generation, None)
+            send(output)
+
+        try:
+            generation, timeout_ms = await self._generation(message, send_and_release)
+            await queue(generation)
+            leave_place()
+        except BaseException:
+            held.release()
+            raise
+        self._messages[generation] = message
+        if timeout_ms is not None:
+            limit_time(generation, timeout_ms)
+        return generation
+
+    async def _generation(self, message: pb.GenerateRequest, send: Send) -> tuple[Generation, int | None]:
+        """What the message asks for, not queued yet, and its timeout_ms. Raises EngineError."""
+        options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
+        client = client_of(peer.get(), options.tenant)
+        if options.retention is not None and (reason := self._model.refuses_retention):
+            raise InvalidField(f"retention: does not work with {reason}", field="retention")
+        limit = self._engine.scheduler.limits.max_len_of(options.retention) or self.max_len
+        prompt = await self._prompt(message, client, limit)
+        num_computed = options.n if options.best_of is None else options.best_of
+        beams, vocab_size = options.beams, self._model.vocab_size
+        if beams is not None and 2 * beams.num_beams > vocab_size:
+            limit = vocab_size // 2
+            raise InvalidField(f"at most {limit} beams, half the vocabulary", field="beam_search.num_beams", limit=limit)
+        constraints = await self._constraints(message.sampling, client, num_computed)
+        self._engine.check_open()
+        max_tokens = options.max_tokens
+        if max_tokens is None:
+            limit = self._engine.scheduler.limits.max_len_of(options.retention)
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
+        keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
+        request = Request(
+            request_id=options.request_id,
+            prompt=prompt,
+            max_new_tokens=max_tokens,
+            n=num_computed,
+            num_beams=None if beams is None else beams.num_beams,
+            priority=options.priority,
+            tenant=options.tenant,
+            client=client,
+            look_up=options.look_up and options.num_prompt_logprobs is None,  # cached tokens have no logits
+            num_prompt_logprobs=options.num_prompt_logprobs,
+            retention=None if keeps_all else options.retention,
+        )
+        eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
+        stop = StopRules(eos, frozenset(options.stop_token_ids))
+        context = prompt.tolist()
+        outputs = [self._model.text.output(context, options.stop) for _ in range(num_computed)]
+        generation = Generation(
+            request,
+            options.params,
+            options.seed,
+            stop,
+            outputs,
+            send,
+            num_logprobs=options.num_logprobs,
+            constraints=constraints,
+            best_of=None if options.best_of is None else BestOf(options.n),
+            search=None if beams is None else self._search(beams, request, stop, context, options.stop),
+            session_id=options.session_id,
+            metadata=options.metadata,
+        )
+        return generation, options.timeout_ms
+
+    def _search(
+        self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]
+    ) -> BeamSearch:
+        text = self._model.text.output(context, strings) if strings else None
+        return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
+
+    async def _constraints(self, sampling: pb.SamplingParams, client: str, n: int) -> list[Constraint]:
+        """One for each continuation, or none. Raises EngineError."""
+        kind = sampling.WhichOneof("constraint")
+        if kind is None:
+            return []
+        source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
+        compiled = await self._text_work.constraint(client, kind, source)
+        return [compiled, *(compiled.copy() for _ in range(n - 1))]
+
+    async def _prompt(self, message: pb.GenerateRequest, client: str, max_len: int) -> Int32Array:
+        """Token ids, 1 or more. Raises EngineError."""
+        kind = message.WhichOneof("prompt")
+        ids: Sequence[int] | Int32Array
+        if kind == "text":
+            ids = await self._text_work.encode(client, message.text, "text", max_len)
+        elif kind == "chat":
+            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
+                raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
+            messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
+            if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
+                raise InvalidField("chat: needs one message or more, each of role system, user or assistant", field="chat")
+            ids = await self._text_work.encode_chat(client, messages, max_len)
+        elif kind == "token_ids":
+            if (num := len(message.token_ids.ids)) >= max_len:
+                raise NeverFits(
+                    f"the prompt has {num} tokens, and with one new token at most {max_len} fit",
+                    requested=num + 1,
+                    limit=max_len,
+                )
+            ids = message.token_ids.ids
+        else:
+            raise InvalidField("prompt: needed, as text, token_ids or chat", field="prompt")
+        if not len(ids):
+            raise InvalidField("the prompt has no tokens", field=kind)
+        return token_array(ids, self._model.vocab_size, kind)
+
+
+def client_of(peer: str, tenant: str) -> str:
+    """The client that a call's work is counted for: its connection, or its tenant where gRPC tells no connections apart."""
+    return tenant or peer if peer.startswith("unix:") else peer
+
+
+def connection_of(request: Request) -> str:
+    """The connection that a request came by, among which starts go by turns; tenants of a Unix socket count as one."""
+    return "" if request.client in ("", request.tenant) or request.client.startswith("unix:") else request.client
