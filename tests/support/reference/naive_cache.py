@@ -377,10 +377,10 @@ class NaiveCache:
         num_chosen = num_freed = 0  # evicted; come free by it, what hung below included
         self.num_granted = self.num_free_before = 0
         left = set(self.victims)
+        excess = {tenant: len(keys) - self.quota() for tenant, keys in self.over_quota(self._cached_keys(left)).items()}
         while left:
-            states = self.states()
             by_block = {block: key for key, block in self.index.items()}
-            cached = [block for block in by_block if states[block] is BlockState.CACHED or block in left]
+            cached = list(map(self.index.__getitem__, self._cached_keys(left)))
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
             over = self.over_quota(map(by_block.__getitem__, cached))
@@ -393,9 +393,14 @@ class NaiveCache:
                 candidates = self._next(cached, leaves, by_block)
             else:
                 candidates = [block for block in cached if self._waits_longer_than_below(block, by_block)] + leaves
+            if not over:  # blocks above quotas are chosen together, also where those that hang below one of them are enough
+                late = [block for block in cached if excess.get(by_block[block][0], 0) > 0]
+                candidates = candidates + (self._next(late, leaves, by_block) if late else [])
             chosen = next((b for b in candidates if b in left), None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
+            tenant = by_block[chosen][0]
+            excess[tenant] = excess.get(tenant, 0) - 1
             self.forget(by_block[chosen])
             left.intersection_update(self.index.values())
             num_chosen += 1
@@ -405,6 +410,11 @@ class NaiveCache:
         left = [block for block in extra if block in self.index.values()]
         require(not left, f"{what}: {left} left the index for nothing")
         self.victims = []
+
+    def _cached_keys(self, victims: set[int]) -> list[Key]:
+        """Those that no sequence held before these were evicted."""
+        states = self.states()
+        return [key for key, block in self.index.items() if states[block] is BlockState.CACHED or block in victims]
 
     def quota(self) -> int:
         return int(self.config.tenant_quota * self.config.num_usable_blocks)
