@@ -1,6 +1,6 @@
 """A connection is not several clients by naming several tenants; callers over a Unix socket are told apart by them alone."""
 
-from kvkeeper.engine_service.rpc.service import client_of, connection_of
+from kvkeeper.engine_service.rpc.admission import client_of, connection_of
 from tests.support.worlds.scheduler_world import make_request
 
 

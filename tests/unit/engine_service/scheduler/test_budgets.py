@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.rpc.service import connection_of
+from kvkeeper.engine_service.rpc.admission import connection_of
 from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
