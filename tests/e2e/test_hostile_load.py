@@ -230,7 +230,7 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         return not stats.num_running_requests + stats.num_waiting_requests
 
     await until(is_idle)
-    assert engine.service._request_memory.num_bytes == 0
+    assert engine.service._admission.memory.num_bytes == 0
     for place in (96, 97):
         await stub.SubmitRequest(pb.SubmitRequestRequest(request=request(place)))
     bad = pb.GenerateRequest(text="a model without text")
@@ -238,7 +238,7 @@ async def test_what_open_requests_hold_is_bounded(world: Services) -> None:
         async for _ in stub.Generate(bad):
             pass
     await until(is_idle)
-    assert engine.service._request_memory.num_bytes == 0, "what was refused is not held either"
+    assert engine.service._admission.memory.num_bytes == 0, "what was refused is not held either"
 
 
 async def test_calls_are_let_in_by_windows_while_steps_are_computed(world: Services) -> None:
