@@ -87,6 +87,8 @@ export class EngineClient {
   chat(messages: readonly Message[], options?: GenerateOptions): AsyncGenerator<OutputChunk, void, undefined>;
   /** Has a prompt continued without staying connected; the id to ask for its results by. */
   submit(prompt: Prompt, options?: GenerateOptions): Promise<string>;
+  /** The output of a submitted request from its beginning, as it comes; goes on behind a broken connection. */
+  follow(requestId: string, options?: { reconnectMs?: number }): AsyncGenerator<OutputChunk, void, undefined>;
   /** What a submitted request has given: now, or when it has ended, or after waitMs. */
   result(requestId: string, options?: { waitMs?: number }): Promise<Result>;
   cancel(requestId: string): Promise<void>;
@@ -164,7 +166,10 @@ export class CacheSession {
   ): Promise<cache.SequenceInfo>;
   swapOut(sequenceId: number): Promise<cache.SequenceInfo>;
   swapIn(sequenceId: number): Promise<cache.SequenceInfo>;
-  handOff(sequenceId: number, targetSessionId: string): Promise<cache.HandOffSequenceResponse>;
+  /** What another session of the pool shows to take the running sequence. */
+  handOff(sequenceId: number): Promise<Uint8Array>;
+  take(offer: Uint8Array, sequenceId: number): Promise<cache.SequenceInfo>;
+  withdraw(sequenceId: number): Promise<void>;
   get(sequenceId: number, options?: { includeTokens?: boolean }): Promise<cache.SequenceInfo>;
   list(): Promise<cache.SequenceInfo[]>;
   writeKv(sequenceId: number, chunks: readonly KvChunk[]): Promise<cache.WriteKvResponse>;

@@ -121,9 +121,19 @@ export class CacheSession extends SessionCalls {
     return (await this.call('SwapInSequence', { sequenceId })).sequence;
   }
 
-  /** Hands the sequence to another session; UNIMPLEMENTED so far. */
-  handOff(sequenceId, targetSessionId) {
-    return this.call('HandOffSequence', { sequenceId, targetSessionId });
+  /** What another session of the pool shows to take this running sequence; until then it is this session's. */
+  async handOff(sequenceId) {
+    return (await this.call('HandOffSequence', { sequenceId })).offer;
+  }
+
+  /** Takes a sequence that another session offers; it has this id from now on. No byte is copied. */
+  async take(offer, sequenceId) {
+    return (await this.call('TakeSequence', { offer, sequenceId })).sequence;
+  }
+
+  /** Ends the offer of a sequence. Fails with UNKNOWN_SEQUENCE where it was taken. */
+  async withdraw(sequenceId) {
+    await this.call('WithdrawHandOff', { sequenceId });
   }
 
   /** One sequence with its block table. */

@@ -1,16 +1,23 @@
 /** The engine service: text in, text out. */
 import { randomUUID } from 'node:crypto';
+import { setTimeout as pause } from 'node:timers/promises';
 import { checkedOptions, kindOf } from './checked.js';
-import { Transport, LONGEST_TIMEOUT_MS } from './transport.js';
+import { Received } from './received.js';
+import { Transport, LONGEST_TIMEOUT_MS, UNAVAILABLE } from './transport.js';
 import { EngineService } from './protos.js';
 
 const SLACK_MS = 5_000; // the service's own deadline, with its reason, comes first
 const LONGEST_WAIT_MS = 60_000; // the service's
+const PAUSE_MS = 100; // before a broken stream is asked for again
+const MOVED = 'REQUEST_MOVED';
 const WHAT = 'a prompt is text, an array of token ids, or an array of messages {role, content}';
 
 /** One channel to an engine service. */
 export class EngineClient {
   #transport;
+  #others = new Map(); // by address, to engines that took over from the first
+  #moved = new Map(); // by id of a submitted request, the address of the engine that took it over
+  #options;
 
   /**
    * @param {string} address host:port or unix:/path
@@ -18,6 +25,7 @@ export class EngineClient {
    */
   constructor(address = '127.0.0.1:7411', options = {}) {
     this.#transport = new Transport(EngineService, address, options);
+    this.#options = options;
   }
 
   /**
@@ -29,7 +37,18 @@ export class EngineClient {
   generate(prompt, options = {}) {
     const request = this.#transport.checked('Generate', requestOf(prompt, options));
     const timeoutMs = request.timeoutMs === undefined ? LONGEST_TIMEOUT_MS : request.timeoutMs + SLACK_MS;
-    return chunks(this.#transport.stream('Generate', request, timeoutMs));
+    return this.#output(this.#transport.stream('Generate', request, timeoutMs), new Received(), timeoutMs, 0);
+  }
+
+  /**
+   * The output of a submitted request from its beginning, as it comes. Where the connection breaks, it goes on from there.
+   * @param {string} requestId
+   * @param {{reconnectMs?: number}} [options] for how long the engine may be away
+   */
+  follow(requestId, options = {}) {
+    const { reconnectMs } = checkedOptions(options, { reconnectMs: 10_000 });
+    const received = new Received(requestId);
+    return this.#output(this.#rest(received, LONGEST_TIMEOUT_MS), received, LONGEST_TIMEOUT_MS, reconnectMs);
   }
 
   /** Continues a conversation of {role, content}; content is text, or an array of {type: 'text', text}. */
@@ -60,7 +79,7 @@ export class EngineClient {
     const longest = Math.min(LONGEST_WAIT_MS, Math.trunc(this.#transport.timeoutMs / 2));
     for (;;) {
       const wait = Math.trunc(Math.max(0, Math.min(deadline - Date.now(), longest)));
-      const { request, outputs, usage, error } = await this.#transport.call('GetRequest', { requestId, waitMs: wait });
+      const { request, outputs, usage, error } = await this.#requestOf(requestId, wait);
       const state = plainName(request.state, 'REQUEST_STATE_');
       if (['completed', 'failed', 'cancelled'].includes(state) || Date.now() >= deadline) {
         return { request: { ...request, state }, state, outputs: outputs.map(chunkOf), usage, error };
@@ -110,7 +129,54 @@ export class EngineClient {
   }
 
   close() {
-    this.#transport.close();
+    for (const transport of [this.#transport, ...this.#others.values()]) transport.close();
+  }
+
+  /** The chunks of a request; its stream goes on in the engine that took it over, and behind a broken connection. */
+  async *#output(stream, received, timeoutMs, reconnectMs) {
+    let giveUpAt = 0;
+    for (;;) {
+      try {
+        for await (const answer of stream) {
+          received.add(answer);
+          giveUpAt = 0;
+          yield chunkOf(answer);
+        }
+        return;
+      } catch (error) {
+        if (error.reason === MOVED) {
+          received.move(error.metadata);
+        } else {
+          giveUpAt ||= Date.now() + reconnectMs;
+          if (error.code !== UNAVAILABLE || Date.now() + PAUSE_MS > giveUpAt) throw error;
+          await pause(PAUSE_MS);
+        }
+        stream = this.#rest(received, timeoutMs);
+      }
+    }
+  }
+
+  #rest(received, timeoutMs) {
+    const transport = this.#to(received.address);
+    return transport.stream('StreamRequest', transport.checked('StreamRequest', received.rest()), timeoutMs);
+  }
+
+  /** The channel to an engine that took over; empty: the client's own. */
+  #to(address) {
+    if (!address) return this.#transport;
+    if (!this.#others.has(address)) this.#others.set(address, new Transport(EngineService, address, this.#options));
+    return this.#others.get(address);
+  }
+
+  async #requestOf(requestId, waitMs) {
+    for (;;) {
+      try {
+        return await this.#to(this.#moved.get(requestId)).call('GetRequest', { requestId, waitMs });
+      } catch (error) {
+        if (error.reason !== MOVED) throw error;
+        this.#moved.set(requestId, error.metadata.address);
+      }
+    }
   }
 }
 
@@ -153,10 +219,6 @@ function contentOf(content, place) {
     }
     return part.text;
   }).join('');
-}
-
-async function* chunks(stream) {
-  for await (const answer of stream) yield chunkOf(answer);
 }
 
 /** finishReason is null until it ends; usage and cumulativeLogprob are null where they are not told. */

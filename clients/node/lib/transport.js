@@ -9,6 +9,7 @@ import { errorOf } from './errors.js';
 import { requestTypeOf } from './protos.js';
 
 export const LONGEST_TIMEOUT_MS = 86_400_000; // of long streams: every call has a deadline
+export const { UNAVAILABLE } = grpc.status;
 
 const CHANNEL_OPTIONS = {
   'grpc.max_receive_message_length': 64 << 20,
@@ -103,7 +104,8 @@ export class Transport {
       } catch (failure) {
         const error = errorOf(failure);
         const next = error.retryAfterMs ?? wait;
-        if (error.code !== grpc.status.UNAVAILABLE || Date.now() + next > started + this.retryMs) throw error;
+        const hasMoved = error.reason === 'REQUEST_MOVED'; // another engine is to be asked
+        if (error.code !== UNAVAILABLE || hasMoved || Date.now() + next > started + this.retryMs) throw error;
         await pause(next);
       }
     }

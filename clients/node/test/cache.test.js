@@ -94,7 +94,13 @@ test('a sequence is created, extended, written, committed, forked, read back and
 
   assert.deepEqual((await session.list()).map((row) => row.sequenceId), [1, 2]);
   assert.equal((await session.truncate(2, 4)).numTokens, 4);
-  await session.release(2);
+  const other = await client.openSession(SPEC);
+  const taken = await other.take(await session.handOff(2), 7);
+  assert.deepEqual([taken.sequenceId, taken.numCommittedTokens, taken.blockTable.length], [7, 4, 1]);
+  await assert.rejects(session.withdraw(2), { reason: 'UNKNOWN_SEQUENCE' });
+  await other.close();
+  assert.equal((await session.handOff(1)).length, 16);
+  await session.withdraw(1);
   await session.release(1);
   assert.deepEqual(await session.list(), []);
 

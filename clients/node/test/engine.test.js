@@ -86,6 +86,26 @@ test('a request is submitted, asked for, listed and cancelled', async () => {
   assert.equal((await client.result('long', { waitMs: 60_000 })).state, 'cancelled');
 });
 
+test('a submitted request is followed, as often as one likes', async () => {
+  const sampling = { maxTokens: 8, temperature: 0, ignoreEos: true };
+  let wanted = '';
+  for await (const chunk of client.generate('def fibonacci(n):', { sampling })) wanted += chunk.text;
+  const id = await client.submit('def fibonacci(n):', { sampling });
+  for (const count of [1, 2]) {
+    let text = '';
+    let usage = null;
+    for await (const chunk of client.follow(id)) {
+      text += chunk.text;
+      usage = chunk.usage;
+    }
+    assert.deepEqual([count, text, usage.newTokens], [count, wanted, 8]);
+  }
+  const unknown = async () => {
+    for await (const chunk of client.follow('nothing', { reconnectMs: 0 })) assert.fail(chunk);
+  };
+  await assert.rejects(unknown(), { name: 'KvkeeperError', reason: 'UNKNOWN_REQUEST' });
+});
+
 test('an output is one of the choices', async () => {
   let text = '';
   for await (const chunk of client.generate('x', { sampling: { choices: ['yes', 'no'] } })) text += chunk.text;

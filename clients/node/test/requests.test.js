@@ -5,7 +5,8 @@ import { after, test } from 'node:test';
 import { CacheClient, EngineClient } from '../index.js';
 import { checkedMessage } from '../lib/checked.js';
 import { errorOf } from '../lib/errors.js';
-import { EngineService, requestTypeOf } from '../lib/protos.js';
+import { CacheService, EngineService, requestTypeOf } from '../lib/protos.js';
+import { Received } from '../lib/received.js';
 
 const client = new EngineClient('127.0.0.1:1', { retryMs: 0 });
 after(() => client.close());
@@ -95,8 +96,23 @@ test('a message that is too large is told with its limit', () => {
   assert.match(told('Received message larger than max (9 vs 4)').message, /the answer has 9 bytes, and this client takes at most 4 at once$/);
 });
 
-test('every method of the protocol has its call', () => {
+test('what is received tells where another stream goes on', () => {
+  const received = new Received('a');
+  received.add({ requestId: 'a', index: 1, tokenIds: [4, 5], finishReason: 'FINISH_REASON_UNSPECIFIED' });
+  received.add({ requestId: 'a', index: 0, tokenIds: [], finishReason: 'FINISH_REASON_STOP' });
+  received.add({ requestId: 'a', index: 1, tokenIds: [6], finishReason: 'FINISH_REASON_UNSPECIFIED' });
+  assert.deepEqual(received.rest(), {
+    requestId: 'a',
+    received: [{ index: 1, numTokens: 3, hasEnded: false }, { index: 0, numTokens: 0, hasEnded: true }],
+  });
+  received.move({ address: 'unix:/b', request_id: 'c' });
+  assert.deepEqual([received.address, received.rest().requestId], ['unix:/b', 'c']);
+});
+
+test('every method of the protocol for clients has its call', () => {
   const folder = new URL('../lib/', import.meta.url);
   const source = readdirSync(folder).map((name) => readFileSync(new URL(name, folder), 'utf8')).join('');
-  assert.deepEqual(Object.keys(EngineService.service).filter((name) => !source.includes(`'${name}'`)), []);
+  const amongEngines = ['HandOver', 'ConfirmHandOver'];
+  const forClients = [...Object.keys(EngineService.service), ...Object.keys(CacheService.service)];
+  assert.deepEqual(forClients.filter((name) => !amongEngines.includes(name) && !source.includes(`'${name}'`)), []);
 });
