@@ -93,6 +93,10 @@ def mixed(dice: random.Random) -> LateWorld:
     return world
 
 
+# A sequence with the blocks of another engine's: test_taking_over.py makes it.
+TAKEN_OVER = {(SequenceState.NEW, SequenceState.RUNNING)}
+
+
 def test_a_mix_makes_these_transitions_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     monkeypatch.setattr(transitions, "TRANSITIONS", noted)
@@ -100,7 +104,7 @@ def test_a_mix_makes_these_transitions_and_no_others(monkeypatch: pytest.MonkeyP
         world = mixed(random.Random(seed))
         world.run(4000)
         world.check_searches()
-    assert noted.made.keys() == noted.keys(), noted.keys() - noted.made.keys()
+    assert noted.keys() - noted.made.keys() == TAKEN_OVER
 
 
 def test_a_sequence_that_has_ended_does_not_come_back() -> None:
