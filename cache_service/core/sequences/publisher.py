@@ -75,9 +75,12 @@ class Publisher:
         slots = noted[0] if len(noted) == 1 else np.concatenate([NO_INT64, *noted])
         return slots[self._num_to_publish(slots) > self._sequences.num_published[slots]]
 
-    def is_waiting(self, slot: int) -> bool:
-        """Whether committed blocks of the sequence wait for a copy in flight. Everything else was published, if it ever is."""
-        return any(np.count_nonzero(slots == slot) for _, slots in self._waiting)
+    def is_noted(self, slot: int) -> bool:
+        """Whether committed blocks of the sequence are published later: after the answer, or once a copy in flight has run.
+
+        Everything else was published, if it ever is.
+        """
+        return any(np.count_nonzero(slots == slot) for _, slots in (*self._pending, *self._waiting))
 
     def forget_slots(self, slots: list[int]) -> None:
         """These sequences end. Everything else of them was published before."""

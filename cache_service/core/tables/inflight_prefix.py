@@ -85,5 +85,5 @@ class InflightPrefixes:
         """
         seqs = self._sequences
         if seqs.num_committed[rival] >= length:
-            return self._publisher.is_waiting(rival)
+            return self._publisher.is_noted(rival)
         return owner.is_one_item or owner.step_id - int(seqs.last_reserve_step[rival]) < _STEPS_TO_COMMIT
