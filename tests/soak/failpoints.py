@@ -155,12 +155,13 @@ class _Breaking:
         """Perhaps by a start that is killed or held up, too."""
         board = self._boards[number]
         armed = self._draw(number, self._at_start[number], (Action.KILL, Action.DELAY))
-        if self._rng.random() < 0.5:
+        is_armed = self._rng.random() < 0.5
+        if is_armed:
             board.arm(armed)
         service = await self._spawn(number)
         with suppress(RuntimeError):  # it ended before it served
             await service.until("ready")
-        if not board.disarm() and service.events[FIRED]:
+        if is_armed and not board.disarm():
             self.fired.append(armed)
             if armed.action is Action.KILL:
                 await service.end()
@@ -172,20 +173,24 @@ class _Breaking:
         """Another cache service takes over from the one that serves, and either may be killed or held up meanwhile."""
         await self._load.until_chunks(1, *range(NUM_ENGINES))
         board, old, before = self._boards[_CACHE], self._services.cache, self._boards[_CACHE].counts.copy()
-        armed = self._draw(_CACHE, self._at_upgrade or self._at_start[_CACHE], (Action.KILL, Action.DELAY))
+        num_fired = old.events[FIRED]
         self._load.note_fault(*range(NUM_ENGINES))
-        if self._at_upgrade:
-            board.arm(replace(armed, num_passes=0))
+        is_armed = bool(self._at_upgrade)
+        if is_armed:
+            armed = replace(self._draw(_CACHE, self._at_upgrade, (Action.KILL, Action.DELAY)), num_passes=0)
+            board.arm(armed)
         new = await self._services.spawn_cache("--take-over")
         with suppress(RuntimeError):  # it ended before it served
             await new.until("ready")
-        if self._at_upgrade and not board.disarm():
+        if is_armed and not board.disarm():
             self.fired.append(armed)
-        if new.is_ended:
-            old.terminate()  # it may have been asked already
-            await old.end()
-            new = await self._spawn(_CACHE)
-            await new.until("ready")
+            if armed.action is Action.KILL and await _fired_first(new, 1, old, num_fired + 1):
+                await new.end()
+                with suppress(ProcessLookupError):  # it may have been asked already, and have ended
+                    old.terminate()
+                await old.end()
+                new = await self._spawn(_CACHE)
+                await new.until("ready")
         await old.end()
         self._services.cache = new
         self._at_upgrade = np.flatnonzero(board.counts != before).tolist()
@@ -204,3 +209,25 @@ class _Breaking:
 
     def _service(self, number: int) -> Service:
         return self._services.cache if number == _CACHE else self._services.engines[number]
+
+
+async def _fired_first(one: Service, count: int, other: Service, other_count: int) -> bool:
+    """Whether the log of the one tells of so many points that fired, before that of the other does. One of them will."""
+    told = asyncio.ensure_future(_tells(one, count))
+    others = asyncio.ensure_future(_tells(other, other_count))
+    try:
+        while not any(task.done() and task.result() for task in (told, others)):
+            await asyncio.wait({task for task in (told, others) if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+        return told.done() and told.result()
+    finally:
+        for task in (told, others):
+            task.cancel()
+        await asyncio.gather(told, others, return_exceptions=True)
+
+
+async def _tells(service: Service, count: int) -> bool:
+    """Whether its log tells of so many points that fired before it ends."""
+    with suppress(RuntimeError):
+        await service.until(FIRED, count)
+        return True
+    return False
