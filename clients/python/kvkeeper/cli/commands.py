@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
+    "chat": "talk with the model",
     "explain": "say how much of a prompt is cached, and why not more",
     "status": "show whether both services are up",
     "stats": "show counts of the pool and the engine",
@@ -33,7 +34,7 @@ COMMANDS = {
 }
 _FOLDERS = {
     "start": ("up", "serve", "demo"),
-    "generation": ("generate",),
+    "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "top", "requests", "sequences"),
     "benchmark": ("bench",),
 }
