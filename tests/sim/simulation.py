@@ -61,6 +61,7 @@ class Counts:
     pressure_changes: int = 0
     clears: int = 0
     hand_offs: int = 0
+    hints_changed: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -99,6 +100,7 @@ class Simulation:
             tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
             logits_memory=rng.choice([0, 16, 1000]),
             evict_above=rng.choice([1.0, 1.0, 0.9, 0.5]),
+            soon_share=rng.choice([0.25, 0.0, 0.5, 1.0]),
         )
         self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -201,7 +203,9 @@ class Simulation:
             self.world.unpin(session, self.choose)
         elif event < 64:
             self.counts.narrowed += self.world.narrow(session, self.choose)
-        elif event < 70:
+        elif event < 66:
+            self.counts.hints_changed += self.world.change_hint(session, self.choose)
+        elif event < 71:
             self.counts.hand_offs += self.world.hand_off(session, self.choose)
         elif event < 78:
             self.world.store_logits(session, self.choose)
