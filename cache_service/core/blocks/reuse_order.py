@@ -1,14 +1,15 @@
 """The eviction order of a pool whose clients say what they know of reuse: an order of its own around the pool's policy.
 
 Owns the class of each block: NONE goes before all that the policy orders, and SOON goes after it. Both wait in the order of
-their last use, so a pool in which every sequence says the same evicts as plain LRU does. A pool makes one with its first hint;
-until then hints cost nothing.
+their last use. A pool makes one with its first hint; until then hints cost nothing.
 
 Rules. Blocks of a sequence that says NONE are NONE from the time when the index names them, and are no longer as soon as a
 sequence that does not say so, or a pin, holds them. The end of a sequence changes the class of its tail: of the last indexed
 blocks that lead to this end alone, because nothing else holds them and they never had another child. After NONE it is NONE, and
-after anything but SOON it is no longer SOON; above the tail a class is only raised, to SOON for the whole path. At most a share
-of the pool waits as SOON, each block for a time: then it waits where the policy has it, the one that waits longest first.
+after anything but SOON it is no longer SOON. Above the tail a class is only raised: to SOON for the whole path, and after NONE
+from NONE for what several sequences have shared. What nearly all sequences say counts for nothing, so that such a pool is its
+policy's. At most a share of the pool waits as SOON, each block for a time: then it waits where the policy has it, the one that
+waits longest first.
 
 Leaves before parents: no class is higher than the one of the block above it, and both queues and the lapse take the child
 first. As with any policy, a parent that began to wait before its child, under retention or a transfer, may go before it.
@@ -26,6 +27,8 @@ from ..index.prefix_index import NO_NODE, PrefixIndex
 from ..values.types import NO_INT32, Int32Array, ReuseHint
 
 SOON_SECONDS = 60.0  # that a block waits as SOON
+MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave tells nothing apart
+SPAN = 32  # sequences that "of late" is about
 _STAMPS_PER_MS = 1 << 20
 _LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block
 _SLICE_BLOCKS, _SLICE_CLASSES = 256, 65_536  # audited, and looked at, in less than a millisecond
@@ -56,6 +59,7 @@ class ReuseOrder:
         self._stamps.newest = np.zeros(len(ref_counts), np.int64)  # untouched: a call that gives a hint looks at no block
         self._none, self._soon = BlockQueue(self._stamps), BlockQueue(self._stamps)
         self._sweeper = Sweeper()
+        self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
         index.count_children()
 
     def hint_of(self, block: int) -> ReuseHint:
@@ -74,16 +78,32 @@ class ReuseOrder:
 
     def end_sequence(self, path: Int32Array, hint: int) -> None:
         """A sequence is about to release its indexed blocks, from the root down, and says this."""
+        says_something = self._tells_apart(hint)
         if hint == ReuseHint.SOON:
-            self._classes[path] = _FIRST
-        elif hint == ReuseHint.NONE or (self._classes[path] > _NORMAL).any():
+            if says_something:
+                self._classes[path] = _FIRST
+                return
+            self._lapse(max(len(path), 1))  # what waits as SOON since it was said less often
+        is_none = hint == ReuseHint.NONE and says_something
+        if is_none:
+            self.claim(path[: self._index.num_shared(self._index.node_of_block[path])])
+        else:
+            self.claim(path)
+        if is_none or (self._classes[path] > _NORMAL).any():
             tail = path[self._tail_start(path) :]
-            self._classes[tail] = np.minimum(self._classes[tail], _LAST if hint == ReuseHint.NONE else _NORMAL)
+            self._classes[tail] = np.minimum(self._classes[tail], _LAST if is_none else _NORMAL)
 
     def lapse(self, now: float, max_blocks: int) -> bool:
         """Ends the time of up to max_blocks that wait as SOON for too long. Whether more may be left."""
         last_ms = int((now - SOON_SECONDS) * 1000)
         return self._lapse(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1) == max_blocks
+
+    def _tells_apart(self, hint: int) -> bool:
+        """Whether not nearly all of the sequences that ended of late said this; counts this one."""
+        known = self._shares[hint] <= MOST_ALIKE
+        for each in ReuseHint:
+            self._shares[each] += ((each == hint) - self._shares[each]) / SPAN
+        return known
 
     def _tail_start(self, path: Int32Array) -> int:
         """Where the blocks begin that lead to the end of this path alone."""

@@ -321,6 +321,12 @@ class PrefixIndex:
         apart[-1] |= self._first_child[path[-1]] > 0
         return apart
 
+    def num_shared(self, path: Int32Array) -> int:
+        """How many leading nodes of a path are above one that was given more than one child, that one included."""
+        assert self._num_children is not None, "children are not counted"
+        shared = (self._num_children[path] > 1).nonzero()[0]
+        return int(shared[-1]) + 1 if len(shared) else 0
+
     def roots(self) -> list[int]:
         return list(self._roots.values())
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeeper.cache_service.core.blocks.reuse_order import MOST_ALIKE, SPAN
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ReuseHint
@@ -126,6 +127,8 @@ class NaiveCache:
         self.classes: dict[int, int] = {}  # indexed block: -1 after NONE, 1 after SOON; else 0
         self.children: dict[Key, int] | None = None  # that each was ever given, since there are hints
         self.lapses: dict[int, int] = {}  # cached block: the operation in which it was no longer expected soon
+        self.said = dict.fromkeys(ReuseHint, 0.0)  # share of the sequences that ended of late
+        self.num_ignored = 0  # hints that told nothing apart
         self.class_of: Callable[[int], int] = lambda block: 0  # as the pool has it now
         self.victims: list[int] = []  # evicted since the last time it was judged
         self.num_granted = 0  # blocks, since then
@@ -474,15 +477,26 @@ class NaiveCache:
 
     def say(self, leaving: list[NaiveSequence]) -> None:
         """These sequences are about to give up their blocks, and what they say of reuse counts, once."""
+        if self.children is not None:
+            self.settle()
         for q in leaving if self.children is not None else ():
             if q.running and not q.has_said:
-                path = q.table[: q.published]
-                if q.hint is ReuseHint.SOON:
+                path, hint = q.table[: q.published], q.hint
+                if self.said[hint] > MOST_ALIKE:
+                    hint = ReuseHint.UNSPECIFIED
+                self.num_ignored += hint is not q.hint
+                if hint is not q.hint is ReuseHint.SOON:
+                    self._lapse_oldest(max(len(path), 1))
+                self.said = {each: share + ((each == q.hint) - share) / SPAN for each, share in self.said.items()}
+                if hint is ReuseHint.SOON:
                     self.classes.update(dict.fromkeys(path, 1))
-                for idx in range(q.published - 1, -1, -1) if q.hint is not ReuseHint.SOON else ():
+                    continue
+                shared = [idx for idx in range(q.published) if self.children.get(self.key(q, idx), 0) > 1]
+                self.claim_blocks(None, path[: max(shared, default=-1) + 1] if hint is ReuseHint.NONE else path)
+                for idx in range(q.published - 1, -1, -1):
                     if not self._leads_here_alone(q, idx):
                         break
-                    most = -1 if q.hint is ReuseHint.NONE else 0
+                    most = -1 if hint is ReuseHint.NONE else 0
                     self.classes[path[idx]] = min(self.classes.get(path[idx], 0), most)
 
     def _leads_here_alone(self, q: NaiveSequence, block_idx: int) -> bool:
@@ -495,9 +509,14 @@ class NaiveCache:
         return not below and self.num_holders(q.table[block_idx]) == 1 and self.children.get(key, 0) < 2
 
     def _bound_soon(self) -> None:
-        """Too many that are expected soon: those that wait longest are expected like others. Among equals the pool chooses."""
+        """Too many that are expected soon: those that wait longest are expected like others."""
+        num_soon = sum(self.classes.get(block, 0) > 0 for block in self.ages if block not in self.victims)
+        self._lapse_oldest(num_soon - int(self.config.soon_share * self.config.num_usable_blocks))
+
+    def _lapse_oldest(self, excess: int) -> None:
+        """Among equals the pool chooses."""
         soon = sorted((b for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims), key=self.ages.__getitem__)
-        excess = len(soon) - int(self.config.soon_share * self.config.num_usable_blocks)
+        excess = min(excess, len(soon))
         if excess > 0:
             last = self.ages[soon[excess - 1]]
             surely = [block for block in soon if self.ages[block] < last]

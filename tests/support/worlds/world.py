@@ -123,7 +123,9 @@ class World:
         priority = (0, 0, -1, 1)[choose(4)]
         number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
         sequence_id = SequenceId(engine.new_id(choose))
-        hint = (ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON)[choose(4)]
+        usual = {1: ReuseHint.NONE, 3: ReuseHint.SOON}.get(size)  # in some pools nearly all say the same
+        others = (ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON)
+        hint = usual if usual is not None and choose(16) else others[choose(4)]
         args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number, hint)
         if len(self.naive.holders) == self.config.max_sequences and not self.naive.closing:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
