@@ -29,6 +29,7 @@ from ..values.types import NO_INT32, Int32Array, ReuseHint
 SOON_SECONDS = 60.0  # that a block waits as SOON
 MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave tells nothing apart
 SPAN = 32  # sequences that "of late" is about
+LEAST_ENDED = 8  # sequences, before it is known what most of them say
 _STAMPS_PER_MS = 1 << 20
 _LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block
 _SLICE_BLOCKS, _SLICE_CLASSES = 256, 65_536  # audited, and looked at, in less than a millisecond
@@ -60,6 +61,7 @@ class ReuseOrder:
         self._none, self._soon = BlockQueue(self._stamps), BlockQueue(self._stamps)
         self._sweeper = Sweeper()
         self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
+        self._num_ended = 0  # sequences
         index.count_children()
 
     def hint_of(self, block: int) -> ReuseHint:
@@ -100,10 +102,11 @@ class ReuseOrder:
 
     def _tells_apart(self, hint: int) -> bool:
         """Whether not nearly all of the sequences that ended of late said this; counts this one."""
-        known = self._shares[hint] <= MOST_ALIKE
+        tells = self._num_ended < LEAST_ENDED or self._shares[hint] <= MOST_ALIKE
+        self._num_ended += 1
         for each in ReuseHint:
-            self._shares[each] += ((each == hint) - self._shares[each]) / SPAN
-        return known
+            self._shares[each] += ((each == hint) - self._shares[each]) / min(self._num_ended, SPAN)
+        return tells
 
     def _tail_start(self, path: Int32Array) -> int:
         """Where the blocks begin that lead to the end of this path alone."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.cache_service.core.blocks.reuse_order import MOST_ALIKE, SPAN
+from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SPAN
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ReuseHint
@@ -128,6 +128,7 @@ class NaiveCache:
         self.children: dict[Key, int] | None = None  # that each was ever given, since there are hints
         self.lapses: dict[int, int] = {}  # cached block: the operation in which it was no longer expected soon
         self.said = dict.fromkeys(ReuseHint, 0.0)  # share of the sequences that ended of late
+        self.num_said = 0  # sequences
         self.num_ignored = 0  # hints that told nothing apart
         self.class_of: Callable[[int], int] = lambda block: 0  # as the pool has it now
         self.victims: list[int] = []  # evicted since the last time it was judged
@@ -482,12 +483,14 @@ class NaiveCache:
         for q in leaving if self.children is not None else ():
             if q.running and not q.has_said:
                 path, hint = q.table[: q.published], q.hint
-                if self.said[hint] > MOST_ALIKE:
+                if self.num_said >= LEAST_ENDED and self.said[hint] > MOST_ALIKE:
                     hint = ReuseHint.UNSPECIFIED
                 self.num_ignored += hint is not q.hint
                 if hint is not q.hint is ReuseHint.SOON:
                     self._lapse_oldest(max(len(path), 1))
-                self.said = {each: share + ((each == q.hint) - share) / SPAN for each, share in self.said.items()}
+                self.num_said += 1
+                span = min(self.num_said, SPAN)
+                self.said = {each: share + ((each == q.hint) - share) / span for each, share in self.said.items()}
                 if hint is ReuseHint.SOON:
                     self.classes.update(dict.fromkeys(path, 1))
                     continue

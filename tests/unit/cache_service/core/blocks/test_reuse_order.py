@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.blocks.reuse_order import MOST_ALIKE, SOON_SECONDS, SPAN, ReuseOrder
+from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, SOON_SECONDS, ReuseOrder
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import ReuseHint
@@ -242,20 +242,20 @@ def test_a_long_awaited_chain_lapses_in_slices() -> None:
 @pytest.mark.parametrize("hint", [NONE, SOON])
 def test_what_nearly_all_sequences_say_counts_for_nothing(hint: ReuseHint) -> None:
     hinted = Hinted()
-    num_heeded = 0
-    while hinted.counts[hint - 1] or not num_heeded:
+    for _ in range(LEAST_ENDED):
         hinted.run([1, 2], hint)
-        num_heeded += 1
-    assert num_heeded == 1 + next(n for n in range(200) if 1 - (1 - 1 / SPAN) ** n > MOST_ALIKE)
-    for _ in range(5):
-        hinted.run([3])
+        assert hinted.counts[hint - 1] == 2
+    hinted.run([1, 2], hint)
+    assert hinted.counts[hint - 1] == 0
+    hinted.run([3])
     hinted.run([1, 2], hint)
     assert hinted.counts[hint - 1] == 2
 
 
 def test_what_waits_as_soon_lapses_once_all_others_say_the_same() -> None:
     hinted = Hinted(num_blocks=400)
-    for number in range(120):
+    for number in range(2 * LEAST_ENDED):
+        assert hinted.counts == (0, 3 * min(number, 2 * LEAST_ENDED - number))
         hinted.run([3 * number, 3 * number + 1, 3 * number + 2], SOON)
     assert hinted.counts == (0, 0)
 
@@ -263,7 +263,7 @@ def test_what_waits_as_soon_lapses_once_all_others_say_the_same() -> None:
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 @pytest.mark.parametrize("hint", [NONE, SOON])
 def test_where_every_sequence_says_the_same_lru_stays_lru(name: str, hint: ReuseHint) -> None:
-    requests = WORKLOADS[name](1)[:400]
+    requests = WORKLOADS[name](1)[:1000]
     plain = replay_core(requests, 300, "lru")
     hinted = replay_core(requests, 300, "lru", hints=[hint] * len(requests))
     assert hinted.hit_rate >= plain.hit_rate - 0.001
