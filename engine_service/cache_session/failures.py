@@ -5,7 +5,8 @@ import grpc
 from kvkeeper.client.errors import KvkeeperError
 
 _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-_SESSION_ENDED = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING"}
+# The last two come from the attach socket: a session whose lease ended before this process attached has no token any more.
+_SESSION_ENDED = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING", "UNKNOWN_TOKEN", "TOO_SLOW"}
 
 
 def is_away(error: KvkeeperError) -> bool:

@@ -7,9 +7,11 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client.arena import Arena
 from kvkeeper.engine_service.server import StartError
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.worlds.cache_api import ManualClock
 
 PROMPT = list(range(3, 16))
 LONG = Sampling(max_tokens=120, temperature=0, repetition_penalty=1.0)
@@ -179,6 +181,27 @@ async def test_a_model_that_the_cache_service_refuses_ends_the_start(world: Serv
     await world.start_engine()
     with pytest.raises(StartError, match="OUT_OF_POOLS"):
         await world.start_engine(block_size=8)
+
+
+async def test_a_first_session_that_ends_before_the_memory_is_mapped_is_opened_again(
+    world: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    cache = await world.start_cache(clock=clock)
+    attach, num_attached = AsyncCacheSession.attach, 0
+
+    async def late(session: AsyncCacheSession, *, step_lane: bool) -> Arena:
+        nonlocal num_attached
+        num_attached += 1
+        if num_attached == 1:
+            clock.advance(3600)  # as for a process that stood still
+            assert cache.session_manager.sessions == []
+        return await attach(session, step_lane=step_lane)
+
+    monkeypatch.setattr(AsyncCacheSession, "attach", late)
+    client = await world.client(await world.start_engine())
+    assert (await generate(client, PROMPT, 5)).token_ids == [toy_output(PROMPT, 5)]
+    assert num_attached == 2
 
 
 async def test_a_client_that_asks_again_gets_the_rest_from_the_next_engine(world: Services) -> None:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.failpoints.board import Board
 from tests.support.processes.services import environment, short_folder
 
 BLOCK_SIZE = 4
@@ -39,7 +40,7 @@ class Service:
         """Its log has said so that many times. Raises RuntimeError with the log when the process ends before that."""
         async with asyncio.timeout(DEADLINE_S):
             while self.events[event] < count:
-                if self._reading.done():
+                if self.is_ended:
                     raise RuntimeError(f"ended with {self.process.returncode} before {event}:\n{self.tail}")
                 self._news.clear()
                 await self._news.wait()
@@ -72,6 +73,11 @@ class Service:
             await self._reading
         self.process._transport.close()  # type: ignore[attr-defined]  # its pipe would close after the loop
         return code
+
+    @property
+    def is_ended(self) -> bool:
+        """Its log has ended, so the process has, too."""
+        return self._reading.done()
 
     @property
     def tail(self) -> str:
@@ -125,6 +131,12 @@ class Fleet:
         self._first_flags = first_flags
         self._cache_switches = cache_switches
         self._all: list[Service] = []
+        self.boards: dict[str, Path] = {}  # by address: the service there has failpoints, and this file is their board
+
+    def add_boards(self, num_points: int) -> None:
+        """All services have failpoints from their next start on."""
+        for number, address in enumerate([self.cache_address, *self.engine_addresses]):
+            self.boards[address] = Board(self.folder / f"board{number}", num_points).path
 
     async def start(self) -> None:
         """Everything, until it serves."""
@@ -155,6 +167,8 @@ class Fleet:
     async def _spawn(self, module: str, *switches: str, **flags: Any) -> Service:
         words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
         words += switches
+        if (board := self.boards.get(flags["listen"])) is not None:
+            words, module = [str(board), module, *words], "tests.support.failpoints.process"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *words, env=environment(self.folder),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -180,14 +194,18 @@ async def fleet(
     cache_flags: dict[str, Any] | None = None,
     first_flags: dict[str, Any] | None = None,
     cache_switches: Sequence[str] = (),
+    num_failpoints: int = 0,
     **engine_flags: Any,
 ) -> AsyncIterator[Fleet]:
     """Serves when the block begins; a failure in it is told with the ends of the logs.
 
     first_flags: of the first engine, which then is one of stopping_engine.py. cache_switches: flags without a value.
+    num_failpoints: of each service; 0: they run as they are.
     """
     with short_folder() as folder:
         found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags, cache_switches)
+        if num_failpoints:
+            found.add_boards(num_failpoints)
         try:
             await found.start()
             yield found

@@ -10,9 +10,10 @@ import functools
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -26,7 +27,8 @@ from kvkeeper.client import (
     Sampling,
     Usage,
 )
-from tests.support.processes.fleet import DEADLINE_S, Fleet
+from tests.support.processes.fleet import BLOCK_SIZE, DEADLINE_S, Fleet
+from tests.support.processes.history import Event, What, violations
 from tests.support.processes.service_pair import toy_output
 
 _NUM_PROMPTS = 12
@@ -49,6 +51,7 @@ class Asked:
     num_tokens: int
     n: int
     num_beams: int = 0  # of a beam search: its likeliest list is the toy's greedy output; 0: none
+    tenant: str = ""
     got: dict[int, int] = field(default_factory=dict)  # tokens by continuation
     num_faults: int = 0  # that came between its first and its last token
 
@@ -70,6 +73,7 @@ class Asked:
             n=self.n,
             request_id=self.request_id,
             timeout_ms=_TIMEOUT_MS,
+            tenant=self.tenant,
             resubmit_s=resubmit_s,
             sampling=sampling,
             beam_search=search,
@@ -84,10 +88,19 @@ def expected_tokens(prompt: tuple[int, ...]) -> list[int]:
 class Load:
     """Workers on a fleet. They run in the task group until stop; the first wrong token ends the group."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random, group: asyncio.TaskGroup, refusals: frozenset[str]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        rng: random.Random,
+        group: asyncio.TaskGroup,
+        refusals: frozenset[str],
+        tenants: Sequence[str] = ("",),
+    ) -> None:
         """refusals: reasons with which the service may refuse what it has not acknowledged; empty for no service there."""
         self.fleet = fleet
+        self.history: list[Event] = []
         self.open: set[Asked] = set()  # acknowledged and not ended, by plain streams, streams that resubmit and submissions
+        self.asked: set[Asked] = set()  # and those that are not acknowledged yet
         self.num_chunks: Counter[int] = Counter()  # by engine
         self.num_cached: Counter[int] = Counter()  # cached tokens of requests that ended, by engine
         self.num_ended: Counter[str] = Counter()  # by kind of worker
@@ -101,6 +114,7 @@ class Load:
         self._rng = rng
         self._group = group
         self._refusals = refusals
+        self._tenants = tenants
         self._prompts = self._make_prompts()
         self._clients = [AsyncEngineClient(address, _OPTIONS) for address in fleet.engine_addresses]
         self._blocking = [EngineClient(address, _OPTIONS) for address in fleet.engine_addresses]
@@ -160,8 +174,10 @@ class Load:
 
     def note_fault(self, *numbers: int) -> None:
         """One comes now, for what is under way at these engines."""
-        for asked in self.open:
-            asked.num_faults += asked.number in numbers
+        for asked in self.asked:
+            if asked.number in numbers:
+                asked.num_faults += asked in self.open
+                self.history.append(Event(What.FAULT, asked.request_id))
 
     def note_kill(self, number: int) -> None:
         """An engine is killed now."""
@@ -190,7 +206,11 @@ class Load:
             num_beams = self._rng.choice([0, 0, 0, 0, 0, 0, 2, 3])
             if num_beams:
                 num_tokens, n = min(num_tokens, _LONGEST_SEARCH), 1
-            asked = Asked(number, kind, name, prompt, num_tokens, n, num_beams)
+            asked = Asked(number, kind, name, prompt, num_tokens, n, num_beams, self._rng.choice(self._tenants))
+            self.asked.add(asked)
+            self._note(asked, What.ASKED, tokens=prompt, num_outputs=n, num_tokens=num_tokens)
+            if number in self._dead:
+                self._note(asked, What.FAULT)
             try:
                 usage = await ask(asked)
                 asked.check_end(usage)
@@ -199,6 +219,7 @@ class Load:
                 await asyncio.sleep(error.retry_after or _PAUSE_S)  # as clients do
             else:
                 assert usage is not None
+                self._note(asked, What.COMPLETED, num_cached=usage.cached_tokens)
                 self.num_ended[kind] += 1
                 self.num_cached[number] += usage.cached_tokens
                 self.num_survived += asked.num_faults > 0
@@ -206,13 +227,24 @@ class Load:
                 self.open.discard(asked)
                 self._news.set()
 
+    def _note(self, asked: Asked, what: What, **fields: Any) -> None:
+        self.history.append(Event(what, asked.request_id, asked.tenant, **fields))
+        if what in (What.COMPLETED, What.CUT, What.REFUSED):
+            self.asked.discard(asked)
+
+    def _take(self, asked: Asked, index: int, token_ids: tuple[int, ...]) -> None:
+        self._note(asked, What.TOKENS, tokens=tuple(token_ids), index=index)
+        asked.take(index, token_ids)
+
     def _note_refusal(self, asked: Asked, error: KvkeeperError) -> None:
         if asked in self.open:
             what = f"{asked.request_id} was acknowledged, and lost after {asked.got}: {error}"
             assert asked.number in self._dead and asked.kind == "plain" and error.service_down, what
+            self._note(asked, What.CUT)
             self.num_cut += 1
             self.longest_cut_s = max(self.longest_cut_s, time.monotonic() - self._killed_at[asked.number])
             return
+        self._note(asked, What.REFUSED)
         is_starting = asked.number in self._killed_at and (error.service_down or error.reason == "CACHE_SERVICE_DOWN")
         if not is_starting:
             assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason in self._refusals, f"{asked.request_id}: {error}"
@@ -227,7 +259,7 @@ class Load:
     async def _plain(self, asked: Asked, resubmit_s: float = 0.0) -> Usage | None:
         stream = self._clients[asked.number].generate(asked.prompt, asked.options(resubmit_s))
         async for chunk in stream:
-            asked.take(chunk.index, chunk.token_ids)
+            self._take(asked, chunk.index, chunk.token_ids)
             self._note_chunk(asked)
         return stream.usage
 
@@ -241,7 +273,7 @@ class Load:
         def run() -> Usage | None:
             stream = self._blocking[asked.number].generate(asked.prompt, asked.options(DEADLINE_S))
             for chunk in stream:
-                asked.take(chunk.index, chunk.token_ids)
+                self._take(asked, chunk.index, chunk.token_ids)
                 loop.call_soon_threadsafe(self._note_chunk, asked)
             return stream.usage
 
@@ -267,16 +299,20 @@ class Load:
         result = await client.result(asked.request_id, wait_s=DEADLINE_S)
         assert result.state == "completed", f"{asked.request_id}: {result.error}"
         for output in result.outputs:
-            asked.take(output.index, output.token_ids)
+            self._take(asked, output.index, output.token_ids)
         return result.usage
 
 
 @asynccontextmanager
-async def load_on(fleet: Fleet, rng: random.Random, refusals: frozenset[str]) -> AsyncIterator[Load]:
-    """What a worker finds wrong ends the block, and is raised from it."""
+async def load_on(
+    fleet: Fleet, rng: random.Random, refusals: frozenset[str], tenants: Sequence[str] = ("",)
+) -> AsyncIterator[Load]:
+    """What a worker finds wrong ends the block, and is raised from it. At the end the whole history is looked at, too."""
     async with asyncio.TaskGroup() as group:
-        load = Load(fleet, rng, group, refusals)
+        load = Load(fleet, rng, group, refusals, tenants)
         try:
             yield load
+            found = violations(load.history, expected_tokens, BLOCK_SIZE)
+            assert not found, "\n".join(found)
         finally:
             await load.close()

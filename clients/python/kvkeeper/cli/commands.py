@@ -19,6 +19,7 @@ from kvkeeper.service import VERSION
 
 COMMANDS = {
     "up": "run both services",
+    "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "explain": "say how much of a prompt is cached, and why not more",
@@ -31,7 +32,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "demo"),
+    "start": ("up", "serve", "demo"),
     "generation": ("generate",),
     "show": ("explain", "status", "stats", "top", "requests", "sequences"),
     "benchmark": ("bench",),

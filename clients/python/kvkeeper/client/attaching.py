@@ -48,7 +48,8 @@ def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[
         connection.sendall(" ".join([token, *parts]).encode() + b"\n")
         fields = _parse(_receive_line(connection, descriptors))
         if "error" in fields:
-            raise KvkeeperError(grpc.StatusCode.PERMISSION_DENIED, message=f"attach refused: {fields['error']}")
+            reason = str(fields["error"])
+            raise KvkeeperError(grpc.StatusCode.PERMISSION_DENIED, reason, f"attach refused: {reason}")
         connection.settimeout(None)
         yield HandedOver(connection, fields, descriptors)
     except TimeoutError:
