@@ -87,12 +87,20 @@ export class CacheSession extends SessionCalls {
    * Stores a prompt.
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
-   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number}} [options]
-   *   retention: {numSinkTokens, numWindowTokens}
+   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number,
+   *   reuseHint?: string}} [options]
+   *   retention: {numSinkTokens, numWindowTokens}; reuseHint: REUSE_HINT_NONE or REUSE_HINT_SOON, where one is known
    * @returns {Promise<number>} leading tokens that are cached now, for information
    */
   async createSequence(sequenceId, tokenIds, options = {}) {
-    const given = checkedOptions(options, { maxTokens: 0, tenant: '', priority: 0, retention: undefined, startNumber: 0 });
+    const given = checkedOptions(options, {
+      maxTokens: 0,
+      tenant: '',
+      priority: 0,
+      retention: undefined,
+      startNumber: 0,
+      reuseHint: 'REUSE_HINT_UNSPECIFIED',
+    });
     const answer = await this.call('CreateSequence', { sequenceId, tokenIds, ...given });
     return answer.numMatchedTokens;
   }
@@ -125,7 +133,7 @@ export class CacheSession extends SessionCalls {
     return (await this.call('ReleaseSequence', { sequenceId })).numDroppedBlocks;
   }
 
-  /** Changes priority or retention. @param {object} changes priority, or retention as in createSequence, or both */
+  /** Changes what is given. @param {object} changes priority, retention, reuseHint: as in createSequence */
   async update(sequenceId, changes) {
     return (await this.call('UpdateSequence', { sequenceId, ...changes })).sequence;
   }
