@@ -65,7 +65,7 @@ def test_each_turn_brings_what_was_said(
     ]
     sampling = engine.options[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.stop, sampling.seed) == (5, 0, ("x",), 3)
-    assert engine.options[0].tenant == "t"
+    assert (engine.options[0].tenant, engine.options[0].reuse_hint) == ("t", "soon")
     said = capsys.readouterr()
     assert said.out == "answer 1\nanswer 2\n"
     assert said.err.count("cached 4") == 2, "counts after each answer"

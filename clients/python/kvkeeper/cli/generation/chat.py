@@ -116,7 +116,7 @@ class _Conversation:
     def _options(self) -> GenerateOptions:
         args = self._args
         sampling = Sampling(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=tuple(args.stop))
-        return GenerateOptions(tenant=args.tenant, sampling=sampling)
+        return GenerateOptions(tenant=args.tenant, reuse_hint="soon", sampling=sampling)
 
 
 def _reader() -> Callable[[], str]:
