@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kept_index import KeptIndex, row_words
+from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, row_words
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
@@ -97,7 +97,7 @@ class _Pool:
 def kept_index(num_blocks: int) -> KeptIndex:
     """In memory of this process."""
     rows = np.zeros((num_blocks, row_words(BLOCK_SIZE)), np.int32)
-    return KeptIndex(1, np.zeros(num_blocks, np.uint64), rows, (), lambda name: None)
+    return KeptIndex(KeptTable(1, np.zeros(num_blocks, np.uint64), rows), None, (), lambda name: None)
 
 
 def _restart(num_cached: int) -> dict[str, object]:
@@ -184,7 +184,7 @@ def _fill(path: Path, spec: KvSpec, num_blocks: int, num_cached: int) -> None:
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * spec.block_bytes), spec, num_blocks)
     manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE))
-    manager.restore(kept.index.kept, may_still_write=False)
+    manager.restore(kept.kept(), may_still_write=False)
     index, rng = manager.state.index, np.random.default_rng(0)
     root = index.root("")
     for start in range(1, num_cached + 1, _CHAIN):
@@ -193,5 +193,5 @@ def _fill(path: Path, spec: KvSpec, num_blocks: int, num_cached: int) -> None:
     while manager.write_record(1024):
         pass
     kept.close()
-    kept.arena.close()
+    kept.device.arena.close()
     directory.close()

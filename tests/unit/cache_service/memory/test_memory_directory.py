@@ -47,7 +47,7 @@ def test_a_pool_is_taken_over_with_its_memory_again_and_again(folder: Path) -> N
     directory = MemoryDirectory(folder, keep=True)
     (kept,) = directory.open_pools()
     assert kept.spec == SPEC
-    blocks = kept.arena.blocks(16, SPEC.block_bytes)
+    blocks = kept.device.arena.blocks(16, SPEC.block_bytes)
     assert (blocks == np.arange(16, dtype=np.uint8)[:, None]).all(), "the null block is zero, all others are as they were"
     directory.close()
 
@@ -90,11 +90,11 @@ def test_memory_that_was_reserved_and_not_used_is_found_again(folder: Path) -> N
     directory.close()
     assert kept_bytes(folder) == 3 * (8192 + _PAGE) + 4096 + _PAGE
     directory = MemoryDirectory(folder, keep=True)
-    spares = directory.open_spares(8192, 2)
-    assert [spare.num_bytes for spare in spares] == [8192, 8192]
+    spares, hosts = directory.open_spares((8192, 2), (4096, 0))
+    assert [spare.num_bytes for spare in spares] == [8192, 8192] and not hosts
     assert len(list(folder.glob("spare-*"))) == 2, "what is too much, or of another size, goes"
     for spare in spares:
-        directory.remove_spare(spare)
+        directory.remove_arena(spare)
     directory.close()
 
 
@@ -103,15 +103,15 @@ def test_the_kernel_tells_whether_another_process_maps_the_memory(folder: Path) 
     fill(folder)
     directory = MemoryDirectory(folder, keep=True)
     (old,) = directory.open_pools()
-    given = os.dup(old.arena.descriptor)  # as the attach socket hands it over
+    given = os.dup(old.device.arena.descriptor)  # as the attach socket hands it over
     old.close()
-    old.arena.close()
+    old.device.arena.close()
     mapping = mmap.mmap(given, 4096)
     os.close(given)
     directory.close()
     directory = MemoryDirectory(folder, keep=True)
     (new,) = directory.open_pools()
-    own = mmap.mmap(os.dup(new.arena.descriptor), 4096)  # a process of this run: no other run's
+    own = mmap.mmap(os.dup(new.device.arena.descriptor), 4096)  # a process of this run: no other run's
     assert new.may_be_written()
     mapping.close()
     assert not new.may_be_written()
@@ -191,7 +191,7 @@ def test_a_tenant_whose_name_could_not_be_stored_makes_the_file_worthless(
     (kept,) = directory.open_pools()
     with monkeypatch.context() as patched:
         patched.setattr(kept_file.os, "pwrite", full)
-        kept.index.kept.add_tenant("another")
+        kept.kept().add_tenant("another")
     kept.close()
     directory.close()
     assert taken_over(folder) is None

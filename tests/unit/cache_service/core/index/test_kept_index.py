@@ -17,12 +17,12 @@ Row = tuple[int, int, int, int]  # block, name, parent, token
 def slots(*rows: Row) -> Slots:
     columns = np.array(rows, np.int64).reshape(-1, 4).T
     blocks, tokens = columns[0].astype(np.int32), columns[3].astype(np.int32).reshape(-1, 1)
-    return Slots(blocks, columns[1], columns[2], tokens)
+    return Slots(blocks, columns[1], columns[2], tokens, columns[1].astype(np.uint64) * np.uint64(3))
 
 
 def table_of(*rows: Row, num_blocks: int = 8) -> tuple[SlotTable, KeptMemory]:
     memory = KeptMemory(PoolConfig(num_blocks, 1))
-    table = SlotTable(memory.kept)
+    table = SlotTable(memory.device)
     table.write(slots(*rows))
     return table, memory
 
@@ -38,7 +38,7 @@ ROWS: tuple[Row, ...] = ((5, 1, -1, 70), (2, 2, 1, 71), (7, 3, 1, 72))
 def test_a_table_says_what_was_written() -> None:
     table, memory = table_of(*ROWS)
     assert rows_of(table.read()) == sorted(ROWS)
-    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS), "to the next run, too"
+    assert rows_of(SlotTable(memory.device).read()) == sorted(ROWS), "to the next run, too"
     assert (table.num_written(), table.num_written(3, 6)) == (3, 1)
     assert rows_of(table.read(3, 6)) == [ROWS[0]]
     table.forget(int32([5, 2]))
@@ -62,11 +62,11 @@ def test_every_damaged_byte_is_noticed() -> None:
         for block, *_ in ROWS:
             for place in range(raw.shape[1]):
                 raw[block, place] ^= 1 << (place % 8)
-                left = rows_of(SlotTable(memory.kept).read())
+                left = rows_of(SlotTable(memory.device).read())
                 raw[block, place] ^= 1 << (place % 8)
                 assert left == sorted(row for row in ROWS if row[0] != block)
                 num_damaged += 1
-    assert num_damaged == 3 * (20 + 8)
+    assert num_damaged == 3 * (28 + 8)
 
 
 def test_a_row_that_was_being_stored_says_nothing() -> None:
@@ -80,24 +80,24 @@ def test_a_row_that_was_being_stored_says_nothing() -> None:
             changed = np.flatnonzero(memory.rows[2] != old.rows[2])[:num_stored]
             torn.rows[2, changed] = memory.rows[2, changed]
             torn.checks[2] = check
-            assert 2 not in SlotTable(torn.kept).read().blocks
+            assert 2 not in SlotTable(torn.device).read().blocks
 
 
 def test_a_row_elsewhere_or_of_other_memory_says_nothing() -> None:
     _, memory = table_of(*ROWS)
     memory.rows[3], memory.checks[3] = memory.rows[5], memory.checks[5]
     memory.rows[0], memory.checks[0] = memory.rows[5], memory.checks[5]
-    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS)
+    assert rows_of(SlotTable(memory.device).read()) == sorted(ROWS)
     other = KeptMemory(memory.config, key=12)
     other.rows[:], other.checks[:] = memory.rows, memory.checks
-    assert len(SlotTable(other.kept).read()) == 0
+    assert len(SlotTable(other.device).read()) == 0
 
 
 def believed(*rows: Row, num_roots: int = 1) -> list[int]:
     """Blocks, parents before children."""
     tree = tree_of(slots(*rows), num_roots)
     check_tree(tree)
-    return tree.slots.blocks.tolist()
+    return tree.blocks.tolist()
 
 
 def check_tree(tree: KeptTree) -> None:
@@ -142,12 +142,13 @@ def test_rows_that_contradict_each_other_make_the_table_worthless(rows: list[Row
 
 def test_blocks_are_evicted_leaves_first_and_the_oldest_branch_before_younger_ones() -> None:
     rows = [(1, 1, -1, 7), (2, 2, 1, 7), (3, 3, -1, 8), (4, 4, 3, 8), (5, 5, 1, 9)]
-    assert tree_of(slots(*rows), 1).leaves_first().tolist() == [2, 4, 3, 5, 1]
+    tree = tree_of(slots(*rows), 1)
+    assert tree.blocks[tree.leaves_first()].tolist() == [2, 4, 3, 5, 1]
 
 
 def kept_index(num_blocks: int = 8) -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(num_blocks, 1)), PrefixIndex(num_blocks, 1)
-    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, num_blocks))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, num_blocks))
     return index, memory
 
 
@@ -170,32 +171,32 @@ def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent(
     index.insert_run(root, int32([7]), int32([1]))
     index.insert_run(root, int32([8]), int32([2]))
     index.write_record(10)
-    before = set(SlotTable(memory.kept).read().names.tolist())
+    before = set(SlotTable(memory.device).read().names.tolist())
     index.insert_run(root, int32([9]), int32([3]))
     index.forget_blocks(int32([1, 2]))
     nodes = index.insert_run(root, int32([5, 6]), int32([4, 5])).tolist()
     assert nodes == [2, 1], "the child has the number that was noted first"
     while index.write_record(1):
         pass
-    written = SlotTable(memory.kept).read()
+    written = SlotTable(memory.device).read()
     assert not before.intersection(written.names.tolist())
-    assert tree_of(written, 1).slots.blocks.tolist() == [3, 4, 5]
+    assert tree_of(written, 1).blocks.tolist() == [3, 4, 5]
     assert not any(index.check())
 
 
 def test_a_child_finds_a_parent_that_was_away_when_both_were_to_be_written() -> None:
     """The parent lies in the host tier alone at that moment, and comes back to another block."""
     memory, index = KeptMemory(PoolConfig(8, 1)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, 16))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, 16))
     nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.add_hosts(nodes[:1], int32([5]))
     index.leave_device(int32([1]))
     index.write_record(10)
     assert np.flatnonzero(memory.checks).tolist() == [2]
-    assert len(tree_of(SlotTable(memory.kept).read(), 1).parents) == 0, "without its parent it is not believed"
+    assert len(tree_of(SlotTable(memory.device).read(), 1).parents) == 0, "without its parent it is not believed"
     index.add_blocks(nodes[:1], int32([3]))
     index.write_record(10)
-    assert tree_of(SlotTable(memory.kept).read(), 1).slots.blocks.tolist() == [3, 2]
+    assert tree_of(SlotTable(memory.device).read(), 1).blocks.tolist() == [3, 2]
 
 
 def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
