@@ -1,19 +1,21 @@
 """Row 19: a service dies, stands still or is held up at any of its failpoints, and no client of an engine sees a wrong thing.
 
 Real processes with a call at each await, and before each statement that writes what outlives a process. Under the load of two
-tenants one point after the other is armed in one of them, those first that fired least; half of the services that are started
-again meet another one before they serve. The history of all requests is checked when the load has ended, and the pool for
-blocks that leaked.
+tenants, and of a third that uses the one-item calls, one point after the other is armed in one of them; half of the services
+that are started again meet another one before they serve, and some points fire while one cache service takes over from another.
+The history of all requests is checked when the load has ended, and the pool for blocks that leaked.
 """
 
 import asyncio
 import random
 from collections import Counter
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tests.soak.bystander import Bystander
 from tests.soak.cache_kills import check_nothing_is_left
 from tests.soak.row import Counts
 from tests.support.failpoints.board import Action, Armed, Board
@@ -33,7 +35,9 @@ _CACHE = NUM_ENGINES  # its number among the services
 _LEARNING_CHUNKS = 200
 _PATIENCE_CHUNKS = 400  # of both engines, for a point that may not be passed again
 _MOST_PASSES = 20
-_STRIDE = 5  # places of the order for each point that fires; the load passes about half of them
+_UPGRADES = 0.15  # of the faults come while another cache service takes over
+_LEAST_REACHED = 120  # points that the services of one unit pass
+_STRIDE = 17  # places of the order for each point that fires, so that units near each other break different ones
 _BRIEF_S, _LONG_S = (0.02, 0.3), (1.5, 2.5)  # of a stop or a delay; the long ones are past a lease
 
 
@@ -53,15 +57,24 @@ async def _run(seed: int, num_fired: int) -> Counts:
     with memory_folder() if is_kept else nullcontext() as folder:
         flags: dict[str, Any] = {"num_blocks": 64 * NUM_ENGINES}
         flags |= {"memory_dir": folder} if folder else {"host_memory": "1MiB"}
-        async with fleet(NUM_ENGINES, flags, lease_ms=LEASE_MS, num_failpoints=len(points)) as services:
-            async with load_on(services, rng, _REFUSALS, _TENANTS) as load:
+        switches = ["--keep"] if is_kept else []
+        async with fleet(NUM_ENGINES, flags, None, switches, len(points), lease_ms=LEASE_MS) as services:
+            bystander = Bystander(services.cache_address, random.Random(seed))
+            async with load_on(services, rng, _REFUSALS, _TENANTS) as load, asyncio.TaskGroup() as beside:
                 breaking = _Breaking(services, load, rng, len(points), seed * num_fired)
                 load.start(**_WORKERS)
+                beside.create_task(bystander.run())
                 await load.until_chunks(_LEARNING_CHUNKS)
                 while len(breaking.fired) < num_fired:
-                    await breaking.break_one()
+                    if is_kept and rng.random() < _UPGRADES:
+                        await breaking.break_upgrade()
+                    else:
+                        await breaking.break_one()
                 await load.until_chunks(1, *range(NUM_ENGINES))
+                bystander.is_over = True
                 await load.stop()
+            assert bystander.num_calls > 0
+            breaking.check_reach()
             await check_nothing_is_left(services)
     return Counts(len(breaking.fired), len(breaking.fired))
 
@@ -79,6 +92,7 @@ class _Breaking:
         order = np.random.default_rng(0).permutation(num_points)
         self._place = (order - first * _STRIDE) % num_points  # of each point, from here on
         self._round = first * _STRIDE // num_points
+        self._at_upgrade: list[int] = []  # passed while another cache service took over; not known before the first time
         self._times_armed: Counter[int] = Counter()  # by point
 
     async def break_one(self) -> None:
@@ -141,18 +155,50 @@ class _Breaking:
         """Perhaps by a start that is killed or held up, too."""
         board = self._boards[number]
         armed = self._draw(number, self._at_start[number], (Action.KILL, Action.DELAY))
-        if self._rng.random() < 0.5:
+        is_armed = self._rng.random() < 0.5
+        if is_armed:
             board.arm(armed)
         service = await self._spawn(number)
         with suppress(RuntimeError):  # it ended before it served
             await service.until("ready")
-        if not board.disarm() and service.events[FIRED]:
+        if is_armed and not board.disarm():
             self.fired.append(armed)
             if armed.action is Action.KILL:
                 await service.end()
                 service = await self._spawn(number)
         await service.until("ready")
         self._load.note_start(number)
+
+    async def break_upgrade(self) -> None:
+        """Another cache service takes over from the one that serves, and either may be killed or held up meanwhile."""
+        await self._load.until_chunks(1, *range(NUM_ENGINES))
+        board, old, before = self._boards[_CACHE], self._services.cache, self._boards[_CACHE].counts.copy()
+        num_fired = old.events[FIRED]
+        self._load.note_fault(*range(NUM_ENGINES))
+        is_armed = bool(self._at_upgrade)
+        if is_armed:
+            armed = replace(self._draw(_CACHE, self._at_upgrade, (Action.KILL, Action.DELAY)), num_passes=0)
+            board.arm(armed)
+        new = await self._services.spawn_cache("--take-over")
+        with suppress(RuntimeError):  # it ended before it served
+            await new.until("ready")
+        if is_armed and not board.disarm():
+            self.fired.append(armed)
+            if armed.action is Action.KILL and await _fired_first(new, 1, old, num_fired + 1):
+                await new.end()
+                with suppress(ProcessLookupError):  # it may have been asked already, and have ended
+                    old.terminate()
+                await old.end()
+                new = await self._spawn(_CACHE)
+                await new.until("ready")
+        await old.end()
+        self._services.cache = new
+        self._at_upgrade = np.flatnonzero(board.counts != before).tolist()
+
+    def check_reach(self) -> None:
+        """A load that passes few points would show little."""
+        reached = set().union(*(board.passed_points() for board in self._boards))
+        assert len(reached) >= _LEAST_REACHED, f"only {len(reached)} failpoints were passed"
 
     async def _spawn(self, number: int) -> Service:
         if number == _CACHE:
@@ -163,3 +209,25 @@ class _Breaking:
 
     def _service(self, number: int) -> Service:
         return self._services.cache if number == _CACHE else self._services.engines[number]
+
+
+async def _fired_first(one: Service, count: int, other: Service, other_count: int) -> bool:
+    """Whether the log of the one tells of so many points that fired, before that of the other does. One of them will."""
+    told = asyncio.ensure_future(_tells(one, count))
+    others = asyncio.ensure_future(_tells(other, other_count))
+    try:
+        while not any(task.done() and task.result() for task in (told, others)):
+            await asyncio.wait({task for task in (told, others) if not task.done()}, return_when=asyncio.FIRST_COMPLETED)
+        return told.done() and told.result()
+    finally:
+        for task in (told, others):
+            task.cancel()
+        await asyncio.gather(told, others, return_exceptions=True)
+
+
+async def _tells(service: Service, count: int) -> bool:
+    """Whether its log tells of so many points that fired before it ends."""
+    with suppress(RuntimeError):
+        await service.until(FIRED, count)
+        return True
+    return False

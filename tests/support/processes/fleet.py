@@ -40,7 +40,7 @@ class Service:
         """Its log has said so that many times. Raises RuntimeError with the log when the process ends before that."""
         async with asyncio.timeout(DEADLINE_S):
             while self.events[event] < count:
-                if self._reading.done():
+                if self.is_ended:
                     raise RuntimeError(f"ended with {self.process.returncode} before {event}:\n{self.tail}")
                 self._news.clear()
                 await self._news.wait()
@@ -73,6 +73,11 @@ class Service:
             await self._reading
         self.process._transport.close()  # type: ignore[attr-defined]  # its pipe would close after the loop
         return code
+
+    @property
+    def is_ended(self) -> bool:
+        """Its log has ended, so the process has, too."""
+        return self._reading.done()
 
     @property
     def tail(self) -> str:
