@@ -19,7 +19,6 @@ from ..values.types import NO_INT32, Int32Array, Int64Array, Tier
 from .slot_table import Slots, SlotTable
 
 _SLICE_ROWS = 1024  # audited in less than a millisecond
-_WRITTEN, _NOTED, _TAKEN = range(3)  # of a block: nothing is to be written, it waits for it, it is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,51 +33,53 @@ class Unwritten:
 
 
 class TierRecord:
-    """One tier's part: its rows, and the blocks that still lack theirs."""
+    """One tier's part: its rows, and the blocks that still lack theirs. Noting is in the path of a step."""
 
-    def __init__(self, kept: KeptTable) -> None:
+    def __init__(self, kept: KeptTable, *, fills_late: bool) -> None:
+        """fills_late: a block of this tier has a node before it holds what the node stands for, and is noted then."""
         self.table = SlotTable(kept)
-        self._states = np.zeros(len(kept.checks), np.int8)
-        self._noted: list[Int32Array] = []
-
-    @property
-    def is_behind(self) -> bool:
-        return bool(self._noted)
+        self._is_filled = np.zeros(len(kept.checks), np.bool_) if fills_late else None
+        self.noted: list[Int32Array] = []  # blocks that have gained a node; some may have lost it since
+        self._is_taken = np.zeros(len(kept.checks), np.bool_)  # taken to be written, and with their node since then
+        self._num_taken = 0
 
     def note(self, blocks: Int32Array) -> None:
         """These blocks have a node now, and hold its content."""
-        self._states[blocks] = _NOTED
-        self._noted.append(blocks.copy())  # it may be a view of a table
+        if self._is_filled is not None:
+            self._is_filled[blocks] = True
+        self.noted.append(blocks.copy())  # it may be a view of a table
 
     def forget(self, blocks: Int32Array) -> None:
         """These blocks have lost their nodes."""
-        self._states[blocks] = _WRITTEN
         self.table.forget(blocks)
+        if self._is_filled is not None:
+            self._is_filled[blocks] = False
+        if self._num_taken:
+            self._is_taken[blocks] = False
 
-    def take(self, max_blocks: int) -> Int32Array:
-        """At most so many of the noted blocks that still have their node, those noted first."""
+    def take(self, max_blocks: int, nodes: Int32Array) -> Int32Array:
+        """At most so many of the noted blocks, those noted first, which still have their node. nodes [num_blocks] of blocks."""
         taken: list[Int32Array] = [NO_INT32]
-        while self._noted and max_blocks > 0:
-            blocks = self._noted[0]
+        while self.noted and max_blocks > 0:
+            blocks = self.noted[0]
+            taken.append(blocks[:max_blocks])
             if len(blocks) > max_blocks:
-                self._noted[0] = blocks[max_blocks:]
+                self.noted[0] = blocks[max_blocks:]
             else:
-                del self._noted[0]
+                del self.noted[0]
             max_blocks -= len(blocks)
-            blocks = blocks[: len(blocks) + min(max_blocks, 0)]
-            blocks = blocks[self._states[blocks] == _NOTED]
-            self._states[blocks] = _TAKEN
-            taken.append(blocks)
-        return np.concatenate(taken)
+        blocks = np.concatenate(taken)
+        blocks = blocks[nodes[blocks] > 0 if self._is_filled is None else self._is_filled[blocks]]
+        self._is_taken[blocks] = True
+        self._num_taken += len(blocks)
+        return blocks
 
-    def put(self, slots: Slots) -> None:
-        """Stores the rows of blocks that were taken and have not lost their node since."""
-        self._states[slots.blocks] = _WRITTEN
-        self.table.write(slots)
-
-    def is_taken(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
-        """[n] whether each was taken and has not lost its node since."""
-        return np.asarray(self._states[blocks] == _TAKEN)
+    def end_taking(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+        """These were taken and are now to be written. Answers [n] whether each has kept its node since."""
+        stays = self._is_taken[blocks]
+        self._is_taken[blocks] = False
+        self._num_taken -= len(blocks)
+        return np.asarray(stays)
 
 
 class IndexRecord:
@@ -86,8 +87,8 @@ class IndexRecord:
 
     def __init__(self, kept: KeptIndex, num_nodes: int, on_behind: Callable[[], None] = lambda: None) -> None:
         """on_behind() is called when there is something to write, once until all of it is written."""
-        self.device = TierRecord(kept.device)
-        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts)
+        self.device = TierRecord(kept.device, fills_late=False)
+        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True)
         self.note_tenant = kept.add_tenant
         self._on_behind = on_behind
         self._names: Int64Array = np.zeros(num_nodes, np.int64)  # by node; 0 for a node that was never written
@@ -95,7 +96,7 @@ class IndexRecord:
 
     @property
     def is_behind(self) -> bool:
-        return self.device.is_behind or (self.hosts is not None and self.hosts.is_behind)
+        return bool(self.device.noted or (self.hosts is not None and self.hosts.noted))
 
     def of(self, tier: Tier) -> TierRecord | None:
         return self.device if tier is Tier.DEVICE else self.hosts
@@ -110,7 +111,7 @@ class IndexRecord:
         """These blocks of a tier have a node now, and hold its content."""
         record = self.of(tier)
         if record is not None and len(blocks):
-            if not self.is_behind:
+            if not record.noted and not self.is_behind:
                 self._on_behind()
             record.note(blocks)
 
@@ -124,11 +125,11 @@ class IndexRecord:
         """These nodes were removed; their numbers may be used again."""
         self._names[nodes] = 0
 
-    def take(self, max_blocks: int) -> Unwritten:
+    def take(self, max_blocks: int, node_of_block: Int32Array, node_of_host: Int32Array) -> Unwritten:
         """At most so many noted blocks of one tier, the device's first."""
-        if self.device.is_behind or self.hosts is None:
-            return Unwritten(Tier.DEVICE, self.device.take(max_blocks))
-        return Unwritten(Tier.HOST, self.hosts.take(max_blocks))
+        if self.device.noted or self.hosts is None:
+            return Unwritten(Tier.DEVICE, self.device.take(max_blocks, node_of_block))
+        return Unwritten(Tier.HOST, self.hosts.take(max_blocks, node_of_host))
 
     def write(
         self,
@@ -144,7 +145,7 @@ class IndexRecord:
         assert record is not None, "blocks of a tier that is not kept"
         self._name(np.concatenate([parents[below], nodes]))
         names = np.where(below, self._names[np.maximum(parents, 0)], parents)
-        record.put(Slots(blocks, self._names[nodes], names, tokens, digests))
+        record.table.write(Slots(blocks, self._names[nodes], names, tokens, digests))
 
     def check(self, tier: Tier, node_of_block: Int32Array) -> Iterator[list[str]]:
         """The broken invariants, for audits, in slices: a row that says something names its block's node."""

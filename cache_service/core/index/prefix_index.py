@@ -225,7 +225,9 @@ class PrefixIndex:
 
     def take_unwritten(self, max_blocks: int) -> Unwritten:
         """Up to so many of the blocks that the record lacks; for `write_taken`, perhaps after other calls."""
-        return self.record.take(max_blocks) if self.record is not None else Unwritten(Tier.DEVICE, NO_INT32)
+        if self.record is None:
+            return Unwritten(Tier.DEVICE, NO_INT32)
+        return self.record.take(max_blocks, self.node_of_block, self.node_of_host)
 
     def write_taken(self, taken: Unwritten, digests: UInt64Array | None) -> bool:
         """Writes these down, as far as they have not lost their nodes since. digests [n]. Whether more are left."""
@@ -233,7 +235,7 @@ class PrefixIndex:
         of_tier = record.of(taken.tier) if record is not None else None
         if record is None or of_tier is None:
             return False
-        stays = of_tier.is_taken(taken.blocks)
+        stays = of_tier.end_taking(taken.blocks)
         blocks = taken.blocks[stays]
         if len(blocks):
             nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
