@@ -135,6 +135,19 @@ class CacheConfig:
         help="ask the service that has --memory-dir to stop, and go on with its memory and at its address",
         details="It must keep its memory, see --keep. Everything slow is done before it is asked.",
     )
+    block_digests: bool = setting(
+        False,
+        group="Pools",
+        help="write a digest of each cached block beside it in --memory-dir, and verify blocks at start",
+        details="It finds memory that another program has overwritten.",
+    )
+    verify_blocks: int = setting(
+        256,
+        group="Pools",
+        help="cached blocks that a start compares with their digests, 0 for all",
+        check=between(0, 2 * MAX_POOL_BLOCKS),
+        details="Where one is wrong, all are compared. Without effect without --block-digests.",
+    )
     num_pools: int = setting(2, group="Pools", help="most pools, that is KV specs, at once", check=between(1, 64))
     keep_idle_pools: bool = setting(
         False,
@@ -276,6 +289,10 @@ class CacheConfig:
             raise ConfigError("--keep needs a folder to keep the memory in, see --memory-dir")
         if self.take_over and self.memory_dir is None:
             raise ConfigError("--take-over needs the folder of the service that runs, see --memory-dir")
+        if self.block_digests and self.device != "cpu":
+            raise ConfigError("--block-digests reads memory of the machine, so it needs --device cpu")
+        if self.block_digests and self.memory_dir is None:
+            raise ConfigError("--block-digests are of memory that is kept, see --memory-dir")
         if self.memory_dir is not None and self.device != "cpu":
             raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu")
 

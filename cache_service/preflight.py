@@ -22,13 +22,13 @@ def check_start(config: CacheConfig) -> None:
 def host_bytes(config: CacheConfig) -> int:
     """Host memory that is reserved at start. Pools by number of blocks are made when their first session opens.
 
-    Pools that an earlier run has left have theirs already.
+    Pools that an earlier run has left have theirs already, and their host tiers.
     """
     if config.num_blocks is not None:
         return 0
     pool = config.pool_memory if config.device == "cpu" else 0
     num_kept = kept_bytes(config.memory_dir) if config.memory_dir is not None else 0
-    return max(config.num_pools * pool - num_kept, 0) + config.num_pools * host_tier_bytes(config)
+    return max(config.num_pools * (pool + host_tier_bytes(config)) - num_kept, 0)
 
 
 def host_tier_bytes(config: CacheConfig) -> int:

@@ -20,6 +20,7 @@ from .calls.restore import RestoreResult, restore
 from .calls.sessions import CloseResult, SessionCalls
 from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls, Victims
+from .index.index_record import Unwritten
 from .inspection.explain import Explanation
 from .inspection.queries import Queries
 from .pool_state import PoolState
@@ -38,7 +39,7 @@ from .tables.start import SequenceStarter
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
 from .values.copies import Copies
-from .values.kept_index import KeptIndex
+from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
@@ -101,12 +102,26 @@ class PoolManager:
 
     # A kept index
 
-    def restore(self, kept: KeptIndex, *, may_still_write: bool, on_behind: Callable[[], None] = lambda: None) -> RestoreResult:
+    def restore(
+        self,
+        kept: KeptIndex,
+        *,
+        may_still_write: bool,
+        on_behind: Callable[[], None] = lambda: None,
+        verification: Verification | None = None,
+    ) -> RestoreResult:
         """Before any other call."""
-        return restore(self.state, kept, may_still_write=may_still_write, on_behind=on_behind)
+        hosts = self.swapper.host if self.swapper is not None else None
+        return restore(self.state, hosts, kept, may_still_write=may_still_write, on_behind=on_behind, verification=verification)
 
-    def write_record(self, max_blocks: int) -> bool:
-        return self.state.index.write_record(max_blocks)
+    def write_record(self, max_blocks: int, digest: Digest | None = None) -> bool:
+        return self.state.index.write_record(max_blocks, digest)
+
+    def take_record(self, max_blocks: int) -> Unwritten:
+        return self.state.index.take_unwritten(max_blocks)
+
+    def write_taken(self, taken: Unwritten, digests: UInt64Array) -> bool:
+        return self.state.index.write_taken(taken, digests)
 
     # Sessions
 

@@ -1,10 +1,12 @@
-"""The files of one kept pool: its arena, and beside it the index that is written down of it.
+"""The files of one tier of a kept pool: its arena, and beside it the index that is written down of it.
 
-Owns their form. The arena's file has one page more than the arena, with a stamp; the index file has a header, a check and a
-row for each block, and at its end the tenants' names, one record each. Rules: every size follows from the header, and a file
-of another size is refused before it is mapped; both files carry the same key and the same number of runs, so a file from
-elsewhere, or of an earlier time, is refused; a tenant's name is stored before the tenant gets a block, and a log that lacks
-one makes the whole index worthless, because blocks of an unknown tenant could not be cleared (R8). Nothing is unpickled.
+Owns their form. A pool has such files, and its host tier has others like them, without tenants. The arena's file has one page
+more than the arena, with a stamp; the index file has a header, a check and a row for each block, and at its end the tenants'
+names, one record each. Rules: every size follows from the header, and a file of another size is refused before it is mapped;
+both files carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; those of
+a host tier name the key of their pool, and have its number of runs; a tenant's name is stored before the tenant gets a block,
+and a log that lacks one makes the whole index worthless, because blocks of an unknown tenant could not be cleared (R8). Nothing
+is unpickled.
 """
 
 import contextlib
@@ -22,13 +24,13 @@ import numpy as np
 
 from kvkeeper.service.memory_limit import OutOfMemory
 
-from ..core.values.kept_index import KeptIndex, row_words
+from ..core.values.kept_index import KeptIndex, KeptTable, row_words
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Int32Array
 from . import file_locks
 from .shared_memory import SharedMemoryArena, reserve_pages
 
-_FORMAT = 1
+_FORMAT = 2
 _MAGIC = b"kvkeeper"
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 4 * _PAGE
@@ -81,13 +83,17 @@ def make_file(path: Path, num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an index file says of its pool. arena: the inode of the arena's file."""
+    """What an index file says of its pool, or of its host tier.
+
+    arena: the inode of the arena's file. pool: of a host tier, the key of its pool's index; else 0.
+    """
 
     key: int
     arena: int
     num_blocks: int
     num_bytes: int
     spec: KvSpec
+    pool: int = 0
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}).encode()
@@ -102,7 +108,7 @@ class Description:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
-        counts += [getattr(decoded.spec, name) for name in _SPEC_COUNTS]
+        counts += [getattr(decoded.spec, name) for name in _SPEC_COUNTS] + ([decoded.pool] if decoded.pool != 0 else [])
         if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or type(decoded.spec.model_id) is not str:
             raise FileRefused("its description has a value out of range")
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
@@ -111,7 +117,7 @@ class Description:
 
 
 class IndexFile:
-    """An open index file. `kept` is what the core reads and writes."""
+    """An open index file. The core reads and writes the table; tenants are those that it names when it is opened."""
 
     def __init__(self, descriptor: int, description: Description, tenants: tuple[str, ...], tenants_end: int) -> None:
         """Takes the descriptor over."""
@@ -124,13 +130,17 @@ class IndexFile:
         rows: Int32Array = np.frombuffer(self._map, np.int32, num_blocks * words, first_row).reshape(num_blocks, words)
         self._num_tenants = len(tenants)
         self._tenants_end = tenants_end
-        self.kept = KeptIndex(description.key, checks, rows, tenants, self._add_tenant)
+        self.table = KeptTable(description.key, checks, rows)
+        self.tenants = tenants
 
     @classmethod
-    def make(cls, path: Path, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int) -> "IndexFile":
-        """A new file for a pool whose arena was not used yet. Raises OutOfMemory."""
+    def make(cls, path: Path, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
+        """A new file for a pool whose arena was not used yet, or for the host tier of a pool of this key.
+
+        Raises OutOfMemory.
+        """
         inode = os.fstat(arena.descriptor).st_ino
-        description = Description(secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec)
+        description = Description(secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec, pool)
         text = description.encode()
         assert len(text) <= _HEADER_BYTES - _HEAD.size - _COUNTS.size, "the fields of a KV spec are bounded"
         descriptor = make_file(path, _fixed_bytes(description))
@@ -161,10 +171,21 @@ class IndexFile:
         if os.pread(arena_file, _STAMP.size, _whole_pages(num_bytes)) != self._stamp():
             raise FileRefused("its arena is of another time")
 
-    def count_run(self, arena_file: int) -> None:
-        """Another run uses both files."""
-        num_runs, num_tenants = self._counts()
-        self._map[_HEADER_BYTES - _COUNTS.size : _HEADER_BYTES] = _COUNTS.pack(num_runs + 1, num_tenants)
+    def check_pool(self, pool: "IndexFile") -> None:
+        """Raises FileRefused where this is not the index of the pool's host tier, of the same time."""
+        if self.description.pool != pool.description.key or self.description.spec != pool.description.spec:
+            raise FileRefused("it is that of another pool")
+        if self.num_runs != pool.num_runs:
+            raise FileRefused("it is of another time than the pool's")
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that have used the files."""
+        return self._counts()[0]
+
+    def count_run(self, arena_file: int, num_runs: int) -> None:
+        """Another run uses both files: the one of this number."""
+        self._map[_HEADER_BYTES - _COUNTS.size : _HEADER_BYTES] = _COUNTS.pack(num_runs, self._counts()[1])
         os.pwrite(arena_file, self._stamp(), _whole_pages(self.description.num_bytes))
 
     def close(self) -> None:
@@ -178,7 +199,7 @@ class IndexFile:
     def _stamp(self) -> bytes:
         return _STAMP.pack(self.description.key, self._counts()[0])
 
-    def _add_tenant(self, name: str) -> None:
+    def add_tenant(self, name: str) -> None:
         """The tenant counts at once. If its name cannot be stored, no later run believes the file."""
         num_runs, _ = self._counts()
         record = _record(self.description.key, self._num_tenants, name.encode())
@@ -242,8 +263,8 @@ def _record(key: int, number: int, name: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptPool:
-    """The open files of one pool."""
+class KeptTier:
+    """The open files of one tier of a pool."""
 
     arena: SharedMemoryArena
     index: IndexFile
@@ -251,16 +272,12 @@ class KeptPool:
     index_path: Path
 
     @property
-    def spec(self) -> KvSpec:
-        return self.index.description.spec
-
-    @property
     def num_blocks(self) -> int:
         return self.index.description.num_blocks
 
-    def may_be_written(self) -> bool:
-        """Whether a process of an earlier run still maps the arena."""
-        return file_locks.is_held_by_others(self.arena.descriptor)
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        return self.arena_path, self.index_path
 
     def remove(self) -> None:
         """Removes both files. Processes that map the arena keep what they mapped."""
@@ -268,5 +285,48 @@ class KeptPool:
         self.arena_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives up this process's descriptors and its mapping of the index; the arena is closed on its own."""
+        """Gives up this process's descriptor and its mapping of the index; the arena is closed on its own."""
         self.index.close()
+
+
+@dataclass(slots=True, eq=False)
+class KeptPool:
+    """The open files of one pool; hosts: those of its host tier, where it is kept."""
+
+    device: KeptTier
+    hosts: KeptTier | None = None
+
+    @property
+    def spec(self) -> KvSpec:
+        return self.device.index.description.spec
+
+    @property
+    def tiers(self) -> list[KeptTier]:
+        return [self.device] if self.hosts is None else [self.device, self.hosts]
+
+    def kept(self) -> KeptIndex:
+        """What the core reads and writes."""
+        index, hosts = self.device.index, self.hosts
+        return KeptIndex(index.table, None if hosts is None else hosts.index.table, index.tenants, index.add_tenant)
+
+    def drop_hosts(self) -> None:
+        """Removes the files of the host tier, and closes its arena."""
+        if self.hosts is not None:
+            self.hosts.remove()
+            self.hosts.close()
+            self.hosts.arena.close()
+            self.hosts = None
+
+    def may_be_written(self) -> bool:
+        """Whether a process of an earlier run still maps an arena."""
+        return any(file_locks.is_held_by_others(tier.arena.descriptor) for tier in self.tiers)
+
+    def remove(self) -> None:
+        """Removes all files. Processes that map an arena keep what they mapped."""
+        for tier in reversed(self.tiers):
+            tier.remove()
+
+    def close(self) -> None:
+        """See KeptTier."""
+        for tier in self.tiers:
+            tier.close()

@@ -1,9 +1,9 @@
 """MemoryDirectory: the folder in which pools outlive the service, of one service at a time.
 
-Owns which files are in it: `pool-NAME.arena` with `pool-NAME.index` for each pool, `spare-NAME.arena` for memory that no
-pool has used, `new-NAME.index` for a moment, and `lock`. Rules: the folder is the user's alone and lies in memory; a file that
-is not what a run has left is removed and never believed; files that are named otherwise are let be. A spare arena gets its
-pool's name before the pool uses it, so a spare one is all zero.
+Owns which files are in it: `pool-NAME.arena` with `pool-NAME.index` for each pool, `host-NAME.arena` with `host-NAME.index` for
+its host tier, `spare-NAME.arena` for memory that no pool has used, `new-NAME.index` for a moment, and `lock`. Rules: the folder
+is the user's alone and lies in memory; a file that is not what a run has left is removed and never believed; files that are
+named otherwise are let be. A spare arena gets its pool's name before the pool uses it, so a spare one is all zero.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from ..core.values.kv_spec import KvSpec
 from . import file_locks
 from .file_locks import FolderInUse
-from .kept_file import FileRefused, IndexFile, KeptPool, arena_file_bytes, make_file, open_file
+from .kept_file import FileRefused, IndexFile, KeptPool, KeptTier, arena_file_bytes, make_file, open_file
 from .private_directory import private_directory
 from .shared_memory import SharedMemoryArena
 
 log = structlog.get_logger()
 
 _FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
-_OURS = re.compile(r"(pool|spare|new)-[0-9a-f]{16}\.(arena|index)")
+_OURS = re.compile(r"(pool|host|spare|new)-[0-9a-f]{16}\.(arena|index)")
 
 
 class MemoryRefused(Exception):
@@ -68,25 +68,31 @@ class MemoryDirectory:
                 pools.append(_open_pool(index_path))
             except FileRefused as refusal:
                 log.warning("kept_memory_refused", why=str(refusal))
-        known = {path for pool in pools for path in (pool.arena_path, pool.index_path)}
-        for path in [*self._files("index"), *(path for path in self._files("arena") if path.name.startswith("pool-"))]:
+        known = {path for pool in pools for tier in pool.tiers for path in tier.paths}
+        arenas = [path for path in self._files("arena") if not path.name.startswith("spare-")]
+        for path in [*self._files("index"), *arenas]:
             if path not in known:
                 path.unlink()
         return pools
 
-    def open_spares(self, num_bytes: int, most: int) -> list[SharedMemoryArena]:
-        """At most so many arenas of this size that earlier runs have reserved and not used; all others are removed."""
-        spares: list[SharedMemoryArena] = []
+    def open_spares(self, *wanted: tuple[int, int]) -> list[list[SharedMemoryArena]]:
+        """Arenas that earlier runs have reserved and not used, of each (number of bytes, most); all others are removed."""
+        spares: list[list[SharedMemoryArena]] = [[] for _ in wanted]
         for path in self._files("arena"):
             if not path.name.startswith("spare-"):
                 continue
             with contextlib.suppress(FileRefused):
                 descriptor = open_file(path)
-                if os.fstat(descriptor).st_size == arena_file_bytes(num_bytes) and len(spares) < most:
-                    file_locks.hold(descriptor)
-                    spares.append(SharedMemoryArena(num_bytes, descriptor))
-                    continue
-                os.close(descriptor)
+                found = os.fstat(descriptor).st_size
+                for into, (num_bytes, most) in zip(spares, wanted, strict=True):
+                    if found == arena_file_bytes(num_bytes) and len(into) < most:
+                        file_locks.hold(descriptor)
+                        into.append(SharedMemoryArena(num_bytes, descriptor))
+                        break
+                else:
+                    os.close(descriptor)
+                    path.unlink()
+                continue
             path.unlink()
         return spares
 
@@ -95,8 +101,8 @@ class MemoryDirectory:
         memory_limit.require(num_bytes + num_host_bytes)
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
-        """A host tier's arena, which is not kept. Raises OutOfMemory."""
-        return SharedMemoryArena(num_bytes)
+        """The arena of a host tier, like a pool's. Raises OutOfMemory."""
+        return self.allocate(num_bytes)
 
     def allocate(self, num_bytes: int) -> SharedMemoryArena:
         """An arena in a new file, all zero. Raises OutOfMemory."""
@@ -109,20 +115,33 @@ class MemoryDirectory:
         """The files of a new pool on an arena of this folder that no pool has used. Raises OutOfMemory."""
         facts = (spec.key, str(num_blocks).encode(), str(arena.num_bytes).encode())
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-        arena_path, index_path = self._path / f"pool-{name}.arena", self._path / f"pool-{name}.index"
-        new_path = self._path / f"new-{name}.index"
-        index = IndexFile.make(new_path, arena, spec, num_blocks)
-        index.count_run(arena.descriptor)
+        return KeptPool(self._make_tier(f"pool-{name}", arena, spec, num_blocks))
+
+    def add_hosts(self, pool: KeptPool, arena: SharedMemoryArena, num_blocks: int) -> None:
+        """Makes the files of the host tier of a pool that has none, on an arena like a pool's. Raises OutOfMemory."""
+        name = pool.device.index_path.stem.replace("pool", "host")
+        pool.hosts = self._make_tier(name, arena, pool.spec, num_blocks, pool.device.index)
+
+    def _make_tier(
+        self, name: str, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int, pool: IndexFile | None = None
+    ) -> KeptTier:
+        """pool: the index of the pool whose host tier it is."""
+        arena_path, index_path = self._path / f"{name}.arena", self._path / f"{name}.index"
+        new_path = self._path / f"new-{name[-16:]}.index"
+        index = IndexFile.make(new_path, arena, spec, num_blocks, 0 if pool is None else pool.description.key)
+        index.count_run(arena.descriptor, 1 if pool is None else pool.num_runs)
         try:
             self._path_of(arena).rename(arena_path)
             new_path.rename(index_path)
         except OSError as error:
             raise OutOfMemory(f"no file can be made: {error.strerror}") from None
-        return KeptPool(arena, index, arena_path, index_path)
+        return KeptTier(arena, index, arena_path, index_path)
 
-    def remove_spare(self, arena: SharedMemoryArena) -> None:
-        """Removes the file of an arena that no pool has used."""
-        self._path_of(arena).unlink(missing_ok=True)
+    def remove_arena(self, arena: SharedMemoryArena) -> None:
+        """Removes the files of an arena that no pool has used."""
+        path = self._path_of(arena)
+        path.unlink()
+        path.with_suffix(".index").unlink(missing_ok=True)
 
     def close(self) -> None:
         """Lets another service have the folder. A folder in which nothing is kept goes."""
@@ -145,14 +164,32 @@ class MemoryDirectory:
 
 
 def _open_pool(index_path: Path) -> KeptPool:
-    """Raises FileRefused."""
+    """Without its host tier where the files of that are refused. Raises FileRefused."""
+    pool = KeptPool(_open_tier(index_path))
+    host_path = index_path.with_name(index_path.name.replace("pool", "host"))
+    try:
+        if host_path.exists():
+            pool.hosts = _open_tier(host_path, pool.device.index)
+    except FileRefused as refusal:
+        log.warning("kept_memory_refused", why=f"of a host tier: {refusal}")
+    num_runs = pool.device.index.num_runs + 1
+    for tier in pool.tiers:
+        tier.index.count_run(tier.arena.descriptor, num_runs)
+    return pool
+
+
+def _open_tier(index_path: Path, pool: IndexFile | None = None) -> KeptTier:
+    """pool: the index of the pool whose host tier it is. Raises FileRefused."""
     index = IndexFile.open(index_path)
     arena_path = index_path.with_suffix(".arena")
     try:
+        if pool is not None:
+            index.check_pool(pool)
+        elif index.description.pool:
+            raise FileRefused("it is that of a host tier")
         descriptor = open_file(arena_path)
         try:
             index.check_arena(descriptor)
-            index.count_run(descriptor)
             file_locks.hold(descriptor)
         except BaseException:
             os.close(descriptor)
@@ -162,7 +199,7 @@ def _open_pool(index_path: Path) -> KeptPool:
     except BaseException:
         index.close()
         raise
-    return KeptPool(arena, index, arena_path, index_path)
+    return KeptTier(arena, index, arena_path, index_path)
 
 
 def _file_system(path: Path) -> str:

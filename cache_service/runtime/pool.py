@@ -96,6 +96,8 @@ class Pool:
         self.keeper = keeper
         self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
+        if keeper is not None:
+            keeper.copying = lambda: self.copying
         if keeper is not None and keeper.is_quarantining:
             self.quarantines.add(EARLIER_RUN)
             keeper.watch_earlier(self._end_earlier_quarantine)
@@ -128,8 +130,8 @@ class Pool:
         turns = Turns()
         while self.manager.publish_pending(_SLICE_BLOCKS):
             await turns.offer()
-        while self._manager.write_record(_SLICE_BLOCKS):
-            await turns.offer()
+        if self.keeper is not None:
+            await self.keeper.written()
 
     def stats(self) -> PoolStats:
         return self.manager.stats()
@@ -205,6 +207,8 @@ class Pool:
         if self.keeper is not None:
             if keep:
                 self.manager.publish_pending()
+                while self.manager.end_some_transfers(_SLICE_ORDERS):
+                    pass
                 self.keeper.write_all()
             self.keeper.close(remove=not keep)
         self.arena.close(is_mapped=bool(self.mappings))

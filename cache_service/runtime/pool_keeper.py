@@ -2,58 +2,84 @@
 
 Owns when the index is written down, and when the quarantine of earlier runs ends. A block that loses its place in the index is
 forgotten by the core at once. What is added waits for a moment, so that many blocks are written in one go, after the answers:
-a service that is killed loses what it has published in that moment, and nothing else. The quarantine ends once the kernel says
-that no process of an earlier run maps the memory.
+a service that is killed loses what it has published in that moment, and nothing else. While this process copies blocks in a
+thread nothing is written, because what the index has may be what the copies fill. Digests of many bytes are made in a thread,
+and count for the blocks that are still their nodes' then. The quarantine ends once the kernel says that no process of an
+earlier run maps the memory.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
+from ..core.calls.restore import RestoreResult
+from ..core.index.index_record import Unwritten
 from ..core.manager import PoolManager
+from ..core.values.kept_index import Verification
+from ..memory.block_digests import BlockDigests
 from ..memory.kept_file import KeptPool
-from .turns import PAUSE
+from .turns import PAUSE, Turns
 
 log = structlog.get_logger()
 
 _WRITE_AFTER = 0.05  # seconds
 _LOOK_AFTER = 0.05  # seconds
 _SLICE_BLOCKS = 1024  # written in about half a millisecond
+_INLINE_BYTES = 1 << 20  # digested in about a third of a millisecond
+_SLICE_BYTES = 32 << 20  # digested in a thread in about ten
 
 
 class PoolKeeper:
     """Keeps the index of one pool in its files."""
 
-    def __init__(self, manager: PoolManager, kept: KeptPool) -> None:
+    def __init__(self, manager: PoolManager, kept: KeptPool, digests: BlockDigests | None = None) -> None:
+        """digests: rows get one of their block's content."""
         self.is_quarantining = False
+        self.copying: Callable[[], asyncio.Task[None] | None] = lambda: None  # a copy of blocks in a thread; set by the pool
         self._manager = manager
         self._kept = kept
+        self._digests = digests
         self._loop = asyncio.get_running_loop()
         self._writing: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._digesting: asyncio.Task[None] | None = None
+        self._taken: Unwritten | None = None  # what is being digested
         self._end_quarantine: Callable[[], None] = lambda: None
 
-    async def restore(self) -> None:
-        """Takes over what earlier runs have left. Before the pool serves anybody."""
+    async def restore(self, num_verified_blocks: int) -> None:
+        """Takes over what earlier runs have left. Before the pool serves anybody.
+
+        num_verified_blocks: how many are compared with their digests, where digests are made; 0 for all.
+        """
         begin = time.perf_counter()
         self.is_quarantining = self._kept.may_be_written()
-        result = await asyncio.to_thread(
-            self._manager.restore, self._kept.index.kept, may_still_write=self.is_quarantining, on_behind=self._write_soon
-        )
+        verification = None
+        if self._digests is not None:
+            verification = Verification(self._digests.of, num_verified_blocks, secrets.randbits(64))
+        result = await self._take_over(may_still_write=self.is_quarantining, verification=verification)
         log.info(
             "pool_restored",
             model_id=self._kept.spec.model_id,
             num_blocks=result.num_blocks,
+            num_host_blocks=result.num_host_blocks,
             num_dropped_blocks=result.num_dropped,
+            num_verified_blocks=result.num_verified,
+            num_damaged_blocks=result.num_damaged,
             num_quarantined_blocks=result.num_quarantined,
+            num_quarantined_host_blocks=result.num_quarantined_hosts,
             milliseconds=round((time.perf_counter() - begin) * 1e3, 1),
         )
 
     async def start(self) -> None:
         """The index of a new pool is written down from now on."""
-        await asyncio.to_thread(self._manager.restore, self._kept.index.kept, may_still_write=False, on_behind=self._write_soon)
+        await self._take_over(may_still_write=False)
+
+    async def _take_over(self, **how: Any) -> RestoreResult:
+        return await asyncio.to_thread(self._manager.restore, self._kept.kept(), on_behind=self._write_soon, **how)
 
     def watch_earlier(self, end_quarantine: Callable[[], None]) -> None:
         """end_quarantine is called once no process of an earlier run maps the memory any more; perhaps at once."""
@@ -73,24 +99,68 @@ class PoolKeeper:
         self.is_quarantining = False
         self._end_quarantine()
 
+    async def written(self) -> None:
+        """Returns once all that the index has is written down."""
+        turns = Turns()
+        while True:
+            busy = self.copying() or self._digesting
+            if busy is not None:
+                await asyncio.wait([busy])
+            elif self._write_slice():
+                await turns.offer()
+            elif self._digesting is None:
+                return
+
     def write_all(self) -> None:
-        """Writes down all that the index has."""
-        while self._manager.write_record(_SLICE_BLOCKS):
+        """The same at once, except for what copies may fill; at the end of the service."""
+        if self.copying() is not None:
+            return
+        if self._digesting is not None and self._taken is not None and self._digests is not None:
+            self._digesting.cancel()
+            self._manager.write_taken(self._taken, self._digests.of(self._taken.tier, self._taken.blocks))
+        while self._manager.write_record(_SLICE_BLOCKS, self._digests.of if self._digests is not None else None):
             pass
 
     def close(self, *, remove: bool) -> None:
         """Gives up the files; remove: they go."""
-        for timer in (self._writing, self._looking):
-            if timer is not None:
-                timer.cancel()
+        for waiting in (self._writing, self._looking, self._digesting):
+            if waiting is not None:
+                waiting.cancel()
+        self._digests = None  # it holds views of the arenas
         if remove:
             self._kept.remove()
         self._kept.close()
 
     def _write_soon(self) -> None:
-        self._writing = self._loop.call_later(_WRITE_AFTER, self._write_some)
+        self._write_in(_WRITE_AFTER)
+
+    def _write_in(self, seconds: float) -> None:
+        if self._writing is None:
+            self._writing = self._loop.call_later(seconds, self._write_some)
 
     def _write_some(self) -> None:
         self._writing = None
-        if self._manager.write_record(_SLICE_BLOCKS):
-            self._writing = self._loop.call_later(PAUSE, self._write_some)
+        if self.copying() is not None:
+            self._write_in(_WRITE_AFTER)
+        elif self._digesting is None and self._write_slice():
+            self._write_in(PAUSE)
+
+    def _write_slice(self) -> bool:
+        """Writes down some of what the record lacks, or has it digested first. Whether more is left to begin with."""
+        digests = self._digests
+        if digests is None:
+            return self._manager.write_record(_SLICE_BLOCKS)
+        taken = self._manager.take_record(min(_SLICE_BLOCKS, max(1, _SLICE_BYTES // digests.block_bytes)))
+        if len(taken) * digests.block_bytes <= _INLINE_BYTES:
+            return self._manager.write_taken(taken, digests.of(taken.tier, taken.blocks))
+        self._taken = taken
+        self._digesting = self._loop.create_task(self._write_digested(digests, taken))
+        return False
+
+    async def _write_digested(self, digests: BlockDigests, taken: Unwritten) -> None:
+        try:
+            made = await asyncio.to_thread(digests.of, taken.tier, taken.blocks)
+            if self._manager.write_taken(taken, made):
+                self._write_in(PAUSE)
+        finally:
+            self._digesting = None

@@ -23,6 +23,7 @@ from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..memory.arena import Arena
+from ..memory.block_digests import BlockDigests
 from ..memory.kept_file import KeptPool
 from ..memory.memory_directory import MemoryDirectory
 from ..memory.shared_memory import SharedMemoryArena
@@ -86,7 +87,9 @@ class PoolRegistry:
                 for kept in self._directory.open_pools():
                     await self._restore(kept)
                 num_spares = self._config.num_pools - len(self._pools) if is_sized else 0
-                self._spare += self._directory.open_spares(self._config.pool_memory, num_spares)
+                sizes = (self._config.pool_memory, num_spares), (self._host_memory, num_spares if self._host_memory else 0)
+                spares, self._spare_hosts = self._directory.open_spares(*sizes)
+                self._spare += spares
             if is_sized:
                 await self._reserve_spares(self._config.num_pools - len(self._pools))
         except OutOfMemory as error:
@@ -114,12 +117,10 @@ class PoolRegistry:
     def close(self) -> None:
         """Gives all memory back; what is kept stays in its folder."""
         keep = self._directory is not None and self._directory.keep
-        for arena in self._spare:
+        for arena in (*self._spare, *self._spare_hosts):
             if not keep:
                 self._forget_file(arena)
             arena.close()
-        for host_arena in self._spare_hosts:
-            host_arena.close()
         for pool in self._pools.values():
             pool.close(keep=keep)
         self._spare.clear()
@@ -129,11 +130,11 @@ class PoolRegistry:
     async def _reserve_spares(self, num_pools: int) -> None:
         """Memory for so many pools, all of it asked for before the first is allocated. Raises OutOfMemory."""
         num_bytes, num_host_bytes = self._config.pool_memory, self._host_memory
-        num_missing = num_pools - len(self._spare)
-        self._memory.require(num_missing * num_bytes, num_pools * num_host_bytes)
+        num_missing, num_missing_hosts = num_pools - len(self._spare), num_pools - len(self._spare_hosts)
+        self._memory.require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
         for _ in range(num_missing):
             self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
-        for _ in range(num_pools if num_host_bytes else 0):
+        for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
     async def _make(self, spec: KvSpec) -> Pool:
@@ -143,34 +144,55 @@ class PoolRegistry:
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
         arena = await self._arena(num_bytes)
-        keeper: PoolKeeper | None = None
+        host_arena: SharedMemoryArena | None = None
         try:
-            if self._directory is not None:
-                keeper = await self._keep(self._directory, arena, spec, manager)
-            return Pool(spec, config, manager, arena, await self._host_arena(config.num_host_blocks * spec.block_bytes), keeper)
+            host_arena = await self._host_arena(self._host_bytes(config, spec))
+            keeper = None if self._directory is None else await self._keep(self._directory, arena, host_arena, spec, manager)
+            return Pool(spec, config, manager, arena, host_arena, keeper)
         except BaseException:
-            if keeper is not None:
-                keeper.close(remove=True)
-            else:
-                self._forget_file(arena)
-            arena.close()
+            for each in (arena, host_arena):
+                if each is not None:
+                    self._forget_file(each)
+                    each.close()
             raise
 
-    async def _keep(self, directory: MemoryDirectory, arena: Arena, spec: KvSpec, manager: PoolManager) -> PoolKeeper:
+    async def _keep(
+        self,
+        directory: MemoryDirectory,
+        arena: Arena,
+        host_arena: SharedMemoryArena | None,
+        spec: KvSpec,
+        manager: PoolManager,
+    ) -> PoolKeeper:
         """The files of a new pool. Raises OutOfPools."""
         assert isinstance(arena, SharedMemoryArena), "a folder holds files of the machine's memory"
         try:
             kept = await asyncio.to_thread(directory.make_pool, arena, spec, manager.config.num_blocks)
+            try:
+                await self._keep_hosts(directory, kept, host_arena, manager)
+            except BaseException:
+                kept.close()
+                raise
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's index: {error}", flag="--memory-dir") from None
-        keeper = PoolKeeper(manager, kept)
+        keeper = self._keeper(manager, kept)
         await keeper.start()
         return keeper
 
+    async def _keep_hosts(
+        self, directory: MemoryDirectory, kept: KeptPool, host_arena: SharedMemoryArena | None, manager: PoolManager
+    ) -> None:
+        """The files of a new host tier. Raises OutOfMemory."""
+        if host_arena is not None:
+            await asyncio.to_thread(directory.add_hosts, kept, host_arena, manager.config.num_host_blocks)
+
+    def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
+        return PoolKeeper(manager, kept, BlockDigests(kept) if self._config.block_digests else None)
+
     def _forget_file(self, arena: Arena) -> None:
-        """Of a spare arena that is closed and not kept."""
+        """Of an arena that is closed and not kept."""
         if self._directory is not None and isinstance(arena, SharedMemoryArena):
-            self._directory.remove_spare(arena)
+            self._directory.remove_arena(arena)
 
     async def _restore(self, kept: KeptPool) -> None:
         """Takes over a pool of an earlier run, or removes its files where the configuration has no place for it.
@@ -178,25 +200,47 @@ class PoolRegistry:
         Raises OutOfMemory where its host tier cannot be had.
         """
         spec, has_place = kept.spec, len(self._pools) < self._config.num_pools and kept.spec.key not in self._pools
+        device = kept.device
         try:
             config, num_bytes = self._sizes(spec)
-            has_place &= (config.num_blocks, num_bytes) == (kept.num_blocks, kept.arena.num_bytes)
+            has_place &= (config.num_blocks, num_bytes) == (device.num_blocks, device.arena.num_bytes)
         except OutOfPools:
             has_place = False
         if not has_place:
             log.warning("kept_memory_refused", why="the configuration has other sizes, or no place for it")
             kept.remove()
             kept.close()
-            kept.arena.close()
+            for tier in kept.tiers:
+                tier.arena.close()
             return
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
-        keeper = PoolKeeper(manager, kept)
-        await keeper.restore()
+        host_arena = await self._restore_hosts(kept, manager)
+        keeper = self._keeper(manager, kept)
+        await keeper.restore(self._config.verify_blocks)
+        self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper)
+
+    async def _restore_hosts(self, kept: KeptPool, manager: PoolManager) -> SharedMemoryArena | None:
+        """The host tier of a pool of an earlier run: what that has left, where the configuration has a place for it, or anew.
+
+        Raises OutOfMemory.
+        """
+        assert self._directory is not None, "kept pools lie in a folder"
+        num_bytes = self._host_bytes(manager.config, kept.spec)
+        if kept.hosts is not None:
+            if (kept.hosts.num_blocks, kept.hosts.arena.num_bytes) == (manager.config.num_host_blocks, num_bytes):
+                return kept.hosts.arena
+            log.warning("kept_memory_refused", why="the configuration has another host tier")
+            kept.drop_hosts()
         try:
-            host_arena = await self._host_arena(config.num_host_blocks * spec.block_bytes)
+            host_arena = await self._host_arena(num_bytes)
         except OutOfPools as error:
             raise OutOfMemory(str(error)) from None
-        self._pools[spec.key] = Pool(spec, config, manager, kept.arena, host_arena, keeper)
+        await self._keep_hosts(self._directory, kept, host_arena, manager)
+        return host_arena
+
+    def _host_bytes(self, config: PoolConfig, spec: KvSpec) -> int:
+        """Bytes of a host tier's arena; 0 where there is none."""
+        return max(config.num_host_blocks * spec.block_bytes, self._host_memory) if config.num_host_blocks else 0
 
     def _sizes(self, spec: KvSpec) -> tuple[PoolConfig, int]:
         """The configuration of a pool of this spec, and the bytes of its arena. Raises OutOfPools."""
@@ -246,7 +290,7 @@ class PoolRegistry:
             return self._spare_hosts.pop()
         flag = "--num-host-blocks" if self._config.num_host_blocks else "--host-memory"
         try:
-            return await asyncio.to_thread(self._memory.allocate_host, max(num_bytes, self._host_memory))
+            return await asyncio.to_thread(self._memory.allocate_host, num_bytes)
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 

@@ -1,5 +1,8 @@
 """A kept index: what it costs a step of the core, and how soon a killed service serves again with all that it had cached.
 
+With digests a block costs the reading of its bytes once, beside the steps, and once more where a start verifies it; both are told
+by the block. A host tier comes back with its pool.
+
 Two pools take turns step by step, one with a kept index and one without. A step of growing sequences is told with its
 publishing; the writing down runs every 50 ms, beside the steps, as in the service, and is told for each step, in processor
 time. Nothing of RPC or engine is in it, so in the services a step costs more, and the writing is less beside it. The restart
@@ -10,6 +13,7 @@ that a stream of tokens stands still: killed and started again, and taken over b
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kept_index import KeptIndex, row_words
+from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, Verification, row_words
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from kvkeeper.cache_service.memory.block_digests import BlockDigests
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
@@ -46,6 +51,10 @@ def figures() -> Iterator[dict[str, object]]:
         yield {"case": "step", "sequences": num_sequences, **_step_costs(num_sequences)}
     for num_cached in (1_000, 100_000):
         yield {"case": "restart", "cached_blocks": num_cached, **_restart(num_cached)}
+    for num_cached, num_hosts in ((1_000, 1_000), (50_000, 50_000)):
+        yield {"case": "restart", "cached_blocks": num_cached, "host_blocks": num_hosts, **_restart(num_cached, num_hosts)}
+    for block_kib in (16, 256, 2048):
+        yield {"case": "digests", "block_KiB": block_kib, **_digest_costs(block_kib << 10)}
     for is_killed in (True, False):
         yield {"case": "streams over a kill" if is_killed else "streams over --take-over", **asyncio.run(_pause(is_killed))}
 
@@ -97,19 +106,51 @@ class _Pool:
 def kept_index(num_blocks: int) -> KeptIndex:
     """In memory of this process."""
     rows = np.zeros((num_blocks, row_words(BLOCK_SIZE)), np.int32)
-    return KeptIndex(1, np.zeros(num_blocks, np.uint64), rows, (), lambda name: None)
+    return KeptIndex(KeptTable(1, np.zeros(num_blocks, np.uint64), rows), None, (), lambda name: None)
 
 
-def _restart(num_cached: int) -> dict[str, object]:
+def _digest_costs(block_bytes: int) -> dict[str, float]:
+    """For each block: what is added beside the steps, and what a start that verifies all takes more.
+
+    The service maps the arena and has not read it before, so the first reading pays for that, too.
+    """
+    spec = KvSpec(b"bench", "bench", 1, 1, block_bytes // BLOCK_SIZE // 8, 4, BLOCK_SIZE)
+    num_cached = max(_CHAIN, min(2_000, (1 << 30) // block_bytes) // _CHAIN * _CHAIN)
+    written: dict[bool, float] = {}
+    with memory_folder() as folder:
+        for with_digests in (False, True):
+            shutil.rmtree(folder, ignore_errors=True)
+            written[with_digests] = _fill(folder, spec, num_cached + 8, num_cached, with_digests=with_digests)
+        directory = MemoryDirectory(folder, keep=True)
+        (kept,) = directory.open_pools()
+        took: dict[bool, list[float]] = {False: [], True: []}
+        for with_digests in (False, True) * 3:
+            manager = PoolManager(PoolConfig(num_cached + 8, BLOCK_SIZE))
+            how = Verification(BlockDigests(kept).of, 0, 0) if with_digests else None
+            begin = time.perf_counter()
+            result = manager.restore(kept.kept(), may_still_write=False, verification=how)
+            took[with_digests].append(time.perf_counter() - begin)
+            assert (result.num_blocks, result.num_damaged) == (num_cached, 0)
+        kept.close()
+        kept.device.arena.close()
+        directory.close()
+    return {
+        "write_us_a_block": round(written[False] / num_cached * 1e6, 2),
+        "write_with_digest_us_a_block": round(written[True] / num_cached * 1e6, 2),
+        "verify_us_a_block": round((min(took[True]) - min(took[False])) / num_cached * 1e6, 2),
+    }
+
+
+def _restart(num_cached: int, num_hosts: int = 0) -> dict[str, object]:
     """Files with so many cached blocks, as a killed service leaves them; a service starts on them and is killed, 5 times."""
     spec = KvSpec(b"bench", "bench", 1, 1, 4, 4, BLOCK_SIZE)
-    num_blocks = num_cached + 1000
+    num_blocks, num_host_blocks = num_cached + 1000, num_hosts + 1000 if num_hosts else 0
     took, restored = [], []
     with tempfile.TemporaryDirectory(prefix="kvk-", dir=_SHM) as folder:
-        _fill(Path(folder) / "memory", spec, num_blocks, num_cached)
+        _fill(Path(folder) / "memory", spec, num_blocks, num_cached, num_hosts=num_hosts)
         for _ in range(5):
             flags = ["--listen", f"unix:{folder}/s", "--runtime-dir", f"{folder}/run", "--num-blocks", str(num_blocks)]
-            flags += ["--memory-dir", f"{folder}/memory"]
+            flags += ["--memory-dir", f"{folder}/memory", "--num-host-blocks", str(num_host_blocks)]
             begin = time.perf_counter()
             command = [sys.executable, "-m", "kvkeeper.cache_service", *flags]
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
@@ -122,7 +163,8 @@ def _restart(num_cached: int) -> dict[str, object]:
                         break
                 took.append(time.perf_counter() - begin)
                 process.send_signal(signal.SIGKILL)
-    assert all(event["num_blocks"] == num_cached for event in restored) and len(restored) == len(took)
+    found = {(event["num_blocks"], event["num_host_blocks"]) for event in restored}
+    assert found == {(num_cached, num_hosts)} and len(restored) == len(took)
     return {
         "exec_to_ready_s": round(min(took), 2),
         "median_s": round(float(np.median(took)), 2),
@@ -179,19 +221,35 @@ class _Gaps:
         return longest
 
 
-def _fill(path: Path, spec: KvSpec, num_blocks: int, num_cached: int) -> None:
-    """A pool of chains of cached blocks."""
+def _fill(
+    path: Path, spec: KvSpec, num_blocks: int, num_cached: int, *, num_hosts: int = 0, with_digests: bool = False
+) -> float:
+    """A pool of chains of cached blocks, and others in the host tier. Answers the seconds that the writing down took."""
+    num_host_blocks = num_hosts + 1000 if num_hosts else 0
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * spec.block_bytes), spec, num_blocks)
-    manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE))
-    manager.restore(kept.index.kept, may_still_write=False)
+    if num_hosts:
+        directory.add_hosts(kept, directory.allocate(num_host_blocks * spec.block_bytes), num_host_blocks)
+    manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks))
+    manager.restore(kept.kept(), may_still_write=False)
     index, rng = manager.state.index, np.random.default_rng(0)
     root = index.root("")
-    for start in range(1, num_cached + 1, _CHAIN):
-        tokens = rng.integers(0, 32000, _CHAIN * BLOCK_SIZE).astype(np.int32)
-        index.insert_run(root, tokens, np.arange(start, start + _CHAIN, dtype=np.int32))
-    while manager.write_record(1024):
+    for is_host, count in ((True, num_hosts), (False, num_cached)):
+        for start in range(1, count + 1, _CHAIN):
+            tokens = rng.integers(0, 32000, _CHAIN * BLOCK_SIZE).astype(np.int32)
+            blocks = np.arange(start, start + _CHAIN, dtype=np.int32)
+            nodes = index.insert_run(root, tokens, blocks)
+            if is_host:
+                index.add_hosts(nodes, blocks)
+                index.note_filled(blocks)
+                index.leave_device(blocks)
+    digest = BlockDigests(kept).of if with_digests else None
+    begin = time.perf_counter()
+    while manager.write_record(1024, digest):
         pass
+    took = time.perf_counter() - begin
     kept.close()
-    kept.arena.close()
+    for tier in kept.tiers:
+        tier.arena.close()
     directory.close()
+    return took

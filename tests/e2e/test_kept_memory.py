@@ -6,12 +6,14 @@ else changes the tokens.
 
 import asyncio
 import json
+import mmap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -25,10 +27,10 @@ NUM_WHOLE = 6 * BLOCK_SIZE
 
 
 @asynccontextmanager
-async def kept_fleet(*switches: str) -> AsyncIterator[tuple[Fleet, Path]]:
-    """One engine on a cache service whose memory is in the folder. switches: of the cache service."""
+async def kept_fleet(*switches: str, **flags: int) -> AsyncIterator[tuple[Fleet, Path]]:
+    """One engine on a cache service whose memory is in the folder. switches, flags: of the cache service."""
     with memory_folder() as folder:
-        async with fleet(1, {"memory_dir": folder, "num_blocks": 128}, cache_switches=switches) as services:
+        async with fleet(1, {"memory_dir": folder, "num_blocks": 128} | flags, cache_switches=switches) as services:
             yield services, folder
 
 
@@ -37,10 +39,13 @@ def event_of(service: Service, name: str) -> dict[str, Any]:
     return found
 
 
-async def ask_all(services: Fleet) -> list[int]:
-    """Asks all prompts at once, checks the tokens, and answers how many tokens of each were cached."""
+async def ask_all(services: Fleet, *, one_by_one: bool = False) -> list[int]:
+    """Asks all prompts, at once by default, checks the tokens, and answers how many tokens of each were cached."""
     async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
-        outputs = await asyncio.gather(*(generate(client, prompt) for prompt in PROMPTS))
+        if one_by_one:
+            outputs = [await generate(client, prompt) for prompt in PROMPTS]
+        else:
+            outputs = await asyncio.gather(*(generate(client, prompt) for prompt in PROMPTS))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.token_ids == [toy_output(prompt, 8)]
     return [output.usage.cached_tokens for output in outputs]
@@ -176,3 +181,116 @@ async def test_a_clean_stop_leaves_memory_only_where_it_is_to_be_kept(keep: bool
                 services.cache.terminate()
                 assert await services.cache.end() == 0
             assert folder.exists() == keep
+
+
+# The host tier: a pool that holds two of the prompts, so that most of what is cached was demoted
+
+SMALL: dict[str, int] = {"num_blocks": 20, "num_host_blocks": 128}
+
+
+async def all_demoted(services: Fleet) -> pb.PoolStats:
+    """The pool once nothing runs and all that left the device has arrived in the host tier."""
+    async with AsyncCacheClient(services.cache_address) as cache:
+
+        async def arrived() -> pb.PoolStats | None:
+            (pool,) = (await cache.stats()).pools
+            num_host_blocks = pool.num_free_host_blocks + pool.num_cached_host_blocks
+            return pool if num_host_blocks == SMALL["num_host_blocks"] - 1 else None
+
+        await at_rest(services)
+        return await until(arrived)
+
+
+def num_restored(services: Fleet) -> tuple[int, int, int]:
+    """Blocks of the device and of the host tier that came back, and rows that were dropped."""
+    event = event_of(services.cache, "pool_restored")
+    return event["num_blocks"], event["num_host_blocks"], event["num_dropped_blocks"]
+
+
+async def test_prompts_that_were_demoted_hit_after_a_kill() -> None:
+    async with kept_fleet(**SMALL) as (services, _):
+        await ask_all(services, one_by_one=True)
+        for kill in range(3):
+            before = await all_demoted(services)
+            assert before.num_cached_host_blocks > 20
+            await services.cache.kill()
+            await services.start_cache()
+            assert num_restored(services) == (before.num_cached_blocks, before.num_cached_host_blocks, 0)
+            await services.engines[0].until("session_opened", kill + 2)
+            assert await ask_all(services, one_by_one=True) == [NUM_WHOLE] * len(PROMPTS)
+            assert (await all_demoted(services)).num_promoted_blocks > 20
+
+
+async def test_both_services_are_killed_while_blocks_move_and_no_token_is_wrong() -> None:
+    async with kept_fleet(**SMALL) as (services, _):
+        num_hosts = 0
+        for _ in range(3):
+            async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
+                streams = [asyncio.create_task(generate(client, prompt)) for prompt in PROMPTS * 2]
+                await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.gather(services.cache.kill(), services.engines[0].kill())
+                await asyncio.gather(*streams, return_exceptions=True)
+            await services.start_cache()
+            num_hosts += num_restored(services)[1]
+            await services.start_engine(0)
+            await ask_all(services, one_by_one=True)
+            await all_demoted(services)
+        assert num_hosts > 20
+
+
+async def test_host_blocks_that_an_engine_may_still_fill_are_kept_back_until_it_is_gone() -> None:
+    async with kept_fleet(**SMALL) as (services, _):
+        await ask_all(services, one_by_one=True)
+        before = await all_demoted(services)
+        await services.engines[0].stop()
+        await services.cache.kill()
+        await services.start_cache()
+        num_withheld = 127 - before.num_cached_host_blocks
+        assert event_of(services.cache, "pool_restored")["num_quarantined_host_blocks"] == num_withheld
+        async with AsyncCacheClient(services.cache_address) as cache:
+            (pool,) = (await cache.stats()).pools
+            assert (pool.num_free_host_blocks, pool.num_cached_host_blocks) == (0, before.num_cached_host_blocks)
+        await services.engines[0].kill()
+        await services.cache.until("quarantine_ended")
+        assert (await at_rest(services)).num_free_host_blocks == num_withheld
+
+
+async def test_a_take_over_carries_the_host_tier_and_a_clean_stop_without_keep_removes_it() -> None:
+    with memory_folder() as folder:
+        async with fleet(1, {"memory_dir": folder} | SMALL, cache_switches=["--keep"]) as services:
+            await ask_all(services, one_by_one=True)
+            before = await all_demoted(services)
+            await services.start_cache("--take-over")
+            assert num_restored(services) == (before.num_cached_blocks, before.num_cached_host_blocks, 0)
+        assert {path.name[:5] for path in folder.iterdir()} == {"host-", "pool-", "lock"}
+        async with fleet(1, {"memory_dir": folder} | SMALL) as services:
+            assert num_restored(services)[1] == before.num_cached_host_blocks
+            assert await ask_all(services, one_by_one=True) == [NUM_WHOLE] * len(PROMPTS)
+            for service in (services.engines[0], services.cache):
+                service.terminate()
+                assert await service.end() == 0
+        assert not folder.exists()
+
+
+async def test_damage_of_the_memory_is_noticed_and_costs_hits_only() -> None:
+    """In a block of each tier; the sample is all of them, or one that finds none, and then all tokens would be wrong."""
+    async with kept_fleet("--block-digests", **SMALL, verify_blocks=0) as (services, folder):
+        await ask_all(services, one_by_one=True)
+        before = await all_demoted(services)
+        await asyncio.gather(services.cache.kill(), services.engines[0].kill())
+        for path in (*folder.glob("pool-*.arena"), *folder.glob("host-*.arena")):
+            content = np.memmap(path, np.uint8)
+            content[: -mmap.PAGESIZE] ^= 1  # every block; the stamp behind them stays
+            content.flush()
+        await services.start_cache()
+        event = event_of(services.cache, "pool_restored")
+        num_kept = before.num_cached_blocks + before.num_cached_host_blocks
+        assert (event["num_verified_blocks"], event["num_damaged_blocks"]) == (num_kept, num_kept)
+        assert num_restored(services) == (0, 0, num_kept)
+        await services.start_engine(0)
+        assert await ask_all(services, one_by_one=True) == [0] * len(PROMPTS)
+        before = await all_demoted(services)
+        await services.cache.kill()
+        await services.start_cache()
+        assert num_restored(services) == (before.num_cached_blocks, before.num_cached_host_blocks, 0)
+        assert event_of(services.cache, "pool_restored")["num_damaged_blocks"] == 0

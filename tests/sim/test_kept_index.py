@@ -1,4 +1,4 @@
-"""The service is killed at any moment: what the next run believes of the kept index is what the memory holds.
+"""The service is killed at any moment: what the next run believes of the kept index is what the memory of both tiers holds.
 
 The oracle is content. Whatever is restored is compared with the slots themselves; whatever an engine of the dead service may
 still write is neither believed nor free; whatever may hold another tenant's tokens is cleared before its next use.
@@ -11,9 +11,10 @@ import pytest
 
 from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.index.index_record import IndexRecord
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.index.slot_table import SlotTable
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, Int32Array
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 from tests.support.worlds.moments import in_flight
@@ -21,8 +22,11 @@ from tests.support.worlds.moments import in_flight
 NUM_SEEDS, NUM_EVENTS = 8, 120
 
 
-def killed(seed: int) -> tuple[int, int, int]:
-    """One seed. Answers blocks that were believed, blocks that engines still wrote, and kills with all written down."""
+def killed(seed: int) -> tuple[int, int, int, int, int]:
+    """One seed.
+
+    Answers device and host blocks that were believed, those that engines still wrote, and kills with all written down.
+    """
     rng = random.Random(seed)
     config = PoolConfig(
         num_blocks=rng.choice([6, 12, 24]),
@@ -35,7 +39,7 @@ def killed(seed: int) -> tuple[int, int, int]:
     world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
     memory = KeptMemory(config)
     world.manager.restore(memory.kept, may_still_write=False)
-    num_believed = num_written = num_whole = 0
+    sums, num_whole = np.zeros(4, np.int64), 0
 
     def choose(count: int) -> int:
         return int(rng.random() * count)
@@ -63,31 +67,38 @@ def killed(seed: int) -> tuple[int, int, int]:
             world.step(session, choose)
         world.audit()
         if choose(2):
-            believed, written = check_kill(world, memory)
-            num_believed, num_written = num_believed + believed, num_written + written
+            sums += check_kill(world, memory)
     world.drain()
-    return num_believed, num_written, num_whole
+    return (*sums.tolist(), num_whole)
 
 
-def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int]:
-    """The service is killed now, its engines live. Answers the blocks that are believed, and those that may be written."""
+def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int]:
+    """The service is killed now, its engines live.
+
+    Answers the device and the host blocks that are believed, and those of each that may be written.
+    """
     manager, result = memory.restored(may_still_write=True)
     assert not (wrong := manager.check_invariants()), wrong
-    pool, found = manager.state.pool, chains(manager)
-    assert result.num_blocks == len(found)
-    for (tenant, tokens), block in found.items():
+    assert manager.swapper is not None
+    pools, found = (manager.state.pool, manager.swapper.host.pool), chains(manager)
+    for (tenant, tokens), places in found.items():
         spelled = world.contents.spell(tenant, list(tokens))[-world.config.block_size :]
-        assert world.memory.device[block] == spelled, f"block {block} is believed and holds something else"
-    writes: set[int] = set()
+        for slots, block in zip((world.memory.device, world.memory.host), places, strict=True):
+            assert not block or slots[block] == spelled, f"block {block} is believed and holds something else"
+    believed = np.count_nonzero(np.array(list(found.values()), np.int32).reshape(-1, 2), axis=0).tolist()
+    assert [result.num_blocks, result.num_host_blocks] == believed
+    writes: tuple[set[int], set[int]] = (set(), set())
     for session in [*world.engines, *world.ended]:
-        writes |= in_flight(world, session)[0]
-    exposed = {block for block in writes if not pool.quarantine_counts[block] or pool.indexed[block]}
-    assert not exposed, f"blocks {exposed} could be had, or are shared, while an engine writes them"
+        for known, blocks in zip(writes, in_flight(world, session), strict=True):
+            known |= blocks
+    for pool, blocks in zip(pools, writes, strict=True):
+        exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
+        assert not exposed, f"blocks {exposed} could be had, or are shared, while an engine writes them"
     check_residue(world, manager)
     manager.end_quarantine(EARLIER_RUN)
     assert not (wrong := manager.check_invariants()), wrong
-    assert pool.num_available == pool.num_blocks - 1
-    return len(found), len(writes)
+    assert all(pool.num_available == pool.num_blocks - 1 for pool in pools)
+    return (*believed, *map(len, writes))
 
 
 def check_residue(world: TierWorld, manager: object) -> None:
@@ -102,15 +113,15 @@ def check_residue(world: TierWorld, manager: object) -> None:
 
 
 def check_whole(world: TierWorld, memory: KeptMemory) -> int:
-    """All that is published is written down: what is restored equals what was, as far as it lies on the device."""
+    """All that is published is written down: what is restored equals what was, but for copies that are on the way."""
     manager, _ = memory.restored()
-    wanted = chains(world.manager, on_device=True)
-    assert chains(manager) == wanted
+    wanted = chains(world.manager, is_written=True)
+    assert chains(manager) == wanted, "what is restored is not what was cached"
     return len(wanted) > 0
 
 
 def test_what_is_restored_after_a_kill_is_what_the_memory_holds() -> None:
-    sums = np.zeros(3, np.int64)
+    sums = np.zeros(5, np.int64)
     for seed in range(NUM_SEEDS):
         try:
             sums += killed(seed)
@@ -118,12 +129,36 @@ def test_what_is_restored_after_a_kill_is_what_the_memory_holds() -> None:
             error.add_note(f"kept index, seed {seed}")
             raise
     # The run counts only if what it is about has happened.
-    assert (sums > (500, 500, 10)).all(), sums
+    assert (sums > (500, 500, 500, 100, 10)).all(), sums
 
 
 def test_a_table_that_does_not_forget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that another sequence has now is still believed; the table's own audit is not asked."""
     monkeypatch.setattr(SlotTable, "forget", lambda self, blocks: None)
-    monkeypatch.setattr(IndexRecord, "check", lambda self, node_of_block: iter(()))
+    monkeypatch.setattr(IndexRecord, "check", lambda self, tier, node_of_block: iter(()))
     with pytest.raises(AssertionError, match=r"is believed and holds something else|are shared, while an engine writes"):
+        list(map(killed, range(NUM_SEEDS)))
+
+
+_ADD_HOSTS = PrefixIndex.add_hosts
+
+
+def _note_too_early(index: PrefixIndex, nodes: Int32Array, hosts: Int32Array) -> None:
+    _ADD_HOSTS(index, nodes, hosts)
+    index.note_filled(hosts)
+
+
+def test_a_host_copy_that_is_written_down_before_its_order_has_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixIndex, "add_hosts", _note_too_early)
+    monkeypatch.setattr(SlotTable, "has_rows", lambda self: np.zeros(len(self._checks), np.bool_))  # the audit is not asked
+    faults = r"is believed and holds something else|are shared, while an engine writes|is not what was cached"
+    with pytest.raises(AssertionError, match=faults):
+        list(map(killed, range(NUM_SEEDS)))
+
+
+def test_an_audit_finds_a_row_of_a_host_block_that_is_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixIndex, "add_hosts", _note_too_early)
+    for check in ("check_whole", "check_kill"):
+        monkeypatch.setitem(globals(), check, lambda world, memory: 0)
+    with pytest.raises(AssertionError, match="a host block is written down while an order fills it"):
         list(map(killed, range(NUM_SEEDS)))

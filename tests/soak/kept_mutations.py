@@ -1,7 +1,8 @@
 """Row 22: files of kept memory that were damaged, cut, mixed or swapped are refused or cut, and never believed.
 
-Each mutation starts from files that a killed service has left, with blocks that hold their own numbers. The oracle is the index
-that was: what is believed of damaged files is a part of it, each prefix in its own block, and the audit finds nothing wrong.
+Each mutation starts from files that a killed service has left, of a pool and of its host tier, with blocks that hold their own
+numbers. The oracle is the index that was: what is believed of damaged files is a part of it, each prefix in its own block of
+each tier, every such block holds what it held, and the audit finds nothing wrong.
 """
 
 import mmap
@@ -23,17 +24,22 @@ _NUM_BLOCKS, _NUM_CACHED = 24, 16
 _HEADER, _PAGE = 4 * mmap.PAGESIZE, mmap.PAGESIZE
 _ROW = 4 * row_words(SPEC.block_size)
 
+_TENANTS = ("", "b", "c")
+_TIERS = ("pool", "host")
+_ARENA_DAMAGE = "bytes of blocks"  # in the arena; of all others it is the index that is damaged
+
 Prefix = tuple[str, tuple[int, ...]]
+Places = tuple[int, int]  # device block and host block, 0 for none
 Mutation = Callable[[random.Random, bytearray], None]
 
 
 @dataclass(slots=True)
 class Files:
-    """What a killed service has left, and what is believed of it."""
+    """What a killed service has left, by tier, and what is believed of it."""
 
-    index: bytes
-    arena: bytes
-    prefixes: dict[Prefix, int]
+    index: dict[str, bytes]
+    arena: dict[str, bytes]
+    prefixes: dict[Prefix, Places]
 
 
 def run(seed: int) -> Counts:
@@ -41,61 +47,77 @@ def run(seed: int) -> Counts:
     rng, num_noticed = random.Random(seed), 0
     with memory_folder() as folder:
         files, others = _files(folder, seed), _files(folder, seed + 1)
-        fill(folder, num_blocks=_NUM_BLOCKS, num_cached=_NUM_CACHED, tenants=("", "b", "c"), seed=seed)
-        (index_path,) = folder.glob("*.index")
         for number in range(_NUM_MUTATIONS):
-            shutil.rmtree(folder)
-            fill(folder, num_blocks=_NUM_BLOCKS, num_cached=_NUM_CACHED, tenants=("", "b", "c"), seed=seed)
-            index = bytearray(index_path.read_bytes())
-            name = rng.choice(sorted(_MUTATIONS))
-            before = bytes(index)
+            shutil.rmtree(folder, ignore_errors=True)
+            _fill(folder, seed)
+            name, tier = rng.choice(sorted(_MUTATIONS)), rng.choice(_TIERS)
+            (index_path,) = folder.glob(f"{tier}-*.index")
+            arena_path = index_path.with_suffix(".arena")
+            path = arena_path if name == _ARENA_DAMAGE else index_path
+            content = bytearray(path.read_bytes())
+            before = bytes(content)
             if name == "rows of another file":
-                _mix(rng, index, others.index)
+                _mix(rng, content, others.index[tier])
+            elif name == "rows of the other tier":
+                _mix(rng, content, next(folder.glob(f"{_TIERS[tier == 'pool']}-*.index")).read_bytes())
             elif name == "another arena":
-                index_path.with_suffix(".arena").write_bytes(files.arena)
+                arena_path.write_bytes(files.arena[tier])
             else:
-                _MUTATIONS[name](rng, index)
-            with index_path.open("r+b") as file:
-                file.truncate(len(index))
-                file.write(index)
+                _MUTATIONS[name](rng, content)
+            with path.open("r+b") as file:
+                file.truncate(len(content))
+                file.write(content)
             try:
-                num_noticed += _check(folder, files.prefixes, is_changed=bytes(index) != before or name == "another arena")
+                num_noticed += _check(folder, files.prefixes, is_changed=bytes(content) != before or name == "another arena")
             except BaseException as error:
-                error.add_note(f"mutation {number} of seed {seed}: {name}")
+                error.add_note(f"mutation {number} of seed {seed}: {name} of the {tier}")
                 raise
     return Counts(_NUM_MUTATIONS, num_noticed)
 
 
-def _check(folder: Path, prefixes: dict[Prefix, int], *, is_changed: bool) -> bool:
+def _check(folder: Path, prefixes: dict[Prefix, Places], *, is_changed: bool) -> bool:
     """Whether the damage was noticed."""
-    index = taken_over(folder)
+    index = taken_over(folder, num_verified_blocks=0)
     if index is None:
         return is_changed
     found = _prefixes(index)
-    assert found.items() <= prefixes.items(), "something is believed that no run has written"
+    for prefix, places in found.items():
+        assert prefix in prefixes, "something is believed that no run has written"
+        assert all(place in (0, was) for place, was in zip(places, prefixes[prefix], strict=True)), "in another block"
+    for tier, first, places in zip(_TIERS, (0, 100), zip(*found.values(), strict=True), strict=False):
+        for arena_path in folder.glob(f"{tier}-*.arena"):
+            content = np.frombuffer(arena_path.read_bytes(), np.uint8)[: _NUM_BLOCKS * SPEC.block_bytes]
+            blocks = np.array([place for place in places if place], np.int64)
+            held = content.reshape(_NUM_BLOCKS, -1)[blocks]
+            assert (held == first + blocks[:, None]).all(), "what is believed is not what was written"
     assert is_changed or found == prefixes
-    return len(found) < len(prefixes)
+    return found != prefixes
+
+
+def _fill(folder: Path, seed: int) -> None:
+    sizes = {"num_blocks": _NUM_BLOCKS, "num_cached": _NUM_CACHED, "num_host_blocks": _NUM_BLOCKS}
+    fill(folder, **sizes, tenants=_TENANTS, with_digests=True, seed=seed)
 
 
 def _files(folder: Path, seed: int) -> Files:
-    fill(folder, num_blocks=_NUM_BLOCKS, num_cached=_NUM_CACHED, tenants=("", "b", "c"), seed=seed)
-    (index,), (arena,) = folder.glob("*.index"), folder.glob("*.arena")
-    files = Files(index.read_bytes(), arena.read_bytes(), {})
-    found = taken_over(folder)
+    _fill(folder, seed)
+    index, arena = (
+        {tier: next(folder.glob(f"{tier}-*.{suffix}")).read_bytes() for tier in _TIERS} for suffix in ("index", "arena")
+    )
+    found = taken_over(folder, num_verified_blocks=0)
     assert found is not None and len(found) == _NUM_CACHED
-    files.prefixes = _prefixes(found)
     shutil.rmtree(folder)
-    return files
+    return Files(index, arena, _prefixes(found))
 
 
-def _prefixes(index: PrefixIndex) -> dict[Prefix, int]:
-    """The block of each cached prefix."""
-    found: dict[Prefix, int] = {}
-    for tenant in ("", "b", "c"):
+def _prefixes(index: PrefixIndex) -> dict[Prefix, Places]:
+    """The blocks of each cached prefix."""
+    found: dict[Prefix, Places] = {}
+    for tenant in _TENANTS:
         node, tokens = index.first_child(index.find_root(tenant)) if index.find_root(tenant) else 0, ()
         while node:
             tokens = (*tokens, *index.key_tokens(node)[1].tolist())
-            found[tenant, tokens] = int(index.block_of_node[node])
+            found[tenant, tokens] = int(index.block_of_node[node]), int(index.host_of_node[node])
             node = index.first_child(node)
     return found
 
@@ -140,7 +162,7 @@ def _forge_check(rng: random.Random, index: bytearray) -> None:
 def _forge_row(rng: random.Random, index: bytearray) -> None:
     """Numbers as a program would write them, with an old check."""
     block, words = rng.randrange(1, _NUM_CACHED + 1), np.zeros(row_words(SPEC.block_size), np.int32)
-    words[0], words[4:] = rng.randrange(1, 40), [rng.randrange(100) for _ in range(SPEC.block_size)]
+    words[0], words[row_words(0) :] = rng.randrange(1, 40), [rng.randrange(100) for _ in range(SPEC.block_size)]
     words[2:4] = rng.choice([(-1, -1), (rng.randrange(1, 40), 0)])
     index[_HEADER + _PAGE + _ROW * block : _HEADER + _PAGE + _ROW * (block + 1)] = words.tobytes()
 
@@ -157,6 +179,12 @@ def _zero(rng: random.Random, index: bytearray) -> None:
     start = rng.randrange(len(index))
     end = min(len(index), start + rng.choice([1, 16, _PAGE, 4 * _PAGE]))
     index[start:end] = bytes(end - start)
+
+
+def _damage_blocks(rng: random.Random, arena: bytearray) -> None:
+    """In the memory itself, which has no other check than the digests."""
+    for _ in range(rng.choice([1, 1, 8])):
+        arena[rng.randrange(SPEC.block_bytes, SPEC.block_bytes * _NUM_BLOCKS)] ^= 1 << rng.randrange(8)
 
 
 def _damage_names(rng: random.Random, index: bytearray) -> None:
@@ -180,5 +208,7 @@ _MUTATIONS: dict[str, Mutation | None] = {
     "tenants' names": _damage_names,
     "header": _damage_header,
     "rows of another file": None,
+    "rows of the other tier": None,
     "another arena": None,
+    _ARENA_DAMAGE: _damage_blocks,
 }

@@ -1,8 +1,9 @@
 """Restore: a pool that is new takes over what an earlier run of the service has written down of its index.
 
-Owns the order: tenants, the tree, the blocks. Rules: the pool has had no call yet; a block that no believed row names is free,
-unless a process of the earlier run may still write it: then it is in quarantine, under a session of its own that never opens;
-a free block may hold another tenant's tokens.
+Owns the order: tenants, the tree, the blocks of both tiers. Rules: the pool has had no call yet; a block that no believed row
+names is free, unless a process of the earlier run may still write it: then it is in quarantine, under a session of its own that
+never opens; a free block may hold another tenant's tokens. Where rows have digests, a sample of the believed blocks is compared
+with them; one that differs has all compared, and those that differ are forgotten with what only they lead to.
 """
 
 from collections.abc import Callable
@@ -10,48 +11,117 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..index.index_record import IndexRecord
-from ..index.kept_tree import tree_of
+from ..index.digest_check import Damage, find_damaged
+from ..index.index_record import IndexRecord, TierRecord
+from ..index.kept_tree import KeptTree, tree_of
 from ..pool_state import PoolState
-from ..values.kept_index import KeptIndex
-from ..values.types import UNKNOWN_ROOT, SessionId
+from ..tiers.host_tier import HostTier
+from ..values.kept_index import KeptIndex, Verification
+from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, SessionId, Tier
 
 EARLIER_RUN = SessionId("earlier run")  # in the place of the sessions that an earlier run had
 
 
 class RestoreResult(NamedTuple):
-    """Counts of a restore; dropped rows claimed to say something, and were not believed."""
+    """Counts of a restore. Dropped rows claimed to say something, and were not believed; of both tiers, as are these.
+
+    verified: blocks compared with their digests; damaged: those of them that differed.
+    """
 
     num_blocks: int
+    num_host_blocks: int
     num_dropped: int
+    num_verified: int
+    num_damaged: int
     num_quarantined: int
+    num_quarantined_hosts: int
 
 
 def restore(
-    state: PoolState, kept: KeptIndex, *, may_still_write: bool, on_behind: Callable[[], None] = lambda: None
+    state: PoolState,
+    hosts: HostTier | None,
+    kept: KeptIndex,
+    *,
+    may_still_write: bool,
+    on_behind: Callable[[], None] = lambda: None,
+    verification: Verification | None = None,
 ) -> RestoreResult:
     """Takes over what is written down, and writes the index down from now on.
 
     may_still_write: whether a process of an earlier run may map the memory; `end_quarantine(EARLIER_RUN)` says that none does
-    any more. on_behind() is called when the kept index begins to lack something.
+    any more. on_behind() is called when the kept index begins to lack something. verification: how blocks are compared with
+    their digests, where they are.
     """
     record = IndexRecord(kept, len(state.index.block_of_node), on_behind)
-    num_claimed = record.table.num_written()
+    records = [one for one in (record.device, record.hosts) if one is not None]
+    num_claimed = sum(one.table.num_written() for one in records)
     for tenant in kept.tenants:
         state.pool.limits.name_tenant(tenant, state.index.root(tenant))
-    tree = tree_of(record.table.read(), len(kept.tenants))
-    blocks = tree.slots.blocks
-    record.table.forget_all_but(blocks)
-    record.note_restored(tree.slots.names)
+    tree, damage = _believed(records, len(kept.tenants), verification)
+    record.note_restored(tree.names)
     state.index.add_tree(tree, record)
-    is_free = np.ones(state.pool.num_blocks, np.bool_)
-    is_free[0], is_free[blocks] = False, False
-    others = np.flatnonzero(is_free).astype(np.int32)
-    state.pool.restore(tree.leaves_first(), others if may_still_write else others[:0])
+    blocks, others = _restore_device(state, record.device, tree, may_still_write=may_still_write)
+    num_hosts = num_quarantined_hosts = 0
+    if record.hosts is not None:
+        assert hosts is not None, "a table for a host tier that is not there"
+        num_hosts, num_quarantined_hosts = _restore_hosts(hosts, record.hosts, tree, may_still_write=may_still_write)
     if kept.tenants:
-        state.allocator.note_loaded(blocks, tree.roots.tolist())
+        state.allocator.note_loaded(blocks, tree.roots[tree.blocks > 0].tolist())
         state.allocator.note_loaded(others, [UNKNOWN_ROOT if len(kept.tenants) > 1 else -1] * len(others))
+    state.update_pressure()
+    return RestoreResult(
+        len(blocks),
+        num_hosts,
+        num_claimed - len(blocks) - num_hosts,
+        damage.num_compared,
+        damage.num_blocks,
+        len(others) if may_still_write else 0,
+        num_quarantined_hosts,
+    )
+
+
+def _restore_device(
+    state: PoolState, record: TierRecord, tree: KeptTree, *, may_still_write: bool
+) -> tuple[Int32Array, Int32Array]:
+    """The device blocks of the tree, in its order, and all others."""
+    record.table.forget_all_but(tree.blocks[tree.blocks > 0])
+    others = _others(state.pool.num_blocks, tree.blocks)
+    state.pool.restore(_leaves_first(tree, tree.blocks), others if may_still_write else NO_INT32)
     if may_still_write:
         state.quarantines[EARLIER_RUN] = others
-    state.update_pressure()
-    return RestoreResult(len(blocks), num_claimed - len(blocks), len(others) if may_still_write else 0)
+    return tree.blocks[tree.blocks > 0], others
+
+
+def _restore_hosts(hosts: HostTier, record: TierRecord, tree: KeptTree, *, may_still_write: bool) -> tuple[int, int]:
+    """(blocks of the host tier in the tree, those in quarantine)."""
+    record.table.forget_all_but(tree.hosts[tree.hosts > 0])
+    withheld = _others(hosts.num_blocks, tree.hosts) if may_still_write else NO_INT32
+    hosts.restore(_leaves_first(tree, tree.hosts), EARLIER_RUN, withheld)
+    return int(np.count_nonzero(tree.hosts)), len(withheld)
+
+
+def _leaves_first(tree: KeptTree, places: Int32Array) -> Int32Array:
+    ordered = places[tree.leaves_first()]
+    return ordered[ordered > 0]
+
+
+def _others(num_blocks: int, named: Int32Array) -> Int32Array:
+    """All blocks of a tier but those, and the null block."""
+    is_other = np.ones(num_blocks, np.bool_)
+    is_other[0] = False
+    is_other[named] = False  # 0 stands for none
+    return np.flatnonzero(is_other).astype(np.int32)
+
+
+def _believed(records: list[TierRecord], num_roots: int, verification: Verification | None) -> tuple[KeptTree, Damage]:
+    """The tree of what is believed, and what a comparison with the digests has found before."""
+    slots = [record.table.read() for record in records]
+    tree = tree_of(slots[0], num_roots, *slots[1:])
+    if verification is None:
+        return tree, Damage(0, [])
+    believed = [of_tier.of_blocks(places) for of_tier, places in zip(slots, (tree.blocks, tree.hosts), strict=False)]
+    damage = find_damaged(list(zip((Tier.DEVICE, Tier.HOST), believed, strict=False)), verification)
+    if damage.num_blocks:
+        left = [of_tier.without_blocks(bad) for of_tier, bad in zip(believed, damage.blocks, strict=True)]
+        tree = tree_of(left[0], num_roots, *left[1:])
+    return tree, damage

@@ -1,21 +1,85 @@
 """What of a prefix index a kept index still lacks, and what it must not say any more.
 
-Owns the names of nodes, which grow and are never used twice, and the nodes that were added since the last write. Rules: a block
-that loses its node is forgotten at once, before any call can grant it; a block that gains one is written later, in one go with
-others, because a row that is missing only costs a hit. So a row never names a block that a session may write. What is written
-is read from the index at that moment, so what happened in between needs no order. Every node's row names its parent, not the
-parent's block, so a parent that moves leaves its children's rows as they are.
+Owns the names of nodes, which grow and are never used twice, and the blocks of each tier that gained a node since the last
+write. Rules: a block that loses its node is forgotten at once, before any call can grant it; a block that gains one is written
+later, in one go with others, because a row that is missing only costs a hit. So a row never names a block that a session may
+write. What is written is read from the index at that moment, so what happened in between needs no order; a digest that is made
+in the meantime counts only where the block has not lost its node since. Every node's row names its parent, not the parent's
+block, so a parent that moves leaves its children's rows as they are.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ..values.kept_index import KeptIndex
-from ..values.types import Int32Array, Int64Array
+from ..values.kept_index import KeptIndex, KeptTable, UInt64Array
+from ..values.types import NO_INT32, Int32Array, Int64Array, Tier
 from .slot_table import Slots, SlotTable
 
 _SLICE_ROWS = 1024  # audited in less than a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """Blocks [n] of one tier that are about to be written."""
+
+    tier: Tier
+    blocks: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+class TierRecord:
+    """One tier's part: its rows, and the blocks that still lack theirs. Noting is in the path of a step."""
+
+    def __init__(self, kept: KeptTable, *, fills_late: bool) -> None:
+        """fills_late: a block of this tier has a node before it holds what the node stands for, and is noted then."""
+        self.table = SlotTable(kept)
+        self._is_filled = np.zeros(len(kept.checks), np.bool_) if fills_late else None
+        self.noted: list[Int32Array] = []  # blocks that have gained a node; some may have lost it since
+        self._is_taken = np.zeros(len(kept.checks), np.bool_)  # taken to be written, and with their node since then
+        self._num_taken = 0
+
+    def note(self, blocks: Int32Array) -> None:
+        """These blocks have a node now, and hold its content."""
+        if self._is_filled is not None:
+            self._is_filled[blocks] = True
+        self.noted.append(blocks.copy())  # it may be a view of a table
+
+    def forget(self, blocks: Int32Array) -> None:
+        """These blocks have lost their nodes."""
+        self.table.forget(blocks)
+        if self._is_filled is not None:
+            self._is_filled[blocks] = False
+        if self._num_taken:
+            self._is_taken[blocks] = False
+
+    def take(self, max_blocks: int, nodes: Int32Array) -> Int32Array:
+        """At most so many of the noted blocks, those noted first, which still have their node. nodes [num_blocks] of blocks."""
+        taken: list[Int32Array] = [NO_INT32]
+        while self.noted and max_blocks > 0:
+            blocks = self.noted[0]
+            taken.append(blocks[:max_blocks])
+            if len(blocks) > max_blocks:
+                self.noted[0] = blocks[max_blocks:]
+            else:
+                del self.noted[0]
+            max_blocks -= len(blocks)
+        blocks = np.concatenate(taken)
+        blocks = blocks[nodes[blocks] > 0 if self._is_filled is None else self._is_filled[blocks]]
+        self._is_taken[blocks] = True
+        self._num_taken += len(blocks)
+        return blocks
+
+    def end_taking(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+        """These were taken and are now to be written. Answers [n] whether each has kept its node since."""
+        stays = self._is_taken[blocks]
+        self._is_taken[blocks] = False
+        self._num_taken -= len(blocks)
+        return np.asarray(stays)
 
 
 class IndexRecord:
@@ -23,16 +87,19 @@ class IndexRecord:
 
     def __init__(self, kept: KeptIndex, num_nodes: int, on_behind: Callable[[], None] = lambda: None) -> None:
         """on_behind() is called when there is something to write, once until all of it is written."""
-        self.table = SlotTable(kept)
+        self.device = TierRecord(kept.device, fills_late=False)
+        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True)
         self.note_tenant = kept.add_tenant
         self._on_behind = on_behind
         self._names: Int64Array = np.zeros(num_nodes, np.int64)  # by node; 0 for a node that was never written
         self._next_name = 1
-        self._unwritten: list[Int32Array] = []
 
     @property
     def is_behind(self) -> bool:
-        return bool(self._unwritten)
+        return bool(self.device.noted or (self.hosts is not None and self.hosts.noted))
+
+    def of(self, tier: Tier) -> TierRecord | None:
+        return self.device if tier is Tier.DEVICE else self.hosts
 
     def note_restored(self, names: Int64Array) -> None:
         """The nodes 1 to n are those of the rows of these names [n]."""
@@ -40,49 +107,57 @@ class IndexRecord:
             self._names[1 : len(names) + 1] = names
             self._next_name = int(names.max()) + 1
 
-    def note_added(self, nodes: Int32Array) -> None:
-        """These nodes have a block on the device now."""
-        if not self._unwritten:
-            self._on_behind()
-        self._unwritten.append(nodes)
+    def note(self, tier: Tier, blocks: Int32Array) -> None:
+        """These blocks of a tier have a node now, and hold its content."""
+        record = self.of(tier)
+        if record is not None and len(blocks):
+            if not record.noted and not self.is_behind:
+                self._on_behind()
+            record.note(blocks)
 
-    def forget_blocks(self, blocks: Int32Array) -> None:
-        """These blocks have lost their nodes."""
-        self.table.forget(blocks)
+    def forget(self, tier: Tier, blocks: Int32Array) -> None:
+        """These blocks of a tier have lost their nodes."""
+        record = self.of(tier)
+        if record is not None:
+            record.forget(blocks)
 
     def forget_nodes(self, nodes: Int32Array) -> None:
         """These nodes were removed; their numbers may be used again."""
         self._names[nodes] = 0
 
-    def take_unwritten(self, max_nodes: int) -> Int32Array:
-        """About max_nodes of the noted nodes, the oldest notes first. Some may have left the index since, or have no block."""
-        taken: list[Int32Array] = []
-        while self._unwritten and max_nodes > 0:
-            nodes = self._unwritten[0]
-            taken.append(nodes[:max_nodes])
-            if len(nodes) > max_nodes:
-                self._unwritten[0] = nodes[max_nodes:]
-            else:
-                del self._unwritten[0]
-            max_nodes -= len(nodes)
-        return np.concatenate([np.empty(0, np.int32), *taken])
+    def take(self, max_blocks: int, node_of_block: Int32Array, node_of_host: Int32Array) -> Unwritten:
+        """At most so many noted blocks of one tier, the device's first."""
+        if self.device.noted or self.hosts is None:
+            return Unwritten(Tier.DEVICE, self.device.take(max_blocks, node_of_block))
+        return Unwritten(Tier.HOST, self.hosts.take(max_blocks, node_of_host))
 
-    def write(self, nodes: Int32Array, blocks: Int32Array, parents: Int32Array, tokens: Int32Array) -> None:
-        """nodes [n] of the index, with their blocks [n], parents [n] (nodes or roots) and tokens [n, block_size]."""
-        below = parents > 0
+    def write(
+        self,
+        tier: Tier,
+        blocks: Int32Array,
+        nodes: Int32Array,
+        parents: Int32Array,
+        tokens: Int32Array,
+        digests: UInt64Array,
+    ) -> None:
+        """blocks [n] that were taken; nodes [n], parents [n] (nodes or roots), tokens [n, block_size], digests [n]."""
+        record, below = self.of(tier), parents > 0
+        assert record is not None, "blocks of a tier that is not kept"
         self._name(np.concatenate([parents[below], nodes]))
         names = np.where(below, self._names[np.maximum(parents, 0)], parents)
-        self.table.write(Slots(blocks, self._names[nodes], names, tokens))
+        record.table.write(Slots(blocks, self._names[nodes], names, tokens, digests))
 
-    def check(self, node_of_block: Int32Array) -> Iterator[list[str]]:
+    def check(self, tier: Tier, node_of_block: Int32Array) -> Iterator[list[str]]:
         """The broken invariants, for audits, in slices: a row that says something names its block's node."""
-        for first in range(0, len(node_of_block), _SLICE_ROWS):
-            yield self._check_rows(node_of_block, first, first + _SLICE_ROWS)
+        record = self.of(tier)
+        for first in range(0, len(node_of_block) if record is not None else 0, _SLICE_ROWS):
+            assert record is not None
+            yield self._check_rows(record.table, node_of_block, first, first + _SLICE_ROWS)
 
-    def _check_rows(self, node_of_block: Int32Array, first: int, end: int) -> list[str]:
-        written = self.table.read(first, end)
+    def _check_rows(self, table: SlotTable, node_of_block: Int32Array, first: int, end: int) -> list[str]:
+        written = table.read(first, end)
         wrong: list[str] = []
-        if len(written) < self.table.num_written(first, end):
+        if len(written) < table.num_written(first, end):
             wrong.append("a row of the kept index has another check than it should")
         nodes = node_of_block[written.blocks]
         if ((nodes == 0) | (self._names[nodes] != written.names)).any():

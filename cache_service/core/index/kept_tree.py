@@ -1,11 +1,13 @@
-"""tree_of: the prefix tree that the rows of a kept index describe.
+"""tree_of: the prefix tree that the rows of a kept index describe, of both tiers together.
 
-Pure array work, of a few passes over all rows. Rules: a row belongs to the tree if its ancestors lead to the root of a known
-tenant; all others are left out, rings among them. Rows that contradict each other (a name twice, the same tokens twice behind
-one parent) make the whole table worthless, because then the program that wrote it was wrong.
+Pure array work, of a few passes over all rows. Rules: a row belongs to the tree if its ancestors, in whichever tier, lead to
+the root of a known tenant; all others are left out, rings among them. Rows that contradict each other (a name twice in a tier,
+the same tokens twice behind one parent, or one name that is not the same node in both tiers) make all tables worthless, because
+then the program that wrote them was wrong.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,40 +21,80 @@ _NO_ROWS = np.empty(0, np.int64)
 class KeptTree:
     """n nodes, parents before children. A node's number is its place plus 1.
 
-    parents [n]: the number of the parent, or its root, which is negative. roots [n]. levels: the places [start, end) of each
-    depth, from the children of roots down.
+    blocks [n], hosts [n]: where the node's content is in each tier, 0 for nowhere; names [n]; tokens [n, block_size]. parents
+    [n]: the number of the parent, or its root, which is negative. roots [n]. levels: the places [start, end) of each depth,
+    from the children of roots down.
     """
 
-    slots: Slots
+    blocks: Int32Array
+    hosts: Int32Array
+    names: Int64Array
+    tokens: Int32Array
     parents: Int32Array
     roots: Int32Array
     levels: tuple[tuple[int, int], ...]
 
-    def leaves_first(self) -> Int32Array:
-        """[n] blocks, leaves before parents; of the others those first that were published, or had a child, longest ago."""
-        last = self.slots.names.copy()  # names grow: the largest one below a node tells when it was last of use
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def leaves_first(self) -> Int64Array:
+        """[n] places, leaves before parents; of the others those first that were published, or had a child, longest ago."""
+        last = self.names.copy()  # names grow: the largest one below a node tells when it was last of use
         for start, end in reversed(self.levels[1:]):
             np.maximum.at(last, self.parents[start:end] - 1, last[start:end])
         depths = np.repeat(np.arange(len(self.levels)), [end - start for start, end in self.levels])
-        return self.slots.blocks[np.lexsort((-depths, last))]
+        return np.lexsort((-depths, last))
 
 
-def tree_of(slots: Slots, num_roots: int) -> KeptTree:
+class _Rows(NamedTuple):
+    """What the rows of both tiers say, one for each node. The columns are those of KeptTree; parents are names or roots."""
+
+    blocks: Int32Array
+    hosts: Int32Array
+    names: Int64Array
+    tokens: Int32Array
+    parents: Int64Array
+
+
+def tree_of(device: Slots, num_roots: int, hosts: Slots | None = None) -> KeptTree:
     """num_roots: tenants that are known, with the roots -1 to -num_roots."""
-    order = np.argsort(slots.names, kind="stable")
-    names = slots.names[order]
-    if (names < 1).any() or (names[1:] == names[:-1]).any():
-        return _tree(slots, _NO_ROWS, _NO_ROWS, _NO_ROWS, num_roots)
-    ups = _ups(slots, order, names, num_roots)
-    depths, ends = _climb(ups, len(slots), num_roots)
-    in_tree = np.flatnonzero((ends >= len(slots)) & (ends < len(slots) + num_roots))
-    tree = _tree(slots, in_tree[np.argsort(depths[in_tree], kind="stable")], ups, depths, num_roots)
-    return _tree(slots, _NO_ROWS, ups, depths, num_roots) if _has_twins(tree) else tree
+    rows = _joined(device, hosts if hosts is not None else device.at(_NO_ROWS))
+    if rows is None:
+        rows = _joined(device.at(_NO_ROWS), device.at(_NO_ROWS))
+        assert rows is not None, "no rows contradict nothing"
+    order = np.argsort(rows.names, kind="stable")
+    ups = _ups(rows, order, rows.names[order], num_roots)
+    depths, ends = _climb(ups, len(rows.names), num_roots)
+    in_tree = np.flatnonzero((ends >= len(rows.names)) & (ends < len(rows.names) + num_roots))
+    tree = _tree(rows, in_tree[np.argsort(depths[in_tree], kind="stable")], ups, depths, num_roots)
+    return _tree(rows, _NO_ROWS, ups, depths, num_roots) if _has_twins(tree) else tree
 
 
-def _ups(slots: Slots, order: Int64Array, names: Int64Array, num_roots: int) -> Int64Array:
+def _joined(device: Slots, hosts: Slots) -> _Rows | None:
+    """None where a name stands for two nodes, or for none."""
+    for slots in (device, hosts):
+        if (slots.names < 1).any() or len(np.unique(slots.names)) < len(slots):
+            return None
+    _, in_device, in_hosts = np.intersect1d(device.names, hosts.names, assume_unique=True, return_indices=True)
+    twins, others = device.at(in_device), hosts.at(in_hosts)
+    if (twins.parents != others.parents).any() or (twins.tokens != others.tokens).any():
+        return None
+    alone = hosts.at(np.setdiff1d(np.arange(len(hosts)), in_hosts, assume_unique=True))
+    host_of = np.zeros(len(device) + len(alone), np.int32)
+    host_of[in_device] = others.blocks
+    host_of[len(device) :] = alone.blocks
+    return _Rows(
+        np.concatenate([device.blocks, np.zeros(len(alone), np.int32)]),
+        host_of,
+        np.concatenate([device.names, alone.names]),
+        np.concatenate([device.tokens, alone.tokens]),
+        np.concatenate([device.parents, alone.parents]),
+    )
+
+
+def _ups(rows: _Rows, order: Int64Array, names: Int64Array, num_roots: int) -> Int64Array:
     """[n] the place of each row's parent; n + k - 1 for the root -k, and n + num_roots for a parent that is not there."""
-    num, parents = len(slots), slots.parents
+    num, parents = len(rows.names), rows.parents
     if not num:
         return _NO_ROWS
     at = np.minimum(np.searchsorted(names, parents), num - 1)
@@ -72,9 +114,9 @@ def _climb(ups: Int64Array, num: int, num_roots: int) -> tuple[Int64Array, Int64
     return depths[:num], ends[:num]  # a row on a ring, or below one, ends at a row
 
 
-def _tree(slots: Slots, places: Int64Array, ups: Int64Array, depths: Int64Array, num_roots: int) -> KeptTree:
+def _tree(rows: _Rows, places: Int64Array, ups: Int64Array, depths: Int64Array, num_roots: int) -> KeptTree:
     """Of the rows at these places, parents before children."""
-    num = len(slots)
+    num = len(rows.names)
     numbers = np.zeros(num + num_roots + 1, np.int64)
     numbers[places] = np.arange(1, len(places) + 1)
     numbers[num:] = -1 - np.arange(num_roots + 1)
@@ -84,12 +126,13 @@ def _tree(slots: Slots, places: Int64Array, ups: Int64Array, depths: Int64Array,
     roots = parents.copy()
     for start, end in levels[1:]:
         roots[start:end] = roots[parents[start:end] - 1]
-    return KeptTree(slots.at(places), parents, roots, levels)
+    blocks, hosts, names = rows.blocks[places], rows.hosts[places], rows.names[places]
+    return KeptTree(blocks, hosts, names, rows.tokens[places], parents, roots, levels)
 
 
 def _has_twins(tree: KeptTree) -> bool:
     """Whether two nodes have the same tokens behind the same parent."""
     _, of_parent, counts = np.unique(tree.parents, return_inverse=True, return_counts=True)
     siblings = counts[of_parent] > 1  # most nodes have none
-    rows = np.column_stack([tree.parents[siblings], tree.slots.tokens[siblings]])
+    rows = np.column_stack([tree.parents[siblings], tree.tokens[siblings]])
     return len({row.tobytes() for row in rows}) < len(rows)

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.clock import Clock
-from ..values.types import Int32Array, MatchEnd, Tier
+from ..values.kept_index import Digest, UInt64Array
+from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
-from .index_record import IndexRecord
+from .index_record import IndexRecord, Unwritten
 from .kept_tree import KeptTree
 from .stored_logits import StoredLogits
 
@@ -186,6 +187,8 @@ class PrefixIndex:
         """These host copies are lost. Forgets the nodes without a device block, and all below; answers as forget_nodes."""
         nodes = self.node_of_host[hosts]
         self.node_of_host[hosts] = NO_NODE
+        if self.record is not None:
+            self.record.forget(Tier.HOST, hosts)
         self.host_of_node[nodes] = 0
         return self.forget_nodes(nodes[self.block_of_node[nodes] == 0], cause)
 
@@ -195,7 +198,7 @@ class PrefixIndex:
         self.block_of_node[nodes] = 0
         self.node_of_block[blocks] = NO_NODE
         if self.record is not None:
-            self.record.forget_blocks(blocks)
+            self.record.forget(Tier.DEVICE, blocks)
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.HOST)
 
@@ -203,7 +206,7 @@ class PrefixIndex:
         """Gives blocks on the device to nodes that had none."""
         self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
         if self.record is not None:
-            self.record.note_added(nodes)
+            self.record.note(Tier.DEVICE, blocks)
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.DEVICE)
 
@@ -212,31 +215,55 @@ class PrefixIndex:
         self.host_of_node[nodes] = hosts
         self.node_of_host[hosts] = nodes
 
-    def write_record(self, max_nodes: int) -> bool:
-        """Writes down about so many of the nodes that the record lacks. Whether more are left."""
+    def note_filled(self, hosts: Int32Array) -> None:
+        """These host copies have been written; those without a node are of no interest."""
+        if self.record is not None:
+            self.record.note(Tier.HOST, hosts[self.node_of_host[hosts] > 0])
+
+    def write_record(self, max_blocks: int, digest: Digest | None = None) -> bool:
+        """Writes down up to so many of the blocks that the record lacks. Whether more are left."""
+        taken = self.take_unwritten(max_blocks)
+        return self.write_taken(taken, digest(taken.tier, taken.blocks) if digest is not None else None)
+
+    def take_unwritten(self, max_blocks: int) -> Unwritten:
+        """Up to so many of the blocks that the record lacks; for `write_taken`, perhaps after other calls."""
+        if self.record is None:
+            return Unwritten(Tier.DEVICE, NO_INT32)
+        return self.record.take(max_blocks, self.node_of_block, self.node_of_host)
+
+    def write_taken(self, taken: Unwritten, digests: UInt64Array | None) -> bool:
+        """Writes these down, as far as they have not lost their nodes since. digests [n]. Whether more are left."""
         record = self.record
-        if record is None:
+        of_tier = record.of(taken.tier) if record is not None else None
+        if record is None or of_tier is None:
             return False
-        nodes = record.take_unwritten(max_nodes)
-        nodes = nodes[self.block_of_node[nodes] > 0]
-        if len(nodes):
+        stays = of_tier.end_taking(taken.blocks)
+        blocks = taken.blocks[stays]
+        if len(blocks):
+            nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
             keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
             words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
-            record.write(nodes, self.block_of_node[nodes], words[:, 0], words[:, 1:])
+            made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
+            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made)
         return record.is_behind
 
     def add_tree(self, tree: KeptTree, record: IndexRecord) -> None:
         """Takes over a tree that an earlier run has left, and keeps the record up to date from now on."""
         assert not self._nodes, "a tree is taken over by an empty index"
         self.record = record
-        num_nodes, blocks, parents, tokens = len(tree.parents), tree.slots.blocks, tree.parents, tree.slots.tokens
+        num_nodes, parents, tokens = len(tree), tree.parents, tree.tokens
         raw, width = np.column_stack([parents, tokens]).astype("<i4").tobytes(), self._key_len
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
         nodes = np.arange(1, num_nodes + 1, dtype=np.int32)
         self._keys += keys
         self._nodes = dict(zip(keys, nodes.tolist(), strict=True))
         self.num_changes += num_nodes
-        self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+        for places, of_node, of_place in (
+            (tree.blocks, self.block_of_node, self.node_of_block),
+            (tree.hosts, self.host_of_node, self.node_of_host),
+        ):
+            of_node[nodes] = places
+            of_place[places[places > 0]] = nodes[places > 0]
         self._link_below(nodes, parents)
         for start, end in tree.levels:
             self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
@@ -248,7 +275,8 @@ class PrefixIndex:
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            yield from self.record.check(self.node_of_block)
+            yield from self.record.check(Tier.DEVICE, self.node_of_block)
+            yield from self.record.check(Tier.HOST, self.node_of_host)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:
@@ -377,7 +405,7 @@ class PrefixIndex:
         self.block_of_node[nodes] = blocks
         self.node_of_block[blocks] = nodes
         if self.record is not None:
-            self.record.note_added(nodes)
+            self.record.note(Tier.DEVICE, blocks)
         is_new = self.host_of_node[nodes] == 0  # a node that was in the host tier only is linked already
         if np.count_nonzero(is_new) < len(is_new):
             if self.change_log is not None:
@@ -438,7 +466,8 @@ class PrefixIndex:
         self.node_of_block[blocks] = NO_NODE
         self.node_of_host[hosts] = NO_NODE
         if self.record is not None:
-            self.record.forget_blocks(blocks)
+            self.record.forget(Tier.DEVICE, blocks)
+            self.record.forget(Tier.HOST, hosts)
             self.record.forget_nodes(nodes)
         for links in self._columns():
             links[nodes] = 0

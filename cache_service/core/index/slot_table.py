@@ -1,4 +1,4 @@
-"""The rows of a kept index: one per block, each with a check over all that it says.
+"""The rows of one tier of a kept index: one per block, each with a check over all that it says.
 
 Owns the form of a row and of its check. Rules: a row is stored before its check, so a row that was being stored when its
 process was killed has none; a block's row is forgotten by one store, of 0 into its check; a row whose check does not fit says
@@ -9,8 +9,9 @@ either. Knows no tree: the names of nodes are plain numbers here.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ..values.kept_index import KeptIndex, UInt64Array, row_words
+from ..values.kept_index import KeptTable, UInt64Array, row_words
 from ..values.types import Int32Array, Int64Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -19,25 +20,37 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What rows say of n blocks: names [n] and parents [n] of nodes, tokens [n, block_size]. A negative parent is a root."""
+    """What rows say of n blocks of one tier: names [n] and parents [n] of nodes, tokens [n, block_size].
+
+    A negative parent is a root. digests [n]: of what the blocks hold; 0 where none was made.
+    """
 
     blocks: Int32Array
     names: Int64Array
     parents: Int64Array
     tokens: Int32Array
+    digests: UInt64Array
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def at(self, places: Int64Array) -> "Slots":
         """Those at these places, in their order."""
-        return Slots(self.blocks[places], self.names[places], self.parents[places], self.tokens[places])
+        blocks, names, parents = self.blocks[places], self.names[places], self.parents[places]
+        return Slots(blocks, names, parents, self.tokens[places], self.digests[places])
+
+    def of_blocks(self, blocks: Int32Array) -> "Slots":
+        """Those of these blocks."""
+        return self.at(np.flatnonzero(np.isin(self.blocks, blocks)))
+
+    def without_blocks(self, blocks: Int32Array) -> "Slots":
+        return self.at(np.flatnonzero(~np.isin(self.blocks, blocks)))
 
 
 class SlotTable:
-    """The rows of one pool, in memory that outlives this process."""
+    """The rows of one tier of a pool, in memory that outlives this process."""
 
-    def __init__(self, kept: KeptIndex) -> None:
+    def __init__(self, kept: KeptTable) -> None:
         self._checks, self._rows = kept.checks, kept.rows
         num_words = self._rows.shape[1]
         self._block_size = num_words - row_words(0)
@@ -49,11 +62,15 @@ class SlotTable:
         """Rows of blocks [first, end) that claim to say something."""
         return int(np.count_nonzero(self._checks[first:end]))
 
+    def has_rows(self) -> npt.NDArray[np.bool_]:
+        """[num_blocks] whether the block's row claims to say something."""
+        return np.asarray(self._checks != 0)
+
     def write(self, slots: Slots) -> None:
         """Stores these rows. A block that is named twice is said the same of."""
         rows = np.empty((len(slots), self._rows.shape[1]), np.int32)
-        head = np.empty((len(slots), 2), np.int64)
-        head[:, 0], head[:, 1] = slots.names, slots.parents
+        head = np.empty((len(slots), 3), np.int64)
+        head[:, 0], head[:, 1], head[:, 2] = slots.names, slots.parents, slots.digests.view(np.int64)
         rows[:, : row_words(0)] = head.view(np.int32)
         rows[:, row_words(0) :] = slots.tokens
         self._rows[slots.blocks] = rows
@@ -77,7 +94,7 @@ class SlotTable:
         fits = self._check(blocks, rows) == self._checks[blocks]
         blocks, rows = blocks[fits], rows[fits]
         head = np.ascontiguousarray(rows[:, : row_words(0)]).view(np.int64)
-        return Slots(blocks, head[:, 0], head[:, 1], rows[:, row_words(0) :])
+        return Slots(blocks, head[:, 0], head[:, 1], rows[:, row_words(0) :], head[:, 2].copy().view(np.uint64))
 
     def _check(self, blocks: Int32Array, rows: Int32Array) -> UInt64Array:
         """[n] of rows [n, words]; never 0."""

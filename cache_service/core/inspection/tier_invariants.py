@@ -41,6 +41,9 @@ def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())
     if (host.pool.indexed != (state.index.node_of_host > 0)).any():
         wrong.append("host tier and index disagree on what is indexed")
+    kept = state.index.record.hosts if state.index.record is not None else None
+    if kept is not None and (kept.table.has_rows() & host.is_filling).any():
+        wrong.append("a host block is written down while an order fills it")
     if host.pool.num_referenced != np.count_nonzero(host.pool.ref_counts) or host.pool.fence_counts.any():
         wrong.append("the number of held host blocks is wrong")
     return wrong

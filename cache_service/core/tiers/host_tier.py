@@ -44,6 +44,12 @@ class HostTier:
     def num_busy(self) -> int:
         return self.num_blocks - 1 - len(self.pool.free) - self.num_cached - self.num_held
 
+    def restore(self, cached: Int32Array, session: SessionId, withheld: Int32Array) -> None:
+        """Of a tier that was not used yet: cached [n] are in the index, leaves before parents; the session may write others."""
+        self.pool.restore(cached, withheld)
+        if len(withheld):
+            self._quarantines[session] = withheld
+
     def take_blocks(self, count: int, *, held: bool) -> Int32Array:
         """[count] blocks to be filled by orders, each an end of one; with a reference each where a sequence is to hold them."""
         blocks = self.pool.allocate(count)

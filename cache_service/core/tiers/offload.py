@@ -86,6 +86,8 @@ class Offloader:
             lost = destinations[self.host.pool.indexed[destinations]]
             self.host.pool.unindex(lost)
             self._forget_hosts(lost, MatchEnd.EVICTED)
+        else:
+            self._index.note_filled(destinations)
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeeper.cache_service.core.calls.restore import RestoreResult
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kept_index import KeptIndex, row_words
+from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, Verification, row_words
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
 
@@ -19,32 +19,37 @@ Chain = tuple[str, tuple[int, ...]]  # tenant, and the tokens from the root down
 
 
 class KeptMemory:
-    """The files of one pool, as arrays."""
+    """The files of one pool, as arrays; those of a host tier where the pool has one."""
 
     def __init__(self, config: PoolConfig, key: int = 11) -> None:
         self.config = config
         self.tenants: list[str] = []
-        words = row_words(config.block_size)
-        self._arrays = np.zeros(config.num_blocks, np.uint64), np.zeros((config.num_blocks, words), np.int32)
-        self._key = key
+        self.device = _table(config.num_blocks, config.block_size, key)
+        self.hosts = _table(config.num_host_blocks, config.block_size, key + 1) if config.num_host_blocks else None
 
     @property
     def checks(self) -> np.ndarray:
-        return self._arrays[0]
+        return self.device.checks
 
     @property
     def rows(self) -> Int32Array:
-        return self._arrays[1]
+        return self.device.rows
 
     @property
     def kept(self) -> KeptIndex:
-        return KeptIndex(self._key, *self._arrays, tuple(self.tenants), self.tenants.append)
+        return KeptIndex(self.device, self.hosts, tuple(self.tenants), self.tenants.append)
 
-    def restored(self, *, may_still_write: bool = False) -> tuple[PoolManager, RestoreResult]:
+    def restored(
+        self, *, may_still_write: bool = False, verification: Verification | None = None
+    ) -> tuple[PoolManager, RestoreResult]:
         """The pool that the next run has, if this one is killed now."""
-        manager = PoolManager(self.config)
-        kept = replace(self.kept, checks=self.checks.copy(), rows=self.rows.copy(), add_tenant=lambda name: None)
-        return manager, manager.restore(kept, may_still_write=may_still_write)
+        manager, twin = PoolManager(self.config), twin_of(self)
+        kept = replace(twin.kept, add_tenant=lambda name: None)
+        return manager, manager.restore(kept, may_still_write=may_still_write, verification=verification)
+
+
+def _table(num_blocks: int, block_size: int, key: int) -> KeptTable:
+    return KeptTable(key, np.zeros(num_blocks, np.uint64), np.zeros((num_blocks, row_words(block_size)), np.int32))
 
 
 def write_all(manager: PoolManager) -> None:
@@ -52,18 +57,23 @@ def write_all(manager: PoolManager) -> None:
         pass
 
 
-def chains(manager: PoolManager, *, on_device: bool = False) -> dict[Chain, int]:
-    """The block of each cached prefix; on_device: of those alone that lie on the device with all before them."""
-    index, found = manager.state.index, dict[Chain, int]()
+def chains(manager: PoolManager, *, is_written: bool = False) -> dict[Chain, tuple[int, int]]:
+    """The device block and the host block of each cached prefix, 0 for none.
+
+    is_written: of those alone that lie in a tier with all before them, without copies that are still on the way.
+    """
+    index, found = manager.state.index, dict[Chain, tuple[int, int]]()
+    filling = manager.swapper.host.is_filling if is_written and manager.swapper is not None else np.zeros(1 << 10, np.bool_)
     stack = [(index.find_root(tenant), (tenant, ())) for tenant in list(index._roots)]
     while stack:
         above, (tenant, tokens) = stack.pop()
         node = index.first_child(above)
         while node:
-            block = int(index.block_of_node[node])
+            host = int(index.host_of_node[node])
+            places = int(index.block_of_node[node]), host if not filling[host] else 0
             chain = tenant, (*tokens, *index.key_tokens(node)[1].tolist())
-            if block or not on_device:
-                found[chain] = block
+            if any(places):
+                found[chain] = places
                 stack.append((node, chain))
             node = index.next_sibling(node)
     return found

@@ -36,6 +36,12 @@ def test_flags_win_over_the_environment() -> None:
         (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
         (["--keep"], "--keep needs a folder to keep the memory in, see --memory-dir"),
         (["--take-over"], "--take-over needs the folder of the service that runs, see --memory-dir"),
+        (["--block-digests"], "--block-digests are of memory that is kept, see --memory-dir"),
+        (
+            ["--block-digests", "--memory-dir", "/x", "--device", "cuda:1"],
+            "--block-digests reads memory of the machine, so it needs --device cpu",
+        ),
+        (["--verify-blocks", "-1"], "--verify-blocks: 0 to 33554432, not -1"),
         (["--memory-dir", "/x", "--device", "cuda"], "--memory-dir holds memory of the machine, so it needs --device cpu"),
     ],
 )

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
+from kvkeeper.cache_service.core.values.types import Tier
 from kvkeeper.cache_service.memory import kept_file, memory_directory
+from kvkeeper.cache_service.memory.block_digests import BlockDigests
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
@@ -47,7 +50,7 @@ def test_a_pool_is_taken_over_with_its_memory_again_and_again(folder: Path) -> N
     directory = MemoryDirectory(folder, keep=True)
     (kept,) = directory.open_pools()
     assert kept.spec == SPEC
-    blocks = kept.arena.blocks(16, SPEC.block_bytes)
+    blocks = kept.device.arena.blocks(16, SPEC.block_bytes)
     assert (blocks == np.arange(16, dtype=np.uint8)[:, None]).all(), "the null block is zero, all others are as they were"
     directory.close()
 
@@ -90,11 +93,11 @@ def test_memory_that_was_reserved_and_not_used_is_found_again(folder: Path) -> N
     directory.close()
     assert kept_bytes(folder) == 3 * (8192 + _PAGE) + 4096 + _PAGE
     directory = MemoryDirectory(folder, keep=True)
-    spares = directory.open_spares(8192, 2)
-    assert [spare.num_bytes for spare in spares] == [8192, 8192]
+    spares, hosts = directory.open_spares((8192, 2), (4096, 0))
+    assert [spare.num_bytes for spare in spares] == [8192, 8192] and not hosts
     assert len(list(folder.glob("spare-*"))) == 2, "what is too much, or of another size, goes"
     for spare in spares:
-        directory.remove_spare(spare)
+        directory.remove_arena(spare)
     directory.close()
 
 
@@ -103,15 +106,15 @@ def test_the_kernel_tells_whether_another_process_maps_the_memory(folder: Path) 
     fill(folder)
     directory = MemoryDirectory(folder, keep=True)
     (old,) = directory.open_pools()
-    given = os.dup(old.arena.descriptor)  # as the attach socket hands it over
+    given = os.dup(old.device.arena.descriptor)  # as the attach socket hands it over
     old.close()
-    old.arena.close()
+    old.device.arena.close()
     mapping = mmap.mmap(given, 4096)
     os.close(given)
     directory.close()
     directory = MemoryDirectory(folder, keep=True)
     (new,) = directory.open_pools()
-    own = mmap.mmap(os.dup(new.arena.descriptor), 4096)  # a process of this run: no other run's
+    own = mmap.mmap(os.dup(new.device.arena.descriptor), 4096)  # a process of this run: no other run's
     assert new.may_be_written()
     mapping.close()
     assert not new.may_be_written()
@@ -191,7 +194,7 @@ def test_a_tenant_whose_name_could_not_be_stored_makes_the_file_worthless(
     (kept,) = directory.open_pools()
     with monkeypatch.context() as patched:
         patched.setattr(kept_file.os, "pwrite", full)
-        kept.index.kept.add_tenant("another")
+        kept.kept().add_tenant("another")
     kept.close()
     directory.close()
     assert taken_over(folder) is None
@@ -202,3 +205,125 @@ def test_a_foreign_file_is_let_be(folder: Path) -> None:
     (folder / "pool-of-mine.arena").write_bytes(b"x")
     assert taken_over(folder) is not None
     assert (folder / "pool-of-mine.arena").read_bytes() == b"x"
+
+
+# The host tier
+
+
+def host_file(folder: Path, suffix: str) -> Path:
+    (path,) = folder.glob(f"host-*.{suffix}")
+    return path
+
+
+def test_a_host_tier_is_taken_over_with_its_pool_again_and_again(folder: Path) -> None:
+    fill(folder, num_host_blocks=12)
+    for _ in range(3):
+        index = taken_over(folder)
+        assert index is not None and len(index) == 8
+        assert (np.count_nonzero(index.block_of_node), np.count_nonzero(index.host_of_node)) == (6, 4)
+
+
+def test_the_kernel_tells_whether_another_process_maps_the_host_tier(folder: Path) -> None:
+    fill(folder, num_host_blocks=12)
+    directory = MemoryDirectory(folder, keep=True)
+    (old,) = directory.open_pools()
+    assert old.hosts is not None
+    mapping = mmap.mmap(old.hosts.arena.descriptor, 4096)
+    old.close()
+    for tier in old.tiers:
+        tier.arena.close()
+    directory.close()
+    directory = MemoryDirectory(folder, keep=True)
+    (new,) = directory.open_pools()
+    assert new.may_be_written()
+    mapping.close()
+    assert not new.may_be_written()
+    directory.close()
+
+
+def _other_folder(index: Path) -> None:
+    """The host tier of another pool of this spec, with its arena."""
+    with memory_folder() as other:
+        fill(other, num_host_blocks=12)
+        for suffix in ("index", "arena"):
+            index.with_suffix(f".{suffix}").write_bytes(host_file(other, suffix).read_bytes())
+
+
+_HOST_REFUSED: dict[str, Damage] = {
+    **{name: damage for name, damage in _REFUSED.items() if "tenant" not in name and name != "no index"},
+    "another pool's": lambda index, arena: _other_folder(index),
+    "the pool's own index": lambda index, arena: shutil.copy2(index.with_name(index.name.replace("host", "pool")), index),
+}
+
+
+@pytest.mark.parametrize("damage", _HOST_REFUSED)
+def test_a_damaged_host_tier_is_refused_and_removed_and_its_pool_is_not(damage: str, folder: Path) -> None:
+    fill(folder, num_host_blocks=12)
+    _HOST_REFUSED[damage](host_file(folder, "index"), host_file(folder, "arena"))
+    index = taken_over(folder)
+    assert index is not None and len(index) == 3, "the fourth block of the chain lay in the host tier alone"
+    assert not [path for path in folder.glob("host-*") if not path.is_dir()]
+
+
+def test_a_host_tier_of_an_earlier_time_is_refused(folder: Path) -> None:
+    """All its files fit each other, and are of a time when the pool had other names."""
+    fill(folder, num_host_blocks=12)
+    paths = [host_file(folder, "index"), host_file(folder, "arena")]
+    old = [path.read_bytes() for path in paths]
+    assert taken_over(folder) is not None
+    for path, content in zip(paths, old, strict=True):
+        path.write_bytes(content)
+    index = taken_over(folder)
+    assert index is not None and len(index) == 3
+
+
+def test_a_host_tier_whose_pool_is_refused_goes_with_it(folder: Path) -> None:
+    fill(folder, num_host_blocks=12)
+    flip(file_of(folder, "index"), 40)
+    assert taken_over(folder) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["lock"]
+
+
+def test_files_of_an_older_format_are_refused_with_a_log_line(folder: Path) -> None:
+    fill(folder)
+    with file_of(folder, "index").open("r+b") as file:
+        file.seek(8)
+        file.write((1).to_bytes(4, "little"))
+    with structlog.testing.capture_logs() as logs:
+        assert taken_over(folder) is None
+    assert [(line["event"], line["why"]) for line in logs] == [("kept_memory_refused", "it has another format")]
+
+
+# Digests
+
+
+def test_a_digest_tells_each_changed_byte_of_a_block(folder: Path) -> None:
+    fill(folder, num_host_blocks=12)
+    directory = MemoryDirectory(folder, keep=True)
+    (kept,) = directory.open_pools()
+    digests, blocks = BlockDigests(kept), np.arange(1, 12, dtype=np.int32)
+    for tier, files in zip((Tier.DEVICE, Tier.HOST), kept.tiers, strict=True):
+        content = files.arena.blocks(files.num_blocks, SPEC.block_bytes)
+        before = digests.of(tier, blocks)
+        assert len(set(before.tolist())) == len(blocks) and before.all()
+        for place in range(SPEC.block_bytes):
+            content[5, place] ^= 1 << place % 8
+            assert np.flatnonzero(digests.of(tier, blocks) != before).tolist() == [4]
+            content[5, place] ^= 1 << place % 8
+        assert (digests.of(tier, blocks) == before).all()
+    assert (digests.of(Tier.DEVICE, blocks) != digests.of(Tier.HOST, blocks)).all(), "each file has its own key"
+    directory.close()
+
+
+@pytest.mark.parametrize("arena", ["pool", "host"])
+def test_damage_of_an_arena_is_noticed_where_digests_are(arena: str, folder: Path) -> None:
+    fill(folder, num_host_blocks=12, with_digests=True)
+    (path,) = folder.glob(f"{arena}-*.arena")
+    flip(path, 4 * SPEC.block_bytes)  # the fourth of the chain lies in the host tier alone
+    unchecked = taken_over(folder)
+    assert unchecked is not None and len(unchecked) == 8
+    index = taken_over(folder, num_verified_blocks=0)
+    assert index is not None and len(index) == (3 if arena == "host" else 8), "the device block of this number is nobody's"
+    flip(file_of(folder, "arena"), 3 * SPEC.block_bytes)
+    index = taken_over(folder, num_verified_blocks=0)
+    assert index is not None and len(index) == 2

@@ -1,11 +1,13 @@
 """What a new pool takes over of an earlier run: blocks, tenants, quotas, and what is kept back."""
 
 import numpy as np
+import pytest
 
 from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.kept_index import Digest, UInt64Array, Verification
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, BlockId, BlockState
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, BlockId, BlockState, Int32Array, Tier
 from tests.support.worlds.core_pool import ALL, CorePool, int32
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
@@ -92,3 +94,88 @@ def test_a_pool_that_took_over_goes_on_writing_down() -> None:
     write_all(manager)
     assert not memory.checks.any()
     assert memory.tenants == ["a", "b"], "known for good, so that their blocks are cleared"
+
+
+# The host tier, and digests
+
+WITH_HOSTS = PoolConfig(9, 4, watermark=0.0, num_host_blocks=9)
+PROMPT = list(range(16))  # four whole blocks
+
+
+def across_tiers() -> tuple[KeptMemory, CorePool]:
+    """A chain of four blocks: the first two in both tiers, the third in the host tier alone, the last on the device alone."""
+    memory, pool = KeptMemory(WITH_HOSTS), CorePool(9, 4, num_host_blocks=9)
+    pool.manager.restore(memory.kept, may_still_write=False)
+    index = pool.manager.state.index
+    nodes = index.insert_run(index.root("a"), int32(PROMPT), int32([1, 2, 3, 4]))
+    index.add_hosts(nodes[:3], int32([5, 6, 7]))
+    index.note_filled(int32([5, 6, 7]))
+    index.leave_device(int32([3]))
+    while pool.manager.write_record(2, digest_of(memory)):
+        pass
+    return memory, pool
+
+
+def digest_of(memory: KeptMemory, damaged: tuple[tuple[Tier, int], ...] = ()) -> Digest:
+    def digest(tier: Tier, blocks: Int32Array) -> UInt64Array:
+        return np.array([100 * tier + block + 1000 * ((tier, block) in damaged) for block in blocks.tolist()], np.uint64)
+
+    return digest
+
+
+def places_of(manager: PoolManager) -> list[tuple[int, int]]:
+    """By depth."""
+    return [places for _, places in sorted(chains(manager).items(), key=lambda item: len(item[0][1]))]
+
+
+def test_a_chain_comes_back_across_the_tiers() -> None:
+    memory, _ = across_tiers()
+    manager, result = memory.restored()
+    assert places_of(manager) == [(1, 5), (2, 6), (0, 7), (4, 0)]
+    assert (result.num_blocks, result.num_host_blocks, result.num_dropped) == (3, 3, 0)
+    assert manager.check_invariants() == []
+    stats = manager.stats()
+    assert (stats.num_cached_blocks, stats.num_cached_host_blocks, stats.num_free_host_blocks) == (3, 3, 5)
+    assert manager.match_prefix("a", int32(PROMPT)).tolist() == [1, 2, 0, 4]
+
+
+def test_host_blocks_that_may_still_be_written_are_kept_back_with_those_of_the_device() -> None:
+    memory, _ = across_tiers()
+    manager, result = memory.restored(may_still_write=True)
+    assert (result.num_quarantined, result.num_quarantined_hosts) == (5, 5)
+    assert manager.check_invariants() == []
+    assert manager.stats().num_free_host_blocks == 0
+    manager.end_quarantine(EARLIER_RUN)
+    assert manager.check_invariants() == []
+    assert (manager.stats().num_free_host_blocks, manager.stats().num_free_blocks) == (5, 5)
+
+
+def test_a_host_row_that_is_dropped_takes_what_only_it_leads_to_along() -> None:
+    memory, _ = across_tiers()
+    assert memory.hosts is not None
+    memory.hosts.checks[7] ^= np.uint64(2)
+    manager, result = memory.restored()
+    assert places_of(manager) == [(1, 5), (2, 6)]
+    assert (result.num_blocks, result.num_host_blocks, result.num_dropped) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "left"),
+    [
+        ((), [(1, 5), (2, 6), (0, 7), (4, 0)]),
+        (((Tier.DEVICE, 4),), [(1, 5), (2, 6), (0, 7)]),
+        (((Tier.HOST, 7),), [(1, 5), (2, 6)]),
+        (((Tier.DEVICE, 2),), [(1, 5), (0, 6), (0, 7), (4, 0)]),  # its copy in the other tier is right
+        (((Tier.DEVICE, 2), (Tier.HOST, 6)), [(1, 5)]),
+        (((Tier.HOST, 5), (Tier.DEVICE, 1)), []),
+    ],
+)
+def test_blocks_that_hold_something_else_are_forgotten_with_what_only_they_lead_to(
+    damaged: tuple[tuple[Tier, int], ...], left: list[tuple[int, int]]
+) -> None:
+    memory, _ = across_tiers()
+    manager, result = memory.restored(verification=Verification(digest_of(memory, damaged), 0, 0))
+    assert places_of(manager) == left
+    assert (result.num_verified, result.num_damaged) == (6, len(damaged))
+    assert result.num_dropped == 6 - sum(place > 0 for places in left for place in places)
+    assert manager.check_invariants() == []

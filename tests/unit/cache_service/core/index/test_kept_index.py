@@ -8,6 +8,8 @@ from kvkeeper.cache_service.core.index.kept_tree import KeptTree, tree_of
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.index.slot_table import Slots, SlotTable
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.reference.naive_kept import Chain, NaiveRow
+from tests.support.reference.naive_kept import believed as believed_by_reference
 from tests.support.worlds.core_pool import int32
 from tests.support.worlds.kept_pool import KeptMemory, twin_of
 
@@ -17,12 +19,12 @@ Row = tuple[int, int, int, int]  # block, name, parent, token
 def slots(*rows: Row) -> Slots:
     columns = np.array(rows, np.int64).reshape(-1, 4).T
     blocks, tokens = columns[0].astype(np.int32), columns[3].astype(np.int32).reshape(-1, 1)
-    return Slots(blocks, columns[1], columns[2], tokens)
+    return Slots(blocks, columns[1], columns[2], tokens, columns[1].astype(np.uint64) * np.uint64(3))
 
 
 def table_of(*rows: Row, num_blocks: int = 8) -> tuple[SlotTable, KeptMemory]:
     memory = KeptMemory(PoolConfig(num_blocks, 1))
-    table = SlotTable(memory.kept)
+    table = SlotTable(memory.device)
     table.write(slots(*rows))
     return table, memory
 
@@ -38,7 +40,7 @@ ROWS: tuple[Row, ...] = ((5, 1, -1, 70), (2, 2, 1, 71), (7, 3, 1, 72))
 def test_a_table_says_what_was_written() -> None:
     table, memory = table_of(*ROWS)
     assert rows_of(table.read()) == sorted(ROWS)
-    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS), "to the next run, too"
+    assert rows_of(SlotTable(memory.device).read()) == sorted(ROWS), "to the next run, too"
     assert (table.num_written(), table.num_written(3, 6)) == (3, 1)
     assert rows_of(table.read(3, 6)) == [ROWS[0]]
     table.forget(int32([5, 2]))
@@ -62,11 +64,11 @@ def test_every_damaged_byte_is_noticed() -> None:
         for block, *_ in ROWS:
             for place in range(raw.shape[1]):
                 raw[block, place] ^= 1 << (place % 8)
-                left = rows_of(SlotTable(memory.kept).read())
+                left = rows_of(SlotTable(memory.device).read())
                 raw[block, place] ^= 1 << (place % 8)
                 assert left == sorted(row for row in ROWS if row[0] != block)
                 num_damaged += 1
-    assert num_damaged == 3 * (20 + 8)
+    assert num_damaged == 3 * (28 + 8)
 
 
 def test_a_row_that_was_being_stored_says_nothing() -> None:
@@ -80,24 +82,24 @@ def test_a_row_that_was_being_stored_says_nothing() -> None:
             changed = np.flatnonzero(memory.rows[2] != old.rows[2])[:num_stored]
             torn.rows[2, changed] = memory.rows[2, changed]
             torn.checks[2] = check
-            assert 2 not in SlotTable(torn.kept).read().blocks
+            assert 2 not in SlotTable(torn.device).read().blocks
 
 
 def test_a_row_elsewhere_or_of_other_memory_says_nothing() -> None:
     _, memory = table_of(*ROWS)
     memory.rows[3], memory.checks[3] = memory.rows[5], memory.checks[5]
     memory.rows[0], memory.checks[0] = memory.rows[5], memory.checks[5]
-    assert rows_of(SlotTable(memory.kept).read()) == sorted(ROWS)
+    assert rows_of(SlotTable(memory.device).read()) == sorted(ROWS)
     other = KeptMemory(memory.config, key=12)
     other.rows[:], other.checks[:] = memory.rows, memory.checks
-    assert len(SlotTable(other.kept).read()) == 0
+    assert len(SlotTable(other.device).read()) == 0
 
 
 def believed(*rows: Row, num_roots: int = 1) -> list[int]:
     """Blocks, parents before children."""
     tree = tree_of(slots(*rows), num_roots)
     check_tree(tree)
-    return tree.slots.blocks.tolist()
+    return tree.blocks.tolist()
 
 
 def check_tree(tree: KeptTree) -> None:
@@ -142,12 +144,13 @@ def test_rows_that_contradict_each_other_make_the_table_worthless(rows: list[Row
 
 def test_blocks_are_evicted_leaves_first_and_the_oldest_branch_before_younger_ones() -> None:
     rows = [(1, 1, -1, 7), (2, 2, 1, 7), (3, 3, -1, 8), (4, 4, 3, 8), (5, 5, 1, 9)]
-    assert tree_of(slots(*rows), 1).leaves_first().tolist() == [2, 4, 3, 5, 1]
+    tree = tree_of(slots(*rows), 1)
+    assert tree.blocks[tree.leaves_first()].tolist() == [2, 4, 3, 5, 1]
 
 
 def kept_index(num_blocks: int = 8) -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(num_blocks, 1)), PrefixIndex(num_blocks, 1)
-    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, num_blocks))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, num_blocks))
     return index, memory
 
 
@@ -170,32 +173,32 @@ def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent(
     index.insert_run(root, int32([7]), int32([1]))
     index.insert_run(root, int32([8]), int32([2]))
     index.write_record(10)
-    before = set(SlotTable(memory.kept).read().names.tolist())
+    before = set(SlotTable(memory.device).read().names.tolist())
     index.insert_run(root, int32([9]), int32([3]))
     index.forget_blocks(int32([1, 2]))
     nodes = index.insert_run(root, int32([5, 6]), int32([4, 5])).tolist()
     assert nodes == [2, 1], "the child has the number that was noted first"
     while index.write_record(1):
         pass
-    written = SlotTable(memory.kept).read()
+    written = SlotTable(memory.device).read()
     assert not before.intersection(written.names.tolist())
-    assert tree_of(written, 1).slots.blocks.tolist() == [3, 4, 5]
+    assert tree_of(written, 1).blocks.tolist() == [3, 4, 5]
     assert not any(index.check())
 
 
 def test_a_child_finds_a_parent_that_was_away_when_both_were_to_be_written() -> None:
     """The parent lies in the host tier alone at that moment, and comes back to another block."""
     memory, index = KeptMemory(PoolConfig(8, 1)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.kept).read(), 0), IndexRecord(memory.kept, 16))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, 16))
     nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.add_hosts(nodes[:1], int32([5]))
     index.leave_device(int32([1]))
     index.write_record(10)
     assert np.flatnonzero(memory.checks).tolist() == [2]
-    assert len(tree_of(SlotTable(memory.kept).read(), 1).parents) == 0, "without its parent it is not believed"
+    assert len(tree_of(SlotTable(memory.device).read(), 1).parents) == 0, "without its parent it is not believed"
     index.add_blocks(nodes[:1], int32([3]))
     index.write_record(10)
-    assert tree_of(SlotTable(memory.kept).read(), 1).slots.blocks.tolist() == [3, 2]
+    assert tree_of(SlotTable(memory.device).read(), 1).blocks.tolist() == [3, 2]
 
 
 def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
@@ -209,3 +212,110 @@ def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
     assert [text for wrong in index.check() for text in wrong] == [
         "the kept index names a block that the index does not name, or under another node"
     ]
+
+
+# Both tiers together
+
+
+def chains_of(tree: KeptTree) -> dict[Chain, tuple[int, int]]:
+    found: dict[Chain, tuple[int, int]] = {}
+    names: list[Chain] = []
+    for place, parent in enumerate(tree.parents.tolist()):
+        root, above = (parent, ()) if parent < 0 else names[parent - 1]
+        names.append((root, (*above, int(tree.tokens[place, 0]))))
+        found[names[-1]] = int(tree.blocks[place]), int(tree.hosts[place])
+    assert len(found) == len(names)
+    return found
+
+
+def test_a_chain_may_cross_the_tiers() -> None:
+    device, hosts = slots((5, 1, -1, 70), (7, 3, 2, 72)), slots((4, 2, 1, 71), (6, 3, 2, 72))
+    assert chains_of(tree_of(device, 1, hosts)) == {(-1, (70,)): (5, 0), (-1, (70, 71)): (0, 4), (-1, (70, 71, 72)): (7, 6)}
+    assert chains_of(tree_of(device, 1)) == {(-1, (70,)): (5, 0)}, "without the host tier its parent is missing"
+    assert chains_of(tree_of(slots(), 1, hosts)) == {}
+
+
+@pytest.mark.parametrize("row", [(1, 1, -1, 71), (1, 1, -2, 70), (1, 9, -1, 70)])
+def test_tiers_that_contradict_each_other_are_worthless(row: Row) -> None:
+    """One name for other tokens, for another parent, and another name for the same."""
+    assert chains_of(tree_of(slots((5, 1, -1, 70)), 2, slots(row))) == {}
+    assert len(chains_of(tree_of(slots((5, 1, -1, 70)), 2, slots((1, 1, -1, 70))))) == 1
+
+
+def test_whatever_the_rows_say_the_tree_is_that_of_the_reference_model() -> None:
+    rng, num_found, num_worthless = np.random.default_rng(1), 0, 0
+    for _ in range(2000):
+        nodes = [(name, int(rng.choice([-1, -2, -3, *range(1, name + 1)])), int(rng.integers(6))) for name in range(1, 9)]
+        tiers: tuple[list[NaiveRow], list[NaiveRow]] = ([], [])
+        for rows in tiers:
+            for block, place in enumerate(rng.permutation(8)[: rng.integers(9)].tolist(), 1):
+                name, parent, token = nodes[place]
+                parent = parent if rng.random() < 0.995 else int(rng.integers(-3, 9))
+                rows.append(NaiveRow(block, name if rng.random() < 0.995 else int(rng.integers(9)), parent, token))
+        tree = tree_of(slots(*tiers[0]), 2, slots(*tiers[1]))
+        check_tree(tree)
+        wanted = believed_by_reference(tiers, 2)
+        assert chains_of(tree) == wanted, tiers
+        num_found, num_worthless = num_found + len(wanted), num_worthless + (not wanted)
+    assert num_found > 2000 and num_worthless > 100
+
+
+def kept_index_with_hosts() -> tuple[PrefixIndex, KeptMemory]:
+    memory, index = KeptMemory(PoolConfig(8, 1, num_host_blocks=8)), PrefixIndex(8, 1, num_host_blocks=8)
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, 16))
+    return index, memory
+
+
+def written(memory: KeptMemory) -> tuple[list[int], list[int]]:
+    assert memory.hosts is not None
+    return np.flatnonzero(memory.device.checks).tolist(), np.flatnonzero(memory.hosts.checks).tolist()
+
+
+def test_a_host_block_is_written_down_once_it_is_filled_and_forgotten_with_its_node() -> None:
+    index, memory = kept_index_with_hosts()
+    nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
+    index.add_hosts(nodes, int32([5, 6]))
+    index.leave_device(int32([1, 2]))
+    index.write_record(10)
+    assert written(memory) == ([], []), "the copies are on their way"
+    index.note_filled(int32([5, 6]))
+    while index.write_record(1):
+        pass
+    assert written(memory) == ([], [5, 6])
+    index.forget_hosts(int32([6]))
+    assert written(memory) == ([], [5])
+    index.forget_nodes(nodes[:1])
+    assert written(memory) == ([], [])
+    assert not any(index.check())
+
+
+def test_a_host_block_that_was_filled_for_another_node_meanwhile_is_not_written_down() -> None:
+    index, memory = kept_index_with_hosts()
+    nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
+    index.add_hosts(nodes[:1], int32([5]))
+    index.note_filled(int32([5]))
+    index.forget_hosts(int32([5]))
+    index.add_hosts(nodes[1:], int32([5]))  # it is being filled again
+    while index.write_record(10):
+        pass
+    assert written(memory) == ([1, 2], [])
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_digest_counts_only_where_the_block_kept_its_node_meanwhile(is_back: bool) -> None:
+    index, memory = kept_index()
+    root = index.root("")
+    index.insert_run(root, int32([7]), int32([1]))
+    index.insert_run(root, int32([8]), int32([2]))
+    taken = index.take_unwritten(10)
+    index.forget_blocks(int32([1]))
+    if is_back:
+        index.insert_run(root, int32([9]), int32([1]))
+    index.write_taken(taken, np.array([11, 12], np.uint64))
+    found = SlotTable(memory.device).read()
+    assert (found.blocks.tolist(), found.digests.tolist()) == ([2], [12])
+    while index.write_record(10, lambda tier, blocks: np.full(len(blocks), 13, np.uint64)):
+        pass
+    found = SlotTable(memory.device).read()
+    assert found.digests.tolist() == ([13, 12] if is_back else [12]), "that of its new content"
+    assert not any(index.check())
