@@ -1,7 +1,7 @@
 """A kept index: what it costs a step of the core, and how soon a killed service serves again with all that it had cached.
 
-With digests a block costs the reading of its bytes once, beside the steps, and once more where a start verifies it; both are told
-by the block. A host tier comes back with its pool.
+With digests a block costs the reading of its bytes once, beside the steps, and once more where a start verifies it; both are
+told by the block. A host tier comes back with its pool.
 
 Two pools take turns step by step, one with a kept index and one without. A step of growing sequences is told with its
 publishing; the writing down runs every 50 ms, beside the steps, as in the service, and is told for each step, in processor

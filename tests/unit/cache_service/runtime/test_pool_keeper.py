@@ -41,15 +41,17 @@ class Kept:
 
 
 class SlowDigests(BlockDigests):
-    """Made when a test says so. threads: that have made some."""
+    """Made when a test says so. threads: that have made some; begun: one is at it."""
 
     def __init__(self, kept: KeptPool, may_digest: threading.Event) -> None:
         super().__init__(kept)
         self.threads: list[str] = []
+        self.begun = threading.Event()
         self._may_digest = may_digest
 
     def of(self, tier: Tier, blocks: Int32Array) -> UInt64Array:
         self.threads.append(threading.current_thread().name)
+        self.begun.set()
         assert self._may_digest.wait(10)
         return super().of(tier, blocks)
 
@@ -91,13 +93,13 @@ async def test_a_block_that_loses_its_node_while_it_is_digested_gets_no_row(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_keeper, "_INLINE_BYTES", 0)
-    keeper = PoolKeeper(kept.manager, kept.files, SlowDigests(kept.files, kept.may_digest))
+    digests = SlowDigests(kept.files, kept.may_digest)
+    keeper = PoolKeeper(kept.manager, kept.files, digests)
     await keeper.start()
     kept.publish(1, tokens=7)
     kept.publish(2, tokens=8)
     written = asyncio.create_task(keeper.written())
-    while keeper._digesting is None:
-        await asyncio.sleep(0)
+    assert await asyncio.to_thread(digests.begun.wait, 10)
     kept.manager.state.index.forget_blocks(int32([2]))
     kept.publish(3, tokens=9)  # it begins to lack something while a thread is at work
     assert kept.written == []
