@@ -285,3 +285,36 @@ def test_the_audit_tells(damage: Callable[[ReuseOrder, list[int]], None], found:
     hinted.run([1, 2])
     damage(hinted.order, hinted.pool.matched([1, 2]))
     assert any(found in text for text in hinted.pool.manager.check_invariants())
+
+
+def hint_of(hinted: Hinted, prompt: list[int]) -> ReuseHint:
+    return hinted.pool.manager.block_view(hinted.pool.matched(prompt)[-1]).reuse_hint
+
+
+def test_a_prompt_is_normal_as_soon_as_a_sequence_counts_on_it() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2], NONE)
+    hinted.start([1, 2, 3])
+    assert hint_of(hinted, [1, 2]) is ReuseHint.UNSPECIFIED
+    running = hinted.start([4], NONE)
+    assert hint_of(hinted, [4]) is NONE
+    hinted.pool.manager.update_sequence(A, running, reuse_hint=SOON)
+    assert hint_of(hinted, [4]) is ReuseHint.UNSPECIFIED
+
+
+def test_a_block_that_is_adopted_is_normal() -> None:
+    hinted = Hinted()
+    for sequence_id, hint in ((1, NONE), (2, ReuseHint.UNSPECIFIED)):
+        hinted.pool.create(sequence_id, [1], reuse_hint=hint)
+    hinted.pool.step(starts=[(1, 10, 10), (2, 10, 10)])
+    hinted.pool.step(commits=[(1, 1, [])])
+    assert hint_of(hinted, [1]) is NONE
+    hinted.pool.step(commits=[(2, 1, [])])
+    assert hint_of(hinted, [1]) is ReuseHint.UNSPECIFIED
+
+
+def test_an_end_inside_what_another_one_has_cached_marks_nothing() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2, 3])
+    hinted.run([1, 2], NONE)
+    assert hinted.counts == (0, 0)
