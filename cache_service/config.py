@@ -190,6 +190,13 @@ class CacheConfig:
         check=must_be("a share above 0 and up to 1", lambda share: 0 < share <= 1),
         details="They are evicted between two steps.",
     )
+    soon_share: float = setting(
+        0.25,
+        group="Prefix cache",
+        help="share of a pool that is kept because clients expect to use it again soon",
+        check=must_be("a share from 0 to 1", lambda share: 0 <= share <= 1),
+        details="Above it, and after a minute, such blocks are evicted like others, those that wait longest first.",
+    )
     pressure_levels: tuple[float, ...] = setting(
         (0.6, 0.8, 0.95),
         group="Pools",

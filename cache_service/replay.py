@@ -7,6 +7,7 @@ No part of the service: benchmarks and tests are built of it.
 """
 
 import heapq
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .core.manager import PoolManager
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs
 from .core.values.step_columns import StepBatch
-from .core.values.types import Executor, Int32Array, SequenceId, SessionId
+from .core.values.types import Executor, Int32Array, ReuseHint, SequenceId, SessionId
 
 Requests = list[list[int]]
 
@@ -42,11 +43,21 @@ class Replayed:
         return self.num_hits / max(self.num_blocks, 1)
 
 
-def replay_core(requests: Iterable[list[int]], num_blocks: int, policy: str, *, block_size: int = 1) -> Replayed:
-    """Against a PoolManager; a token is the number of its block. num_blocks has to hold the longest request."""
+def replay_core(
+    requests: Iterable[list[int]],
+    num_blocks: int,
+    policy: str,
+    *,
+    block_size: int = 1,
+    hints: Iterable[ReuseHint] = itertools.repeat(ReuseHint.UNSPECIFIED),
+) -> Replayed:
+    """Against a PoolManager; a token is the number of its block. num_blocks has to hold the longest request.
+
+    hints: one for each request.
+    """
     replay = CoreReplay(num_blocks, policy, block_size)
-    for request in requests:
-        replay.run(request)
+    for request, hint in zip(requests, hints, strict=False):
+        replay.run(request, hint)
     return replay.sums()
 
 
@@ -64,13 +75,13 @@ class CoreReplay:
         self._num_requests = self._num_blocks = self._num_hits = 0
         self._step_seconds: list[float] = []
 
-    def run(self, request: list[int]) -> int:
+    def run(self, request: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> int:
         """The number of hit blocks."""
         self._num_requests += 1
         self._num_blocks += len(request)
         ids = np.array([self._num_requests])
         tokens = np.array([*np.repeat(request, self._block_size), _COMPUTED_TOKEN], np.int32)
-        self.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens))
+        self.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens, reuse_hint=hint))
         whole, none = np.array([len(tokens) - 1], np.int32), np.zeros(1, np.int32)
         hits = int(self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole).start_hits[0]) // self._block_size
         self._step(commit_ids=ids, commit_lens=whole, commit_num_new=none)

@@ -31,6 +31,7 @@ from .scheduler.state.policies import POLICY_NAMES
 from .scheduler.state.preemption_cost import Preemption
 from .values.input_limits import InputLimits
 
+GATEWAY_PACKAGE = "smg_grpc_proto"  # the messages of the gateway's protocol
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
@@ -319,6 +320,13 @@ class EngineConfig:
     )
     metrics_listen: str = metrics_listen_setting()
     trace_endpoint: str = trace_endpoint_setting()
+    gateway: str = setting(
+        "auto",
+        group="Addresses",
+        help="speak vllm.grpc.engine.VllmEngine, too, for gateways that speak HTTP with clients",
+        choices=("auto", "on", "off"),
+        details="auto: where the extra `gateway` is installed.",
+    )
     reflection: bool = reflection_setting()
     progress: bool = setting(True, group="Model", help="show a progress bar on a terminal while weights are loaded")
     log_level: str = log_level_setting()

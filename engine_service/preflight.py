@@ -15,7 +15,7 @@ from kvkeeper.service.preflight import check_addresses
 from kvkeeper.service.process import StartError
 from kvkeeper.service.sizes import size
 
-from .config import HASH_TOY, EngineConfig, wants_compiled
+from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.json_fields import CONFIG_FILE
 from .model.checkpoint.json_file import read_json_object
@@ -42,6 +42,7 @@ def check_start(config: EngineConfig) -> None:
     """Refuse a config that cannot work on this machine. Raises StartError."""
     check_packages()
     check_kernels(config)
+    check_gateway(config)
     check_addresses(config.listen, config.metrics_listen)
     if config.device != "cpu" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
         raise StartError(f"--device {config.device}: this machine has no NVIDIA device")
@@ -69,6 +70,12 @@ def check_kernels(config: EngineConfig) -> None:
         raise StartError("--cpu-kernels compiled: they are for --device cpu with --dtype float32 or int8")
     if missing("numba"):
         raise StartError(f"--cpu-kernels compiled: numba is not installed; install it with: {install_command('cpu')}")
+
+
+def check_gateway(config: EngineConfig) -> None:
+    """Raises StartError where --gateway asks for the messages of the extra `gateway`, and it is not installed."""
+    if config.gateway == "on" and missing(GATEWAY_PACKAGE):
+        raise StartError(f"--gateway on: its messages are not installed; install them with: {install_command('gateway')}")
 
 
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:

@@ -17,6 +17,7 @@ from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.extras import missing
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
@@ -25,7 +26,7 @@ from kvkeeper.service.process import StartError
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.served_model import ServedModel, load_served_model
-from .config import EngineConfig
+from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
@@ -166,7 +167,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         service = EngineService(config, served, engine, text_work, leave)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
-        await endpoint.start(MethodRouter(CONTRACT, service), has_reflection=config.reflection)
+        routers = [MethodRouter(CONTRACT, service), *_gateway_routers(config, service, engine, served)]
+        await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
         if metrics is not None:
             await metrics.stop()
@@ -208,6 +210,16 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
     return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls, taking)
+
+
+def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:
+    """Of the gateway's protocol, where it is wanted and its package is installed."""
+    if config.gateway == "off" or missing(GATEWAY_PACKAGE):
+        return []
+    from .rpc.gateway.calls import VllmEngine
+    from .rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
+
+    return [MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text is not None))]
 
 
 def call_options(config: EngineConfig) -> CallOptions:

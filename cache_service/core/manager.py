@@ -43,7 +43,7 @@ from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
-from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, SessionId
+from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, ReuseHint, SessionId
 from .values.views import Admission, BlockView, PoolStats, Readable, SequenceView
 
 
@@ -210,9 +210,15 @@ class PoolManager:
         return self._one_item.swap_in(session, sequence_id)
 
     def update_sequence(
-        self, session: SessionId, sequence_id: int, *, priority: int | None = None, retention: Retention | None = None
+        self,
+        session: SessionId,
+        sequence_id: int,
+        *,
+        priority: int | None = None,
+        retention: Retention | None = None,
+        reuse_hint: ReuseHint | None = None,
     ) -> None:
-        self._updates.update_sequence(session, sequence_id, priority=priority, retention=retention)
+        self._updates.update_sequence(session, sequence_id, priority=priority, retention=retention, reuse_hint=reuse_hint)
 
     def note_read(self, session: SessionId, sequence_id: int) -> None:
         self._updates.note_read(session, sequence_id)

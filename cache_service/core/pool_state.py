@@ -141,5 +141,7 @@ def _check_config(config: PoolConfig) -> None:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:
         raise InvalidField("num_host_blocks is 0, or 2 or more", field="num_host_blocks", limit=2)
+    if not 0 <= config.soon_share <= 1:
+        raise InvalidField("soon_share is a share from 0 to 1", field="soon_share", limit=1)
     if not 0 < config.evict_above <= 1:
         raise InvalidField("evict_above is a share above 0 and up to 1", field="evict_above", limit=1)

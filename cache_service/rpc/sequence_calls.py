@@ -75,7 +75,8 @@ class SequenceCalls:
         sequence_id = checks.sequence_id(request.sequence_id)
         priority = request.priority if request.HasField("priority") else None
         retention = sequences.retention(request)
-        live.pool.manager.update_sequence(live.core.id, sequence_id, priority=priority, retention=retention)
+        hint = sequences.reuse_hint(request) if request.HasField("reuse_hint") else None
+        live.pool.manager.update_sequence(live.core.id, sequence_id, priority=priority, retention=retention, reuse_hint=hint)
         return pb.UpdateSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def release_sequence(self, request: pb.ReleaseSequenceRequest) -> pb.ReleaseSequenceResponse:

@@ -13,6 +13,7 @@ from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
+from .versions import SPOKEN
 
 _EXECUTORS = {
     pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
@@ -44,9 +45,12 @@ class SessionCalls:
             pools=[pool_info(pool.info) for pool in self._session_manager.registry.pools],
             max_sessions=self._config.max_sessions,
             logits_memory_bytes=self._config.logits_memory,
+            newest_protocol_version=SPOKEN.newest,
+            oldest_protocol_version=SPOKEN.oldest,
         )
 
     async def open_session(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        version = SPOKEN.of_session(request.protocol_version)
         ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
         check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
         check_text("client_name", request.client_name, 256)
@@ -62,6 +66,7 @@ class SessionCalls:
             attach_token=live.attach_token,
             attach_socket_path=self._attach_path,
             offers_step_lane=True,
+            protocol_version=version,
         )
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:

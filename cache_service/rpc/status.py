@@ -38,6 +38,7 @@ _CODES = {
     "UNKNOWN_BLOCK": grpc.StatusCode.NOT_FOUND,
     "UNKNOWN_OFFER": grpc.StatusCode.NOT_FOUND,
     "STEP_NOT_COMPLETED": grpc.StatusCode.FAILED_PRECONDITION,
+    "PROTOCOL_VERSION_UNSUPPORTED": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 REFUSALS = Refusals(

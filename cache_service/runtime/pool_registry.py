@@ -259,6 +259,7 @@ class PoolRegistry:
             eviction_policy=self._config.eviction_policy,
             watermark=self._config.watermark,
             evict_above=self._config.evict_above,
+            soon_share=self._config.soon_share,
             pressure_levels=self._config.pressure_levels,
             prefix_caching=self._config.prefix_caching,
             prefix_ttl=self._config.prefix_ttl,

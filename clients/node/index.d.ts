@@ -148,6 +148,7 @@ export class CacheSession {
       priority?: number;
       retention?: Given<cache.Retention>;
       startNumber?: number;
+      reuseHint?: cache.ReuseHint;
     },
   ): Promise<number>;
   extend(sequenceId: number, numTokens: number, options?: { skipLookUp?: boolean }): Promise<cache.SequenceInfo>;
@@ -162,7 +163,7 @@ export class CacheSession {
   release(sequenceId: number): Promise<number>;
   update(
     sequenceId: number,
-    changes: { priority?: number; retention?: Given<cache.Retention> },
+    changes: { priority?: number; retention?: Given<cache.Retention>; reuseHint?: cache.ReuseHint },
   ): Promise<cache.SequenceInfo>;
   swapOut(sequenceId: number): Promise<cache.SequenceInfo>;
   swapIn(sequenceId: number): Promise<cache.SequenceInfo>;

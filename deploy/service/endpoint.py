@@ -29,6 +29,7 @@ _OPTIONS = [
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
+    ("grpc.http2.max_ping_strikes", 0),  # gateways ping as they like, and would be sent away for it
 ]
 
 
@@ -94,14 +95,17 @@ class Endpoint:
                 lock.release()
             raise
 
-    async def start(self, methods: MethodRouter, *, has_reflection: bool) -> None:
-        """Answers calls from now on. Health says that the process lives, and that the service does not serve yet."""
+    async def start(self, methods: MethodRouter, *others: MethodRouter, has_reflection: bool) -> None:
+        """Answers calls from now on. Health says that the process lives, and that the service does not serve yet.
+
+        others: of protocols that the service speaks beside its own, whose name alone is the one that health knows.
+        """
         self._service_name = methods.service_name
-        self._server.add_generic_rpc_handlers((methods,))
+        self._server.add_generic_rpc_handlers((methods, *others))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if has_reflection:
-            names = (self._service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            names = [router.service_name for router in (methods, *others)]
+            reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()

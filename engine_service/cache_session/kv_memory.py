@@ -88,6 +88,7 @@ class KvMemory:
             request.priority,
             None if request.retention is None else pb.Retention(**asdict(request.retention)),
             request.start_number,
+            int(request.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
         )
         return created.start_number
 

@@ -81,7 +81,7 @@ async def _open(
         except KvkeeperError as error:
             log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
             if may_refuse and not has_ended_session(error):
-                raise CacheServiceRefused(f"the cache service refuses this model: {error}") from None
+                raise CacheServiceRefused(f"the cache service refuses this engine: {error}") from None
         if time.monotonic() > give_up_at:
             engine.requests.fail_all(CacheServiceDown("the cache service does not answer"))
         await engine.wait_for_stop(pause)

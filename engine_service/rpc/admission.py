@@ -129,6 +129,7 @@ class Admission:
             look_up=options.look_up and options.num_prompt_logprobs is None,  # cached tokens have no logits
             num_prompt_logprobs=options.num_prompt_logprobs,
             retention=None if keeps_all else options.retention,
+            reuse_hint=options.reuse_hint,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))

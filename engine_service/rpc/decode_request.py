@@ -19,7 +19,7 @@ from ..compute.sampling_defaults import with_fields
 from ..outputs.beam_search import BeamOptions
 from ..values.errors import InvalidField, WrongTokenId
 from ..values.input_limits import InputLimits
-from ..values.request import Int32Array
+from ..values.request import Int32Array, ReuseHint
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
 from .submission import Received
@@ -59,6 +59,7 @@ class RequestOptions:
     session_id: str
     metadata: Mapping[str, str]
     retention: Retention | None
+    reuse_hint: ReuseHint
 
 
 def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
@@ -76,6 +77,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
     if best_of is not None:
         _check_range("best_of", best_of, n, MAX_CONTINUATIONS)
     _check_range("priority", request.priority, -1000, 1000)
+    _check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
     if timeout_ms is not None:
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -103,6 +105,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
         session_id=request.session_id,
         metadata=dict(request.metadata),
         retention=_retention_of(request),
+        reuse_hint=ReuseHint(request.reuse_hint),
     )
 
 

@@ -6,7 +6,7 @@ however it comes, ends the request. Limits of fields are in decode_request.py, t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -64,6 +64,11 @@ class EngineService:
         self._no_stream = asyncio.Event()
         self._no_stream.set()
 
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self._admission.max_len
+
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
         return engine_metrics(self._engine, self._model, self._submissions.num_kept)
@@ -78,7 +83,7 @@ class EngineService:
         await self._no_stream.wait()
         await self._submissions.wait_fetched()
 
-    async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         stream_buffer = StreamBuffer()
         generation = await self._admission.admit(request, stream_buffer.put)
         stream_buffer.on_full = generation.fail

@@ -32,6 +32,14 @@ class FinishReason(IntEnum):
     STALLED = 7
 
 
+class ReuseHint(IntEnum):
+    """What a client knows of the next use of its cached KV. The numbers are the protocol's, and the cache service's."""
+
+    UNSPECIFIED = 0
+    NONE = 1
+    SOON = 2
+
+
 class RequestState(IntEnum):
     """Where a request is in its life. The numbers are the protocol's."""
 
@@ -111,6 +119,7 @@ class Request:
     look_up: bool = True
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     retention: Retention | None = None  # None: everything is kept
+    reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
     arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
     arrived_at: float = 0.0  # seconds of the engine's clock
     start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted

@@ -25,6 +25,7 @@ NAMES = (
     "speculation",
     "quality",
     "trace",
+    "hints",
     "policies",
     "reports",
     "hostile",

@@ -35,6 +35,7 @@ BAD = {
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
     "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),
+    "reuse_hint": pb.GenerateRequest(token_ids=TOKENS, reuse_hint=3),  # type: ignore[arg-type]
     "metadata many": pb.GenerateRequest(token_ids=TOKENS, metadata={f"k{place}": "" for place in range(17)}),
     "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
     "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),

@@ -61,6 +61,8 @@ class Counts:
     pressure_changes: int = 0
     clears: int = 0
     hand_offs: int = 0
+    hints_changed: int = 0
+    hints_ignored: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -99,6 +101,7 @@ class Simulation:
             tenant_quota=rng.choice([1.0, 1.0, 0.2, 0.5]),
             logits_memory=rng.choice([0, 16, 1000]),
             evict_above=rng.choice([1.0, 1.0, 0.9, 0.5]),
+            soon_share=rng.choice([0.25, 0.0, 0.5, 1.0]),
         )
         self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
@@ -144,6 +147,7 @@ class Simulation:
         counts.retention_dropped = naive.num_retention_dropped
         counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
         counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
+        counts.hints_ignored = naive.num_ignored
         counts.pressure_changes = naive.num_pressure_changes
         return counts
 
@@ -201,7 +205,9 @@ class Simulation:
             self.world.unpin(session, self.choose)
         elif event < 64:
             self.counts.narrowed += self.world.narrow(session, self.choose)
-        elif event < 70:
+        elif event < 66:
+            self.counts.hints_changed += self.world.change_hint(session, self.choose)
+        elif event < 71:
             self.counts.hand_offs += self.world.hand_off(session, self.choose)
         elif event < 78:
             self.world.store_logits(session, self.choose)

@@ -8,6 +8,7 @@ indexed. The host tier keeps its blocks in a BlockPool too.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from ..values.pool_config import PoolConfig
 from ..values.types import BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
 from .free_list import FreeList
+from .reuse_order import ReuseOrder
 
 _ONE = np.int32(1)  # of the counts' own type: ufunc.at then takes 3 ns an entry, with another type 40
 _NONE: Int32Array = np.empty(0, np.int32)
@@ -55,6 +57,9 @@ class BlockPool:
         self.peak_used = 0
         self._forget = forget
         self.limits = CacheLimits(config, index)
+        self.reuse: ReuseOrder | None = None  # from the first hint on it is the policy, around the one before
+        self._index = index
+        self._most_soon = int(config.soon_share * config.num_usable_blocks)
         self._watcher = self.limits if self.limits.wants_order else None
 
     @property
@@ -70,6 +75,13 @@ class BlockPool:
     def num_fenced(self) -> int:
         """Blocks in no table, neither quarantined nor in transfer, that wait for steps in flight."""
         return self.num_used - self.num_referenced - self.num_quarantined - self.num_in_transfer
+
+    def heed_hints(self) -> None:
+        """A client says what it knows of reuse: from now on this counts."""
+        if self.reuse is None:
+            num_evictable = partial(getattr, self, "num_evictable")
+            self.reuse = ReuseOrder(self.policy, self._index, self.ref_counts, self._most_soon, num_evictable)
+            self.policy = self.reuse
 
     def num_revived(self, blocks: Int32Array) -> int:
         """How many of these distinct blocks are evictable, so that a table with them leaves fewer available."""
@@ -108,6 +120,8 @@ class BlockPool:
     def pin(self, blocks: Int32Array) -> None:
         """Adds a pin's reference to each of these distinct cached or referenced blocks."""
         self._acquire(blocks)
+        if self.reuse is not None:
+            self.reuse.claim(blocks)
         self.pin_counts[blocks] += 1
 
     def unpin(self, blocks: Int32Array) -> None:

@@ -68,6 +68,9 @@ class CreateCalls:
             start_number=args.start_number or state.start_numbers.draw(),
             now=state.now,
         )
+        if args.reuse_hint:
+            state.pool.heed_hints()
+            seqs.set_reuse_hint(slot, args.reuse_hint)
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
@@ -80,6 +83,7 @@ class CreateCalls:
             and seqs.max_tokens[slot] == max_tokens
             and seqs.priorities[slot] == args.priority
             and seqs.retention(slot) == args.retention
+            and seqs.reuse_hints[slot] == args.reuse_hint
             and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self._state.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens[slot, : len(args.token_ids)], args.token_ids)

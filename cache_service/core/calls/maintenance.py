@@ -22,11 +22,12 @@ class Maintenance:
         state, pool, limits = self._state, self._state.pool, self._state.pool.limits
         state.revision += state.pins.expire(state.now) > 0
         state.claims.forget_stale()
+        is_left = pool.reuse is not None and pool.reuse.lapse(state.now, _SLICE_BLOCKS)
         if not limits.is_on:
             state.update_pressure()
-            return False
+            return is_left
         before = len(state.index)
-        is_left = limits.expire(pool, _SLICE_BLOCKS) | limits.enforce(pool, _SLICE_BLOCKS)
+        is_left |= limits.expire(pool, _SLICE_BLOCKS) | limits.enforce(pool, _SLICE_BLOCKS)
         if self._swapper is not None:
             host = self._swapper.host.pool
             is_left |= host.limits.expire(host, _SLICE_BLOCKS)

@@ -1,7 +1,8 @@
 """UpdateSequence: what of a living sequence may be changed beside its steps.
 
 Priority counts from the next decision on. Retention is never widened, because what was dropped is gone; what it drops now
-waits for the steps that were told of it, and the session hears of the holes in its next reply.
+waits for the steps that were told of it, and the session hears of the holes in its next reply. A hint
+of reuse counts from now on.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..values.errors import InvalidField
 from ..values.sequence_args import Retention
-from ..values.types import SequenceState, SessionId
+from ..values.types import ReuseHint, SequenceState, SessionId
 
 _LEAST_PRIORITY, _MOST_PRIORITY = -1000, 1000
 
@@ -23,7 +24,13 @@ class SequenceUpdates:
         self._state = state
 
     def update_sequence(
-        self, session: SessionId, sequence_id: int, *, priority: int | None = None, retention: Retention | None = None
+        self,
+        session: SessionId,
+        sequence_id: int,
+        *,
+        priority: int | None = None,
+        retention: Retention | None = None,
+        reuse_hint: ReuseHint | None = None,
     ) -> None:
         """Changes what is given, all or nothing; the same again changes nothing.
 
@@ -46,11 +53,22 @@ class SequenceUpdates:
             self._state.revision += 1
             self._narrow(owner, slot, retention)
             self._state.update_pressure()
+        if reuse_hint is not None and reuse_hint != seqs.reuse_hints[slot]:
+            self._state.revision += 1
+            self._change_hint(slot, reuse_hint)
 
     def note_read(self, session: SessionId, sequence_id: int) -> None:
         """K and V of the sequence are read: an access like a step that names it."""
         _, slot = self._state.find_sequence(session, sequence_id)
         self._state.sequences.note_access(np.array([slot]), self._state.now)
+
+    def _change_hint(self, slot: int, hint: ReuseHint) -> None:
+        """What is published of the sequence is no longer as good as forgotten; NONE and SOON count with its end."""
+        seqs, pool = self._state.sequences, self._state.pool
+        pool.heed_hints()
+        if seqs.reuse_hints[slot] == ReuseHint.NONE and pool.reuse is not None:
+            pool.reuse.claim(seqs.tables[slot, : int(seqs.num_published[slot])])
+        seqs.set_reuse_hint(slot, hint)
 
     def _narrow(self, owner: SessionState, slot: int, retention: Retention) -> None:
         seqs = self._state.sequences

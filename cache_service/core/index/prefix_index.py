@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.kept_index import Digest, UInt64Array
@@ -65,6 +66,7 @@ class PrefixIndex:
         self.record: IndexRecord | None = None  # where the index is kept for a later run
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
+        self._num_children: Int32Array | None = None  # that each node was given, since they are counted
         # Roots are parents too: being negative, they index the end. Entries that are never touched take no memory.
         self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
         self._next_sibling: Int32Array = np.zeros(num_nodes, np.int32)
@@ -333,6 +335,26 @@ class PrefixIndex:
             child = int(self._next_sibling[child])
         return found
 
+    def count_children(self) -> None:
+        """From now on it is known which nodes were ever given more than one child."""
+        if self._num_children is None:
+            self._num_children = np.zeros(len(self._first_child), np.int32)
+
+    def lead_apart(self, path: Int32Array) -> npt.NDArray[np.bool_]:
+        """[n] of each node of a path: whether it leads elsewhere, too, or was ever given more than one child."""
+        assert self._num_children is not None, "children are not counted"
+        apart = self._num_children[path] > 1
+        below = path[1:]
+        apart[:-1] |= (self._next_sibling[below] | self._prev_sibling[below]) > 0
+        apart[-1] |= self._first_child[path[-1]] > 0
+        return apart
+
+    def num_shared(self, path: Int32Array) -> int:
+        """How many leading nodes of a path are above one that was given more than one child, that one included."""
+        assert self._num_children is not None, "children are not counted"
+        shared = (self._num_children[path] > 1).nonzero()[0]
+        return int(shared[-1]) + 1 if len(shared) else 0
+
     def roots(self) -> list[int]:
         return list(self._roots.values())
 
@@ -395,6 +417,8 @@ class PrefixIndex:
 
     def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
         """Puts these distinct nodes first among their parents' children."""
+        if self._num_children is not None:
+            np.add.at(self._num_children, parents, np.int32(1))
         heads = tails = nodes  # of the new siblings of each parent
         if len(set(parents.tolist())) < len(parents):  # new siblings are linked among themselves first
             order = np.argsort(parents, kind="stable")
@@ -411,7 +435,8 @@ class PrefixIndex:
         self._first_child[parents] = heads
 
     def _columns(self) -> tuple[Int32Array, ...]:
-        return self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling
+        columns = (self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling)
+        return columns if self._num_children is None else (*columns, self._num_children)
 
     def _unlink(self, node: int, parent: int) -> None:
         """Takes a node out of its parent's children."""

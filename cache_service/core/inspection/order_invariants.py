@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..blocks.block_pool import BlockPool
+from ..eviction.policy import Order
 from .slices import compare, slices
 
 _ROWS_AT_ONCE = 64  # of about a thousand entries
@@ -27,6 +28,9 @@ def check_orders(pool: BlockPool) -> Iterator[list[str]]:
         lambda: [pool.free.ids()],
     )
     yield from _check_eviction_order(pool)
+    if pool.reuse is not None:
+        yield from _check_places(pool.num_blocks, pool.reuse.own_order(), pool.reuse.are_own)
+        yield from pool.reuse.check()
     yield pool.limits.check(_is_idle(pool, slice(None)) & pool.indexed) if pool.limits.wants_order else []
     yield _check_number(pool, "evictable", pool.num_evictable, lambda some: _is_idle(pool, some) & pool.indexed[some])
     yield _check_number(pool, "referenced", pool.num_referenced, lambda some: pool.ref_counts[some])
@@ -48,9 +52,18 @@ def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
     order = pool.policy.order()
     yield []
     for some in slices(pool.num_blocks):
-        is_right = np.array_equal(order.stamps.newest[some] > 0, _is_idle(pool, some) & pool.indexed[some])
+        waits = order.stamps.newest[some] > 0
+        if pool.reuse is not None:  # what waits for a hint's sake waits there
+            is_own = pool.reuse.are_own(some)
+            waits = waits ^ is_own  # never in both
+        is_right = np.array_equal(waits, _is_idle(pool, some) & pool.indexed[some])
         yield [] if is_right else ["the eviction policy knows of other blocks than the indexed ones that nothing holds"]
-    places, is_first = np.zeros(pool.num_blocks, np.uint8), np.zeros(pool.num_blocks, np.bool_)
+    yield from _check_places(pool.num_blocks, order, lambda some: order.stamps.newest[some] > 0)
+
+
+def _check_places(num_blocks: int, order: Order, waits: Callable[[slice], npt.NDArray[np.bool_]]) -> Iterator[list[str]]:
+    """Whether each block that waits in an order, and still does when its slice comes, is in it once."""
+    places, is_first = np.zeros(num_blocks, np.uint8), np.zeros(num_blocks, np.bool_)
     is_first[order.first] = True
     np.add.at(places, order.first, np.uint8(1))
     yield []
@@ -59,9 +72,8 @@ def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
         counts = order.stamps.are_live(blocks, stamps) & ~is_first[blocks]
         np.add.at(places, blocks[counts], np.uint8(1))
         yield []
-    for some in slices(pool.num_blocks):
-        newest = order.stamps.newest[some]
-        has_waited = (newest > 0) & (newest <= order.clock)
+    for some in slices(num_blocks):
+        has_waited = waits(some) & (order.stamps.newest[some] <= order.clock)
         is_right = (places[some][has_waited] == 1).all()
         yield [] if is_right else ["an evictable block is not in the eviction order once"]
 

@@ -10,7 +10,7 @@ from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import UnknownBlock
-from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, SequenceId, SequenceState, SessionId
+from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, ReuseHint, SequenceId, SequenceState, SessionId
 from ..values.views import BlockView, PoolStats, Readable, SequenceView
 from . import invariants, tier_invariants
 from .explain import Explanation, explain_match
@@ -94,6 +94,7 @@ class Queries:
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
             has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
+            reuse_hint=pool.reuse.hint_of(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
         )
 
     # The whole pool
@@ -128,5 +129,6 @@ class Queries:
             num_host_blocks=self._swapper.host.num_blocks_of(slot) if self._swapper is not None else 0,
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
+            reuse_hint=ReuseHint(int(seqs.reuse_hints[slot])),
             idle_seconds=max(0.0, self._state.now - float(seqs.last_access[slot])),
         )

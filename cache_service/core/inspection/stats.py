@@ -47,6 +47,8 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(state.index.logits.by_node),
+        num_no_reuse_blocks=pool.reuse.num_none if pool.reuse is not None else 0,
+        num_soon_blocks=pool.reuse.num_soon if pool.reuse is not None else 0,
         **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
     )

@@ -17,7 +17,7 @@ from ..index.prefix_index import PrefixIndex
 from ..values.counters import Counters
 from ..values.distinct import distinct
 from ..values.pool_config import PoolConfig
-from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, SequenceState
+from ..values.types import NO_INT64, Int32Array, Int64Array, MatchEnd, ReuseHint, SequenceState
 from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates
 
@@ -228,10 +228,26 @@ class Publisher:
         own = seqs.tables[slots, places]
         known = self._index.block_of_node[nodes]
         twice = known != own
+        hints = None if pool.reuse is None else seqs.reuse_hints[slots]
+        if pool.reuse is not None:
+            pool.reuse.note_new(known[~pool.indexed[known] & (hints == ReuseHint.NONE)])
         pool.mark_indexed(known)
-        if not np.count_nonzero(twice):
-            return
-        slots, places, own, known = slots[twice], places[twice], own[twice], known[twice]
+        if np.count_nonzero(twice):
+            self._adopt(owner, until, slots[twice], places[twice], own[twice], known[twice])
+        if pool.reuse is not None:
+            pool.reuse.claim(known[hints != ReuseHint.NONE])
+
+    def _adopt(
+        self,
+        owner: SessionState,
+        until: int,
+        slots: Int64Array,
+        places: Int32Array,
+        own: Int32Array,
+        known: Int32Array,
+    ) -> None:
+        """Indexed blocks take the place of a table's own; entries [n]."""
+        seqs, pool = self._sequences, self._pool
         pool.acquire(known)
         seqs.set_blocks(slots, places, known)
         owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..values.pool_config import PoolConfig
 from ..values.rows import untouched
 from ..values.sequence_args import Retention
-from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
+from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
 from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1
@@ -44,6 +44,7 @@ class SequenceTable:
         self.num_hit: Int32Array = np.zeros(slots, np.int32)
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
+        self.reuse_hints = np.zeros(slots, np.int8)  # ReuseHint
         self._num_accesses: Int64Array = np.zeros(slots, np.int64)
         # What steps leave for later: accesses not counted (slots, when), tokens (slots, positions, tokens) not written yet.
         self._accessed: list[tuple[Int64Array, float]] = []
@@ -70,7 +71,7 @@ class SequenceTable:
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
-            *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len),
+            *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len, self.reuse_hints),
         )
         self.num_active = 0  # running or loading
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
@@ -190,6 +191,7 @@ class SequenceTable:
             column[child] = num_tokens
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
             column[child] = column[parent]
+        self.reuse_hints[child] = self.reuse_hints[parent]
         self.start_numbers[child], self._last_access[child] = self.start_numbers[parent], now
         self.ids[child], self.parent_ids[child] = child_id, self.ids[parent]
         if self.num_window[parent]:
@@ -298,6 +300,9 @@ class SequenceTable:
 
     def set_priority(self, slot: int, priority: int) -> None:
         self.priorities[slot] = priority
+
+    def set_reuse_hint(self, slot: int, hint: ReuseHint) -> None:
+        self.reuse_hints[slot] = hint
 
     # Block tables
 

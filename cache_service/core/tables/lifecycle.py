@@ -108,11 +108,17 @@ class SequenceLifecycle:
         self.truncate(owner, slot, num_kept * self._block_size)
 
     def _tell_uses(self, slots: list[int]) -> None:
-        """Tells the policy of the end of each running sequence, once."""
-        if self._pool.policy.wants_uses:
+        """Tells the eviction order of the end of each running sequence, once, before any of them gives up a block."""
+        pool, seqs = self._pool, self._sequences
+        if pool.policy.wants_uses:
             for slot in slots:
                 if slot != self._ending_slot:
-                    self._pool.policy.use(self._use(slot))
+                    pool.policy.use(self._use(slot))
+        if pool.reuse is not None:
+            for slot in slots:
+                if slot != self._ending_slot:
+                    path = seqs.tables[slot, : int(seqs.num_published[slot])]
+                    pool.reuse.end_sequence(path, int(seqs.reuse_hints[slot]))
         if self._ending_slot in slots:
             self._ending_slot = -1
 

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import HeldLogits, SessionState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
-from ..values.types import NO_INT32, Int32Array, Int64Array
+from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
 from .prefix_lookup import PrefixLookup
 from .step_log import StepLog
 
@@ -142,6 +142,8 @@ class SequenceStarter:
             self._swapper.start_load(owner, slot, hit.nodes, hit.blocks, hit.joined)
         else:
             self._pool.acquire(hit.blocks)
+            if self._pool.reuse is not None and seqs.reuse_hints[slot] != ReuseHint.NONE:
+                self._pool.reuse.claim(hit.blocks)
         new_blocks = self._allocator.allocate(log, fit.num_new, seqs.roots[slot])
         seqs.place_start(slot, hit.blocks, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
         counters.num_look_ups += is_look_up

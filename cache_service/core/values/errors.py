@@ -153,6 +153,12 @@ class OutOfPools(CacheError):
     reason = "OUT_OF_POOLS"
 
 
+class ProtocolVersionUnsupported(CacheError):
+    """A client of another time. Metadata: protocol_version, oldest_protocol_version, newest_protocol_version."""
+
+    reason = "PROTOCOL_VERSION_UNSUPPORTED"
+
+
 class NeverFits(CacheError):
     """Longer than a sequence of this pool can ever be. Metadata: requested, limit."""
 

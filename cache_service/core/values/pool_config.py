@@ -24,6 +24,7 @@ class PoolConfig:
     max_cached_blocks: int | None = None  # most blocks that are cached and not held
     tenant_quota: float = 1.0  # share of the pool that one tenant may keep cached, 0 to 0.5; 1 is no quota
     tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants with a share of their own
+    soon_share: float = 0.25  # of the pool: most blocks that are kept because they are expected back soon
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
 
     @property

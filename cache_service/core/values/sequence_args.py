@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .types import Int32Array, SequenceId
+from .types import Int32Array, ReuseHint, SequenceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SequenceArgs:
-    """What CreateSequence fixes for the life of a sequence."""
+    """What CreateSequence says of a sequence. Priority, retention and hint may change later (calls/update.py)."""
 
     sequence_id: SequenceId
     token_ids: Int32Array
@@ -28,3 +28,4 @@ class SequenceArgs:
     priority: int = 0
     retention: Retention | None = None
     start_number: int = 0  # 0: the next one
+    reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED

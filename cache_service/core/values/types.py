@@ -38,6 +38,14 @@ class SequenceState(IntEnum):
     SWAPPED = 4
 
 
+class ReuseHint(IntEnum):
+    """What a client knows of the next use of a sequence's blocks. The numbers are the protocol's."""
+
+    UNSPECIFIED = 0
+    NONE = 1
+    SOON = 2
+
+
 class StartResult(IntEnum):
     """Answer to one start. The numbers are the protocol's."""
 

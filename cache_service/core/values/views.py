@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .sequence_args import Retention
-from .types import BlockState, Int32Array, PressureLevel, SequenceId, SequenceState, SessionId
+from .types import BlockState, Int32Array, PressureLevel, ReuseHint, SequenceId, SequenceState, SessionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class SequenceView:
     retention: Retention | None = None
     num_host_blocks: int = 0
     start_number: int = 0
+    reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
     idle_seconds: float = 0.0
 
 
@@ -49,6 +50,7 @@ class BlockView:
     num_quarantines: int
     indexed: bool
     has_host_copy: bool
+    reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +126,5 @@ class PoolStats:
     num_pressure_changes: int = 0
     num_collected_blocks: int = 0
     num_hand_offs: int = 0
+    num_no_reuse_blocks: int = 0
+    num_soon_blocks: int = 0

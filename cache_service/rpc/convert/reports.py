@@ -103,6 +103,7 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
         num_quarantines=view.num_quarantines,
         indexed=view.indexed,
         has_host_copy=view.has_host_copy,
+        reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
     )
 
 

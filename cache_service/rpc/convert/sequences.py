@@ -6,7 +6,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField
 from ...core.values.sequence_args import Retention, SequenceArgs
-from ...core.values.types import MAX_ID, NO_INT32, Int32Array
+from ...core.values.types import MAX_ID, NO_INT32, Int32Array, ReuseHint
 from ...core.values.views import SequenceView
 from .checks import MAX_INT32, check_range, sequence_id, tenant
 from .step import int32_column
@@ -33,6 +33,7 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
         request.priority,
         retention(request),
         request.start_number,
+        reuse_hint(request),
     )
 
 
@@ -46,6 +47,12 @@ def retention(
     check_range("retention.num_sink_tokens", sink, 0, MAX_INT32)
     check_range("retention.num_window_tokens", window, 1, MAX_INT32)
     return Retention(sink, window)
+
+
+def reuse_hint(request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest) -> ReuseHint:
+    """Raises InvalidField."""
+    check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
+    return ReuseHint(request.reuse_hint)
 
 
 def token_ids(values: object, *, at_least: int = 1) -> Int32Array:
@@ -81,4 +88,5 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         retention=retention,
         idle_ms=round(view.idle_seconds * 1000),
         start_number=view.start_number,
+        reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]
     )

@@ -1,8 +1,24 @@
 /** The cache service: sessions, and their sequences one operation at a time; see session_calls.js for the rest. */
+import grpc from '@grpc/grpc-js';
 import { checkedOptions } from './checked.js';
+import { KvkeeperError } from './errors.js';
 import { Transport } from './transport.js';
 import { CacheService } from './protos.js';
 import { SessionCalls } from './session_calls.js';
+
+/** Of the cache service's protocol; docs/protocol.md says what needs a new number. */
+export const PROTOCOL_VERSION = 1;
+const OLDEST_PROTOCOL_VERSION = 1; // that this client can speak
+
+/** Throws where the service is too old. What it opened ends with its lease. */
+export function requireSpoken(version, oldest = OLDEST_PROTOCOL_VERSION) {
+  if (version < oldest) {
+    const text = `the service speaks version ${version} of the protocol, and this client ${oldest} to ${PROTOCOL_VERSION}`;
+    throw new KvkeeperError(
+      grpc.status.FAILED_PRECONDITION, 'PROTOCOL_VERSION_UNSUPPORTED', `${text}: upgrade the cache service`,
+    );
+  }
+}
 
 /** One channel to a cache service. */
 export class CacheClient {
@@ -26,7 +42,10 @@ export class CacheClient {
     const { ttlMs, clientName, executor } = checkedOptions(options, {
       ttlMs: 0, clientName: '', executor: 'EXECUTOR_CACHE',
     });
-    const opened = await this.#transport.call('OpenSession', { spec, executor, ttlMs, clientName });
+    const opened = await this.#transport.call('OpenSession', {
+      spec, executor, ttlMs, clientName, protocolVersion: PROTOCOL_VERSION,
+    });
+    requireSpoken(opened.protocolVersion || 1); // a service of before there were versions names none
     return new CacheSession(this.#transport, opened);
   }
 
@@ -68,12 +87,20 @@ export class CacheSession extends SessionCalls {
    * Stores a prompt.
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
-   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number}} [options]
-   *   retention: {numSinkTokens, numWindowTokens}
+   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number,
+   *   reuseHint?: string}} [options]
+   *   retention: {numSinkTokens, numWindowTokens}; reuseHint: REUSE_HINT_NONE or REUSE_HINT_SOON, where one is known
    * @returns {Promise<number>} leading tokens that are cached now, for information
    */
   async createSequence(sequenceId, tokenIds, options = {}) {
-    const given = checkedOptions(options, { maxTokens: 0, tenant: '', priority: 0, retention: undefined, startNumber: 0 });
+    const given = checkedOptions(options, {
+      maxTokens: 0,
+      tenant: '',
+      priority: 0,
+      retention: undefined,
+      startNumber: 0,
+      reuseHint: 'REUSE_HINT_UNSPECIFIED',
+    });
     const answer = await this.call('CreateSequence', { sequenceId, tokenIds, ...given });
     return answer.numMatchedTokens;
   }
@@ -106,7 +133,7 @@ export class CacheSession extends SessionCalls {
     return (await this.call('ReleaseSequence', { sequenceId })).numDroppedBlocks;
   }
 
-  /** Changes priority or retention. @param {object} changes priority, or retention as in createSequence, or both */
+  /** Changes what is given. @param {object} changes priority, retention, reuseHint: as in createSequence */
   async update(sequenceId, changes) {
     return (await this.call('UpdateSequence', { sequenceId, ...changes })).sequence;
   }

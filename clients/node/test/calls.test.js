@@ -106,8 +106,13 @@ test('a sequence is changed, and the logits behind a prompt make it a hit whole'
   await session.createSequence(1, prompt, { retention });
   await session.extend(1, 8);
   await session.commit(1, 8);
-  const changed = await session.update(1, { priority: 7, retention: { ...retention, numWindowTokens: 90 } });
+  const changed = await session.update(1, {
+    priority: 7,
+    retention: { ...retention, numWindowTokens: 90 },
+    reuseHint: 'REUSE_HINT_SOON',
+  });
   assert.deepEqual([changed.priority, changed.retention.numWindowTokens], [7, 90]);
+  assert.equal(changed.reuseHint, 'REUSE_HINT_SOON');
   assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequenceIds, [1]);
   await session.extend(1, 16); // two blocks more than the known tokens need
   const collected = await session.collectGarbage();

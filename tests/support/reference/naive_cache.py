@@ -6,13 +6,14 @@ it grants, which leaf of equal age it evicts) it checks that the choice was allo
 its own. A Mismatch names the rule of the design that was broken.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SPAN
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
-from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ReuseHint
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
@@ -49,7 +50,7 @@ class NaiveSequence:
     granted_at: dict[int, int] = field(default_factory=dict)
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
-    may_share_its_end: bool = False  # forked inside a block, or cut, since it had slots to write
+    may_share_its_end: bool = False  # forked inside a block, cut, or taken, since it had slots to write
 
     def readable(self, length: int) -> set[int]:
         """Positions that may be read when so many tokens are committed."""
@@ -67,6 +68,8 @@ class NaiveSequence:
 
     priority: int = 0
     start_number: int = 0
+    hint: ReuseHint = ReuseHint.UNSPECIFIED
+    has_said: bool = False  # its hint counts already, and a part of its blocks was given back
     claim: Any = None  # see naive_claims
     num_waits: int = 0  # answers COMPUTING since it could last hit more than before
     longest_hit: int = 0  # that it could have had when it asked
@@ -121,6 +124,13 @@ class NaiveCache:
         self.seen_tenants: set[str] = set()
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
+        self.classes: dict[int, int] = {}  # indexed block: -1 after NONE, 1 after SOON; else 0
+        self.children: dict[Key, int] | None = None  # that each was ever given, since there are hints
+        self.lapses: dict[int, int] = {}  # cached block: the operation in which it was no longer expected soon
+        self.said = dict.fromkeys(ReuseHint, 0.0)  # share of the sequences that ended of late
+        self.num_said = 0  # sequences
+        self.num_ignored = 0  # hints that told nothing apart
+        self.class_of: Callable[[int], int] = lambda block: 0  # as the pool has it now
         self.victims: list[int] = []  # evicted since the last time it was judged
         self.num_granted = 0  # blocks, since then
         self.num_free_before = 0  # at the first of them
@@ -248,6 +258,8 @@ class NaiveCache:
         cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
         self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
         self.times[self.clock] = self.now
+        self.lapses = {block: clock for block, clock in self.lapses.items() if clock >= self.ages.get(block, clock + 1)}
+        self._bound_soon()
 
     def take(self, q: NaiveSequence, session: str, sequence_id: int) -> None:
         """Another session has the sequence from now on."""
@@ -256,6 +268,7 @@ class NaiveCache:
         giver.updates = [update for update in giver.updates if update[0] != q.sequence_id]
         q.session, q.sequence_id, q.claim = session, sequence_id, None
         q.granted_at = {self.sessions[session].completed: q.reserved}
+        q.may_share_its_end = True  # with the steps of the session before
         self.sequences[session, sequence_id] = q
 
     def complete(self, session: str, completed: int) -> None:
@@ -272,9 +285,11 @@ class NaiveCache:
         """A node leaves the index, and with it what hangs below it."""
         tenant, tokens = key
         for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
-            del self.index[other]
+            self.classes.pop(self.index.pop(other), None)
             self.logits.pop(other, None)
-        for q in self.sequences.values():
+            if self.children is not None:
+                self.children.pop(other, None)
+        for q in self.holders:
             if q.published and self.key(q, q.published - 1) not in self.index:
                 q.published = 0
 
@@ -330,7 +345,13 @@ class NaiveCache:
 
     def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
         own = q.table[block_idx]
+        if self.key(q, block_idx) not in self.index and self.children is not None:
+            parent = q.tenant, tuple(q.tokens[: block_idx * self.block_size])
+            self.children[parent] = self.children.get(parent, 0) + 1
+            if q.hint is ReuseHint.NONE:
+                self.classes[own] = -1
         known = self.index.setdefault(self.key(q, block_idx), own)
+        self.claim_blocks(q, [known])
         if known != own:
             self.num_adopted += 1
             self.sessions[q.session].updates.append((q.sequence_id, block_idx, known))
@@ -383,6 +404,8 @@ class NaiveCache:
             cached = list(map(self.index.__getitem__, self._cached_keys(left)))
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
+            lowest = min((self.classes.get(block, 0) for block in cached), default=0)
+            of_class = [block for block in cached if self.classes.get(block, 0) == lowest]
             over = self.over_quota(map(by_block.__getitem__, cached))
             self.num_quota_evictions += bool(over)
             if over:
@@ -390,9 +413,10 @@ class NaiveCache:
                     c for keys in over.values() for c in self._next([self.index[key] for key in keys], leaves, by_block)
                 ]
             elif self.config.eviction_policy == "lru":
-                candidates = self._next(cached, leaves, by_block)
+                candidates = self._next(of_class, leaves, by_block, self.ages | self.lapses)
             else:
-                candidates = [block for block in cached if self._waits_longer_than_below(block, by_block)] + leaves
+                candidates = [block for block in of_class if self._waits_longer_than_below(block, by_block)]
+                candidates += [block for block in leaves if block in of_class]
             if not over:  # blocks above quotas are chosen together, also where those that hang below one of them are enough
                 late = [block for block in cached if excess.get(by_block[block][0], 0) > 0]
                 candidates = candidates + (self._next(late, leaves, by_block) if late else [])
@@ -425,10 +449,13 @@ class NaiveCache:
         owned = {tenant: [key for key in keys if key[0] == tenant] for tenant, _ in keys}
         return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.quota()}
 
-    def _next(self, blocks: list[int], leaves: list[int], by_block: dict[int, Key]) -> list[int]:
+    def _next(
+        self, blocks: list[int], leaves: list[int], by_block: dict[int, Key], ages: dict[int, int] | None = None
+    ) -> list[int]:
         """The oldest of these, and of the leaves among them; a parent that went first took along what hung below it."""
-        oldest = sorted(self._oldest(blocks), key=lambda block: len(by_block[block][1]))
-        return oldest + self._oldest([block for block in leaves if block in blocks])
+        ages = self.ages if ages is None else ages
+        oldest = sorted(_oldest(blocks, ages), key=lambda block: len(by_block[block][1]))
+        return oldest + _oldest([block for block in leaves if block in blocks], ages)
 
     def _waits_longer_than_below(self, block: int, by_block: dict[int, Key]) -> bool:
         tenant, tokens = by_block[block]
@@ -437,6 +464,79 @@ class NaiveCache:
             for below, key in by_block.items()
         )
 
-    def _oldest(self, blocks: list[int]) -> list[int]:
-        ages = [self.ages[block] for block in blocks]
-        return [block for block, age in zip(blocks, ages, strict=True) if age == min(ages)]
+    # What clients know of reuse
+
+    def heed(self, hint: ReuseHint | None) -> None:
+        """From the first hint on, hints count."""
+        if hint and self.children is None:
+            self.children = {}
+
+    def claim_blocks(self, q: NaiveSequence | None, blocks: Iterable[int]) -> None:
+        """They are held by a pin, or by a sequence that may say NONE."""
+        if q is None or q.hint is not ReuseHint.NONE:
+            self.classes.update({block: max(self.classes.get(block, 0), 0) for block in blocks})
+
+    def say(self, leaving: list[NaiveSequence]) -> None:
+        """These sequences are about to give up their blocks, and what they say of reuse counts, once."""
+        if self.children is not None:
+            self.settle()
+        for q in leaving if self.children is not None else ():
+            if q.running and not q.has_said:
+                path, hint = q.table[: q.published], q.hint
+                if self.num_said >= LEAST_ENDED and self.said[hint] > MOST_ALIKE:
+                    hint = ReuseHint.UNSPECIFIED
+                self.num_ignored += hint is not q.hint
+                if hint is not q.hint is ReuseHint.SOON:
+                    self._lapse_oldest(max(len(path), 1))
+                self.num_said += 1
+                span = min(self.num_said, SPAN)
+                self.said = {each: share + ((each == q.hint) - share) / span for each, share in self.said.items()}
+                if hint is ReuseHint.SOON:
+                    self.classes.update(dict.fromkeys(path, 1))
+                    continue
+                shared = [idx for idx in range(q.published) if self.children.get(self.key(q, idx), 0) > 1]
+                self.claim_blocks(None, path[: max(shared, default=-1) + 1] if hint is ReuseHint.NONE else path)
+                for idx in range(q.published - 1, -1, -1):
+                    if not self._leads_here_alone(q, idx):
+                        break
+                    most = -1 if hint is ReuseHint.NONE else 0
+                    self.classes[path[idx]] = min(self.classes.get(path[idx], 0), most)
+
+    def _leads_here_alone(self, q: NaiveSequence, block_idx: int) -> bool:
+        assert self.children is not None
+        tenant, tokens = key = self.key(q, block_idx)
+        longer = len(tokens) + self.block_size
+        below = {k for k in self.index if k[0] == tenant and len(k[1]) == longer and k[1][: len(tokens)] == tokens}
+        if block_idx + 1 < q.published:
+            below.remove(self.key(q, block_idx + 1))
+        return not below and self.num_holders(q.table[block_idx]) == 1 and self.children.get(key, 0) < 2
+
+    def _bound_soon(self) -> None:
+        """Too many that are expected soon: those that wait longest are expected like others."""
+        num_soon = sum(self.classes.get(block, 0) > 0 for block in self.ages if block not in self.victims)
+        self._lapse_oldest(num_soon - int(self.config.soon_share * self.config.num_usable_blocks))
+
+    def _lapse_oldest(self, excess: int) -> None:
+        """Among equals the pool chooses."""
+        soon = sorted((b for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims), key=self.ages.__getitem__)
+        excess = min(excess, len(soon))
+        if excess > 0:
+            last = self.ages[soon[excess - 1]]
+            surely = [block for block in soon if self.ages[block] < last]
+            maybe = [block for block in soon if self.ages[block] == last]
+            if len(maybe) > excess - len(surely):
+                depths = {block: len(tokens) for (_, tokens), block in self.index.items()}
+                maybe.sort(key=lambda block: (self.class_of(block), -depths[block]))  # a child goes before its parent
+            for block in [*surely, *maybe][:excess]:
+                self.classes[block], self.lapses[block] = 0, self.clock
+
+    def lapse_soon(self, last_ms: int) -> None:
+        """What came to be cached by this millisecond is no longer expected soon."""
+        for block, age in self.ages.items():
+            if self.classes.get(block, 0) > 0 and int(self.times[age] * 1000) <= last_ms:
+                self.classes[block], self.lapses[block] = 0, self.clock
+
+
+def _oldest(blocks: list[int], ages: dict[int, int]) -> list[int]:
+    first = min((ages[block] for block in blocks), default=0)
+    return [block for block in blocks if ages[block] == first]

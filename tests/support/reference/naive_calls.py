@@ -70,6 +70,7 @@ class NaiveCalls(NaiveSteps):
 
     def release_one(self, q: NaiveSequence) -> int:
         with self._one_step(q):
+            self.say([q])
             return self.release(q)
 
     def _start_exactly(
@@ -81,6 +82,7 @@ class NaiveCalls(NaiveSteps):
         expect(len(shown), self.num_blocks(reserved), f"R2 {name}")
         expect(shown[: len(match)], match, f"R4 blocks hit by the {name}")
         q.table, q.running = list(match), True
+        self.claim_blocks(q, match)
         self.grant(shown[len(match) :], q.tenant, name)
         self.evict(name)
         self._check_copies(copies, [], name)

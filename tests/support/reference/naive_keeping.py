@@ -5,6 +5,7 @@ A pin is a list of blocks that it holds until its time is over.
 
 from dataclasses import dataclass
 
+from kvkeeper.cache_service.core.blocks.reuse_order import SOON_SECONDS
 from kvkeeper.cache_service.core.values.types import BlockState
 from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
 
@@ -37,6 +38,7 @@ class NaiveKeeping(NaiveCache):
         expect(bool(pin_id), bool(blocks), "a pin of nothing has no id")
         if blocks:
             self.pins[pin_id] = NaivePin(session, blocks, self.now + ttl)
+            self.claim_blocks(None, blocks)
         self.settle()
 
     def unpin(self, pin_id: str) -> None:
@@ -52,6 +54,7 @@ class NaiveKeeping(NaiveCache):
         for pin_id in self.soonest_first():
             if self.pins[pin_id].deadline <= self.now:
                 self.unpin(pin_id)
+        self.lapse_soon(int((self.now - SOON_SECONDS) * 1000))
         if self.config.prefix_ttl is not None:
             self.expire(int((self.now - self.config.prefix_ttl) * 1000))
 
@@ -128,9 +131,11 @@ class NaiveKeeping(NaiveCache):
         self.pins.clear()
         num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
         self.index.clear()
+        self.classes.clear()
+        self.children = None if self.children is None else {}
         self.logits.clear()
         self.commits.clear()
-        for q in self.sequences.values():
+        for q in self.holders:
             q.published = 0
         for session in self.sessions if self.config.prefix_caching else ():
             self.clock += 1  # each session's are noted in one go

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
-from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ItemResult, StartResult
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ItemResult, ReuseHint, StartResult
 from tests.support.reference.naive_cache import NaiveSequence, NaiveSession, expect, require
 from tests.support.reference.naive_claims import NaiveClaims
 
@@ -39,8 +39,10 @@ class NaiveSteps(NaiveClaims):
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
         limit = args.max_tokens or self.config.limit_with(args.retention)
-        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention, args.reuse_hint)
         q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
+        self.heed(args.reuse_hint)
+        q.hint = args.reuse_hint
         self.last_number += not args.start_number
         q.priority, q.start_number = args.priority, args.start_number or self.last_number
         self.sequences[session, q.sequence_id] = q
@@ -85,14 +87,21 @@ class NaiveSteps(NaiveClaims):
         while self.closing and max_blocks > 0:
             first, left = self.closing[0], max_blocks
             if len(first.table) > max_blocks and first.retention is None:
+                self.say([first])
+                first.has_said = True
                 self._give_back(first, len(first.table) - max_blocks)
                 return
-            while self.closing and self.closing[0].session == first.session:
-                cost = len(self.closing[0].table) + SEQUENCE_COST
-                if left < max_blocks and cost > left:
+            together: list[NaiveSequence] = []
+            for q in self.closing:
+                cost = len(q.table) + SEQUENCE_COST
+                if q.session != first.session or (together and cost > left):
                     break
-                self._give_back(self.closing.pop(0), 0)
+                together.append(q)
                 left -= cost
+            self.say(together)
+            for q in together:
+                self.closing.remove(q)
+                self._give_back(q, 0)
             max_blocks = left
 
     def _give_back(self, q: NaiveSequence, num_kept: int) -> None:
@@ -143,9 +152,10 @@ class NaiveSteps(NaiveClaims):
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             if sequence_id not in refused:
                 self.truncate(self.sequences[session, sequence_id], length)
-        for sequence_id in batch.release_ids.tolist():
-            if sequence_id not in refused and not releases_wait:
-                self.release(self.sequences[session, sequence_id])
+        released = [i for i in batch.release_ids.tolist() if i not in refused and not releases_wait]
+        self.say([self.sequences[session, sequence_id] for sequence_id in released])
+        for sequence_id in released:
+            self.release(self.sequences[session, sequence_id])
         self.settle()
         self.leaving = leaving if releases_wait else []
         self._starts(session, batch, reply)
@@ -162,6 +172,7 @@ class NaiveSteps(NaiveClaims):
         if releases_wait:
             self.num_late_releases += len(leaving)
             self.publish_those(leaving)
+            self.say(leaving)
             for q in leaving:
                 self.release(q)
             self.settle()
@@ -210,6 +221,15 @@ class NaiveSteps(NaiveClaims):
             self.retain(q.session, [q], told_now=False)
         self.settle()
 
+    def change_hint(self, q: NaiveSequence, hint: ReuseHint) -> None:
+        """UpdateSequence."""
+        self.num_changes += hint != q.hint
+        self.heed(hint if hint != q.hint else None)
+        if hint != q.hint and self.children is None:
+            self.children = {}
+        q.hint = hint
+        self.claim_blocks(q, q.table[: q.published])
+
     def retain(self, session: str, sequences: list[NaiveSequence], *, told_now: bool = True) -> None:
         """Blocks without a readable position become holes; what may be shared of them is published before."""
         size = self.block_size
@@ -244,7 +264,7 @@ class NaiveSteps(NaiveClaims):
         child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
-        child.priority, child.start_number = parent.priority, parent.start_number
+        child.priority, child.start_number, child.hint = parent.priority, parent.start_number, parent.hint
         child.table = parent.table[: self.num_blocks(length)]
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
@@ -346,6 +366,7 @@ class NaiveSteps(NaiveClaims):
         expect(len(table), self.num_blocks(granted), f"R2 table of {q.sequence_id}")
         expect(table[: len(match)], match, f"R4 blocks hit by {q.sequence_id}")
         q.table, q.running = list(match), True
+        self.claim_blocks(q, match)
         self.grant(table[len(match) :], q.tenant, f"start of {q.sequence_id}")
         self.evict(f"start of {q.sequence_id}")
         q.table, q.committed, q.reserved, q.hit, q.published = table, hit, reserved, hit, len(match)

@@ -21,6 +21,7 @@ class CallsWorld(World):
     def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
         super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
         self.naive = NaiveCalls(driver.config)
+        self.naive.class_of = self.class_of
         self.naive.reclaim_at_once = driver.reclaim_at_once
         self.one_item: list[SessionId] = []  # in the order they were opened, not that of their ids
         self.num_refused = 0

@@ -21,6 +21,7 @@ def compare_views(driver: Driver, naive: NaiveSteps) -> None:
         expect(found, (len(q.tokens), q.committed, q.reserved, q.table), f"R2 sequence {sequence_id}")
         expect(len(q.table), naive.num_blocks(q.reserved), f"R2 table of {sequence_id}")
         expect(view.num_hit_tokens, q.hit, f"hit of {sequence_id}")
+        expect(view.reuse_hint, q.hint, f"hint of {sequence_id}")
         expect(view.retention, q.retention, f"retention of {sequence_id}")
         expect((view.priority, view.start_number), (q.priority, q.start_number), f"age of {sequence_id}")
 
@@ -33,6 +34,10 @@ def compare_pool(driver: Driver, naive: NaiveSteps) -> None:
     states = driver.block_states()
     if states is not None:
         expect(states, naive.states(), "R1 block states")
+    waiting = [naive.classes.get(block, 0) for block in naive.ages]
+    expect((stats.num_no_reuse_blocks, stats.num_soon_blocks), (waiting.count(-1), waiting.count(1)), "blocks by hint")
+    if states is not None:
+        expect({b: naive.class_of(b) for b in naive.ages}, {b: naive.classes.get(b, 0) for b in naive.ages}, "classes")
     expect(stats.pressure, naive.pressure, "pressure")
     if states is not None:  # a service looks more often, at times that a test cannot know
         expect(stats.num_pressure_changes, naive.num_pressure_changes, "changes of pressure")

@@ -13,7 +13,7 @@ from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
-from kvkeeper.cache_service.core.values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.types import BlockId, BlockState, Executor, Int32Array, ReuseHint, SequenceId, SessionId
 from kvkeeper.cache_service.core.values.views import PoolStats, SequenceView
 from kvkeeper.cache_service.runtime.lease import Session, SessionTable
 from tests.support.reference.shadow_memory import ShadowMemory
@@ -70,7 +70,12 @@ class Driver(Protocol):
 
     def release(self, session: SessionId, sequence_id: int) -> int: ...
 
-    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None: ...
+    def update(
+        self, session: SessionId, sequence_id: int, retention: Retention | None, reuse_hint: ReuseHint | None = None
+    ) -> None: ...
+
+    def reuse_hint(self, block: int) -> ReuseHint:
+        """The hint that the block's place in the eviction order comes from."""
 
     def hand_off(self, session: SessionId, sequence_id: int) -> bytes: ...
 
@@ -204,8 +209,13 @@ class CoreDriver:
     def release(self, session: SessionId, sequence_id: int) -> int:
         return self.manager.release(session, SequenceId(sequence_id))
 
-    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
-        self.manager.update_sequence(session, sequence_id, retention=retention)
+    def update(
+        self, session: SessionId, sequence_id: int, retention: Retention | None, reuse_hint: ReuseHint | None = None
+    ) -> None:
+        self.manager.update_sequence(session, sequence_id, retention=retention, reuse_hint=reuse_hint)
+
+    def reuse_hint(self, block: int) -> ReuseHint:
+        return self.manager.block_view(block).reuse_hint
 
     def hand_off(self, session: SessionId, sequence_id: int) -> bytes:
         self._num_offers += 1

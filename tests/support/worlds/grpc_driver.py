@@ -24,6 +24,7 @@ from kvkeeper.cache_service.core.values.types import (
     Executor,
     Int32Array,
     PressureLevel,
+    ReuseHint,
     SequenceId,
     SequenceState,
     SessionId,
@@ -223,6 +224,7 @@ class GrpcDriver:
             *(args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority),
             _retention_message(args.retention),
             args.start_number,
+            int(args.reuse_hint),
         )
         return self._run(call).num_matched_tokens
 
@@ -268,8 +270,15 @@ class GrpcDriver:
     def release(self, session: SessionId, sequence_id: int) -> int:
         return self._run(self._sessions[session].release(sequence_id))
 
-    def update(self, session: SessionId, sequence_id: int, retention: Retention) -> None:
-        self._run(self._sessions[session].update(sequence_id, retention=_retention_message(retention)))
+    def update(
+        self, session: SessionId, sequence_id: int, retention: Retention | None, reuse_hint: ReuseHint | None = None
+    ) -> None:
+        kept = _retention_message(retention)
+        self._run(self._sessions[session].update(sequence_id, retention=kept, reuse_hint=reuse_hint))
+
+    def reuse_hint(self, block: int) -> ReuseHint:
+        session = next(iter(self._sessions.values()))
+        return ReuseHint(self._run(session.get_block(block)).reuse_hint)
 
     def hand_off(self, session: SessionId, sequence_id: int) -> bytes:
         return self._run(self._sessions[session].hand_off(sequence_id))
@@ -301,6 +310,7 @@ class GrpcDriver:
             block_table=np.array(info.block_table, np.int32),
             retention=_retention_of(info),
             start_number=info.start_number,
+            reuse_hint=ReuseHint(info.reuse_hint),
         )
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:

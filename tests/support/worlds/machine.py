@@ -31,6 +31,7 @@ configs = st.builds(
     tenant_quota=st.sampled_from([1.0, 1.0, 0.2, 0.5]),
     logits_memory=st.sampled_from([0, 4, 16, 1000]),  # two numbers of 4 bytes each
     evict_above=st.sampled_from([1.0, 1.0, 0.75, 0.1]),
+    soon_share=st.sampled_from([0.25, 0.0, 0.5, 1.0]),
     pressure_levels=st.sampled_from([(0.6, 0.8, 0.95), (0.01, 0.3, 0.5), (0.5, 0.5, 1.0)]),
 )
 
@@ -99,6 +100,12 @@ class CacheMachine(RuleBasedStateMachine):
     def narrow(self, data: st.DataObject) -> None:
         choose = chooser(data)
         self.world.narrow(self.any_session(choose), choose)
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
+    def change_hint(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.change_hint(self.any_session(choose), choose)
 
     @precondition(lambda self: self.world.engines)
     @rule(data=st.data())

@@ -18,7 +18,7 @@ from kvkeeper.cache_service.core.values.errors import CacheError
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
-from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import Executor, ItemResult, ReuseHint, SequenceId, SessionId, StartResult
 from tests.support.reference.naive_cache import Mismatch, NaiveSequence, expect, require
 from tests.support.reference.naive_steps import NaiveSteps
 from tests.support.reference.shadow_memory import Contents, DeviceStep, Read
@@ -50,6 +50,7 @@ class World:
         self.alphabet = alphabet
         self.tenants = TENANTS[:num_tenants]
         self.naive = NaiveSteps(driver.config)
+        self.naive.class_of = self.class_of
         self.memory = driver.memory()
         self.contents = Contents()
         self.engines: dict[SessionId, EngineModel] = {}
@@ -57,6 +58,10 @@ class World:
         self.ended: list[SessionId] = []  # in quarantine: what they issued may still run
         self.offers: list[Offer] = []  # not taken yet
         self._told: dict[SessionId, ToldTables] = {}
+
+    def class_of(self, block: int) -> int:
+        """The class of a block in the pool's eviction order, as the reference has it."""
+        return {ReuseHint.NONE: -1, ReuseHint.UNSPECIFIED: 0, ReuseHint.SOON: 1}[self.driver.reuse_hint(block)]
 
     # Sessions
 
@@ -118,7 +123,10 @@ class World:
         priority = (0, 0, -1, 1)[choose(4)]
         number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
         sequence_id = SequenceId(engine.new_id(choose))
-        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number)
+        usual = {1: ReuseHint.NONE, 3: ReuseHint.SOON}.get(size)  # in some pools nearly all say the same
+        others = (ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON)
+        hint = usual if usual is not None and choose(16) else others[choose(4)]
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number, hint)
         if len(self.naive.holders) == self.config.max_sequences and not self.naive.closing:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
@@ -239,6 +247,18 @@ class World:
         q.retention = wanted
         q.drop(size)
         return True
+
+    def change_hint(self, session: SessionId, choose: Choose) -> bool:
+        """More is known of one sequence's reuse. Whether it is news."""
+        ours = list(self.engines[session].sequences.values())
+        if not ours:
+            return False
+        q = self.naive.sequences[session, ours[choose(len(ours))].sequence_id]
+        wanted = ReuseHint(choose(3))
+        is_news = wanted != q.hint
+        self.driver.update(session, q.sequence_id, None, wanted)
+        self.naive.change_hint(q, wanted)
+        return is_news
 
     # Sequences change their session
 

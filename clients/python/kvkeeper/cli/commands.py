@@ -19,8 +19,10 @@ from kvkeeper.service import VERSION
 
 COMMANDS = {
     "up": "run both services",
+    "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
+    "chat": "talk with the model",
     "explain": "say how much of a prompt is cached, and why not more",
     "status": "show whether both services are up",
     "stats": "show counts of the pool and the engine",
@@ -31,8 +33,8 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "demo"),
-    "generation": ("generate",),
+    "start": ("up", "serve", "demo"),
+    "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "top", "requests", "sequences"),
     "benchmark": ("bench",),
 }

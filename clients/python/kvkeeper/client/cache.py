@@ -174,9 +174,15 @@ class AsyncCacheSession:
         priority: int = 0,
         retention: pb.Retention | None = None,
         start_number: int = 0,
+        reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED,
     ) -> pb.CreateSequenceResponse:
-        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next."""
-        call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
+        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next.
+
+        reuse_hint: what is known of the next use of its blocks, once it has ended.
+        """
+        call = self._calls.create_sequence(
+            sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint
+        )
         return await self._do(call)
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
@@ -198,10 +204,14 @@ class AsyncCacheSession:
         return await self._do(self._calls.truncate(sequence_id, num_tokens))
 
     async def update(
-        self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None
+        self,
+        sequence_id: int,
+        priority: int | None = None,
+        retention: pb.Retention | None = None,
+        reuse_hint: pb.ReuseHint | None = None,
     ) -> pb.SequenceInfo:
-        """Change its priority or its retention; None leaves it as it is."""
-        return await self._do(self._calls.update(sequence_id, priority, retention))
+        """Change its priority, its retention or its reuse hint; None leaves it as it is."""
+        return await self._do(self._calls.update(sequence_id, priority, retention, reuse_hint))
 
     async def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""

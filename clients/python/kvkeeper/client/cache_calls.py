@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import grpc
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.errors import KvkeeperError
+
+# Of the cache service's protocol; docs/protocol.md says what needs a new number.
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
 
 T = TypeVar("T")
 
@@ -30,8 +37,21 @@ class Call(Generic[T]):
 
 
 def open_session(spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str) -> Call[pb.OpenSessionResponse]:
-    request = pb.OpenSessionRequest(spec=spec, executor=executor, ttl_ms=ttl_ms, client_name=client_name)
-    return Call("OpenSession", request, whole)
+    """The call raises KvkeeperError where either side is too old for the other."""
+    request = pb.OpenSessionRequest(
+        spec=spec, executor=executor, ttl_ms=ttl_ms, client_name=client_name, protocol_version=PROTOCOL_VERSION
+    )
+    return Call("OpenSession", request, _spoken)
+
+
+def _spoken(opened: pb.OpenSessionResponse) -> pb.OpenSessionResponse:
+    """The answer of a service that this client understands. What it opened otherwise ends with its lease."""
+    version = opened.protocol_version or 1  # a service of before there were versions
+    if version < OLDEST_PROTOCOL_VERSION:
+        mine = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+        text = f"the service speaks version {version} of the protocol, and this client {mine}: upgrade the cache service"
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION_UNSUPPORTED", text)
+    return opened
 
 
 def capabilities() -> Call[pb.GetCapabilitiesResponse]:

@@ -22,9 +22,9 @@ _TOO_LARGE = re.compile(r"(SERVER: )?Received message larger than max \((\d+) vs
 class KvkeeperError(Exception):
     """A call that failed.
 
-    reason: a name of the protocol's ErrorReason without its prefix, a refusal of the attach socket, or empty.
-    metadata holds what is needed to go on (expected_step_id, limit, ...), retry_after the seconds after which a repeat
-    may succeed, None where the service does not say.
+    reason is a name of the protocol's ErrorReason without its prefix, a refusal of the attach socket, or empty. metadata holds
+    what is needed to go on (expected_step_id, limit, ...), retry_after the seconds after which a repeat may succeed, None where
+    the service does not say.
     """
 
     def __init__(

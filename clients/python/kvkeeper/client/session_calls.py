@@ -52,6 +52,7 @@ class SessionCalls:
         priority: int,
         retention: pb.Retention | None,
         start_number: int,
+        reuse_hint: pb.ReuseHint,
     ) -> Call[pb.CreateSequenceResponse]:
         request = pb.CreateSequenceRequest(
             **self.head,
@@ -62,6 +63,7 @@ class SessionCalls:
             priority=priority,
             retention=retention,
             start_number=start_number,
+            reuse_hint=reuse_hint,
         )
         return Call("CreateSequence", request, whole)
 
@@ -89,8 +91,12 @@ class SessionCalls:
         request = pb.TruncateSequenceRequest(**self.head, sequence_id=sequence_id, num_tokens=num_tokens)
         return Call("TruncateSequence", request, _sequence)
 
-    def update(self, sequence_id: int, priority: int | None, retention: pb.Retention | None) -> Call[pb.SequenceInfo]:
-        request = pb.UpdateSequenceRequest(**self.head, sequence_id=sequence_id, priority=priority, retention=retention)
+    def update(
+        self, sequence_id: int, priority: int | None, retention: pb.Retention | None, reuse_hint: pb.ReuseHint | None
+    ) -> Call[pb.SequenceInfo]:
+        request = pb.UpdateSequenceRequest(
+            **self.head, sequence_id=sequence_id, priority=priority, retention=retention, reuse_hint=reuse_hint
+        )
         return Call("UpdateSequence", request, _sequence)
 
     def release(self, sequence_id: int) -> Call[int]:

@@ -130,9 +130,15 @@ class CacheSession:
         priority: int = 0,
         retention: pb.Retention | None = None,
         start_number: int = 0,
+        reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED,
     ) -> pb.CreateSequenceResponse:
-        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next."""
-        call = self._calls.create_sequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number)
+        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next.
+
+        reuse_hint: what is known of the next use of its blocks, once it has ended.
+        """
+        call = self._calls.create_sequence(
+            sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint
+        )
         return self._do(call)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
@@ -151,9 +157,15 @@ class CacheSession:
         """Cut to an absolute length."""
         return self._do(self._calls.truncate(sequence_id, num_tokens))
 
-    def update(self, sequence_id: int, priority: int | None = None, retention: pb.Retention | None = None) -> pb.SequenceInfo:
-        """Change its priority or its retention; None leaves it as it is."""
-        return self._do(self._calls.update(sequence_id, priority, retention))
+    def update(
+        self,
+        sequence_id: int,
+        priority: int | None = None,
+        retention: pb.Retention | None = None,
+        reuse_hint: pb.ReuseHint | None = None,
+    ) -> pb.SequenceInfo:
+        """Change its priority, its retention or its reuse hint; None leaves it as it is."""
+        return self._do(self._calls.update(sequence_id, priority, retention, reuse_hint))
 
     def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""

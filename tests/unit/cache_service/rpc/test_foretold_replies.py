@@ -19,7 +19,7 @@ from kvkeeper.cache_service.core.step.waiting_starts import WaitingStart, Waitin
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
-from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import ItemResult, ReuseHint, SequenceId, SessionId, StartResult
 from kvkeeper.cache_service.rpc.foretold import ForetoldBytes
 from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.runtime.session_manager import LiveSession
@@ -70,8 +70,9 @@ class _Engine:
             self.next_id, length, min(length + rng.randint(1, 150), self.sides[0].pool.info.max_tokens_per_sequence)
         )
         tenant, priority = rng.choice(("", "", "", "x")), rng.randint(0, 1)
+        hint = rng.choice((ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON))
         for side, live in zip(self.sides, self.lives, strict=True):
-            args = SequenceArgs(SequenceId(sequence.id), tokens, sequence.max_tokens, tenant, priority)
+            args = SequenceArgs(SequenceId(sequence.id), tokens, sequence.max_tokens, tenant, priority, reuse_hint=hint)
             side.sessions.require(live.core.id, live.core.epoch)
             side.pool.manager.create_sequence(live.core.id, args)
             if sequence.id % 4:  # the answer comes before the others' turn

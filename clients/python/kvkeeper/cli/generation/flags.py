@@ -79,6 +79,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=whole, metavar="N", help="attend only to the sinks and the last N tokens (default: to all)"
     )
+    parser.add_argument(
+        "--reuse-hint",
+        choices=("none", "soon"),
+        default="",
+        help="what is known of the next use of the KV: none, for a single question; soon, for a turn that comes for certain",
+    )
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that the request belongs to")
     parser.add_argument(
         "--metadata", action="append", default=[], type=pair, metavar="KEY=VALUE", help="kept with the request; may be repeated"
@@ -114,6 +120,7 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
         tenant=args.tenant,
         skip_look_up=args.skip_look_up,
         retention=_retention(args),
+        reuse_hint=args.reuse_hint,
         session_id=args.session_id,
         metadata=dict(args.metadata),
         sampling=Sampling(**chosen, num_logprobs=args.logprobs),

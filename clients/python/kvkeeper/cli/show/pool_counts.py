@@ -87,6 +87,7 @@ def _prefix_cache(pool: Any) -> Rows:
         ("full hits with logits", f"{pool.num_full_hits:,} ({pool.num_stored_logits:,} logits stored)"),
         ("tokens looked up, found", f"{_counts(pool.num_look_up_tokens, pool.num_hit_tokens)} ({pool.hit_rate:.1%})"),
         ("blocks adopted", pool.num_adopted_blocks),
+        ("blocks evicted first, last, by hints", _counts(pool.num_no_reuse_blocks, pool.num_soon_blocks)),
         ("blocks evicted", f"{pool.num_evicted_blocks:,} ({pool.num_quota_evictions:,} of them over a quota)"),
         ("blocks expired", pool.num_expired_blocks),
         ("pins", f"{pool.num_pins:,} on {pool.num_pinned_blocks:,} blocks"),

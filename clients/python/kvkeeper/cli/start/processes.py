@@ -14,7 +14,7 @@ from kvkeeper.cli.start.services import PARENT_VARIABLE
 
 
 class ServiceProcess:
-    """One running service. name is "cache" or "engine"."""
+    """One running service. name is "cache", "engine" or "gateway"."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -23,8 +23,9 @@ class ServiceProcess:
 
     @classmethod
     async def start(cls, name: str, argv: Sequence[str]) -> "ServiceProcess":
+        module = ["kvkeeper.cli.start.gateway"] if name == "gateway" else ["kvkeeper.cli", name]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "kvkeeper.cli", name, *argv),
+            *(sys.executable, "-P", "-m", *module, *argv),
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.__stderr__,  # our stdout holds what `up` prints and nothing else

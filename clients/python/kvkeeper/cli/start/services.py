@@ -19,15 +19,19 @@ _PR_SET_PDEATHSIG = 1
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Serve until stopped; the service's exit code."""
-    parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is not None and not _end_with(int(parent)):
+    if not end_with_parent():
         return 1
     service = importlib.import_module(f"kvkeeper.{name}_service.__main__")
     return int(service.main(list(argv)) or 0)
 
 
+def end_with_parent() -> bool:
+    """Asks the kernel for SIGTERM when the parent ends that the environment names. False where it has ended already."""
+    named = os.environ.pop(PARENT_VARIABLE, None)
+    return named is None or _end_with(int(named))
+
+
 def _end_with(parent: int) -> bool:
-    """Asks the kernel for SIGTERM when the parent ends. False where the parent has ended already."""
     import ctypes  # not above, because every command imports this module
 
     libc = ctypes.CDLL(None, use_errno=True)

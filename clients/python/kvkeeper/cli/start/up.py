@@ -11,9 +11,8 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.show.status import model_line, pool_line
 from kvkeeper.cli.start.processes import ServiceProcess
-from kvkeeper.cli.start.supervisor import GivenUp, Service, Supervisor
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, KvkeeperError, targets
+from kvkeeper.cli.start.supervisor import Service
+from kvkeeper.cli.start.together import Together, tell
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, targets
 
-_GRACE_S = 20.0  # a service has its own, shorter limit for draining; a second signal ends at once
 # More than a block long, so that typing it again shows a prefix hit.
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_parser(commands: Any, text: str) -> None:
@@ -42,6 +40,12 @@ def add_parser(commands: Any, text: str) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
+    add_service_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of a command that starts both services."""
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument(
@@ -54,14 +58,25 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
     parser.add_argument("--log-level", metavar="LEVEL", default="info", help="of both (default: %(default)s)")
     add_json_flag(parser)
-    parser.set_defaults(run=run, takes_other_flags=True, usage_error=parser.error)
+    parser.set_defaults(takes_other_flags=True, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    flags = checked_flags(args)
+    if isinstance(flags, int):
+        return flags
+    exit_code = asyncio.run(Together(services_of(args, flags), partial(_ready_text, args), is_json=args.json).run())
+    if exit_code > 128:
+        tell("stopped; both services have ended")
+    return exit_code
+
+
+def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
+    """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
     from kvkeeper.cli.start.checks import StartError, check_start
 
     try:
-        flags = _flags_of_services(args)
+        flags = _flags_of_services(args, others)
         for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
             if address.endswith(":0"):
                 raise UsageFailure(f"--{service}-listen: a fixed port, so that others find it")
@@ -75,72 +90,15 @@ def run(args: argparse.Namespace) -> int:
     except StartError as error:
         complain(str(error), reason="NOT_STARTED", is_json=args.json)
         return EXIT_FAILED
-    exit_code = asyncio.run(_Pair(args, flags).run())
-    if exit_code > 128:
-        _tell("stopped; both services have ended")
-    return exit_code
+    return flags
 
 
-class _Pair:
-    """The two services under a supervisor, until a signal ends them."""
-
-    def __init__(self, args: argparse.Namespace, flags: dict[str, list[str]]) -> None:
-        self._args = args
-        services = [
-            Service(name, partial(ServiceProcess.start, name, flags[name]), partial(until_serving, address))
-            for name, address in (("cache", args.cache_listen), ("engine", args.engine_listen))
-        ]
-        self._supervisor = Supervisor(services, _tell)
-        self._stop: asyncio.Future[signal.Signals]
-
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        self._stop = loop.create_future()
-        for signum in _STOP_SIGNALS:
-            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # with nohup it stays ignored
-                loop.add_signal_handler(signum, self._on_signal, signum)
-        serving = asyncio.create_task(self._serve())
-        try:
-            either: set[asyncio.Future[Any]] = {serving, self._stop}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.done():
-                return 128 + self._stop.result()
-            await serving
-        except GivenUp as given_up:
-            complain(str(given_up), reason="SERVICE_ENDED", is_json=self._args.json)
-            return EXIT_USAGE if given_up.process.exit_code == EXIT_USAGE else EXIT_FAILED
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            await self._supervisor.end(_GRACE_S)
-        raise AssertionError("services are kept running until a signal")
-
-    async def _serve(self) -> None:
-        """Start both services, report when they serve, and keep them running. Raises GivenUp."""
-        await self._supervisor.start()
-        telling = asyncio.create_task(self._tell_ready())
-        try:
-            await self._supervisor.keep()
-        finally:
-            telling.cancel()
-
-    async def _tell_ready(self) -> None:
-        while True:
-            try:
-                return print(await _ready_text(self._args), flush=True)
-            except KvkeeperError:  # a service has died already and is being started again
-                await until_serving(self._args.cache_listen)
-                await until_serving(self._args.engine_listen)
-
-    def _on_signal(self, signum: signal.Signals) -> None:
-        if not self._stop.done():
-            self._stop.set_result(signum)
-            return
-        self._supervisor.kill()  # asked twice: no more grace
-
-
-def _tell(text: str) -> None:
-    print(f"kvkeeper: {text}", file=sys.stderr, flush=True)
+def services_of(args: argparse.Namespace, flags: Mapping[str, list[str]]) -> list[Service]:
+    """Both services; the cache service starts first."""
+    return [
+        Service(name, partial(ServiceProcess.start, name, flags[name]), partial(until_serving, address))
+        for name, address in (("cache", args.cache_listen), ("engine", args.engine_listen))
+    ]
 
 
 async def _ready_text(args: argparse.Namespace) -> str:
@@ -182,11 +140,15 @@ def _program() -> str:
     return "kvkeeper" if found and program.samefile(found) else shlex.quote(str(program))
 
 
-def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Arguments of each service. A flag that starts with a service's name goes to that service alone. Raises UsageFailure."""
-    flags = {
+def _flags_of_services(args: argparse.Namespace, others: Sequence[str]) -> dict[str, list[str]]:
+    """Arguments of each service, and of others those that were typed. Raises UsageFailure.
+
+    A flag that starts with the name of one of them goes to that one alone.
+    """
+    flags: dict[str, list[str]] = {
         "cache": ["--listen", args.cache_listen, "--log-level", args.log_level],
         "engine": ["--listen", args.engine_listen, "--log-level", args.log_level, "--cache", args.cache_listen],
+        **{other: [] for other in others},
     }
     if args.pool_memory is not None:
         flags["cache"] += ["--pool-memory", args.pool_memory]
@@ -194,7 +156,7 @@ def _flags_of_services(args: argparse.Namespace) -> dict[str, list[str]]:
         flags["cache"] += ["--host-memory", args.host_memory]
     if args.model is not None:
         flags["engine"] += ["--model", args.model]
-    own_flags = _split(args.other_flags)
+    own_flags = _split(args.other_flags, tuple(flags))
     if args.keep:
         flags["cache"] += ["--keep"]
         if "KVKEEPER_CACHE_MEMORY_DIR" not in os.environ:
@@ -210,14 +172,15 @@ def memory_dir(cache_listen: str) -> str:
     return f"/dev/shm/kvkeeper-{os.getuid()}-{name}"
 
 
-def _split(words: Sequence[str]) -> dict[str, list[str]]:
-    flags: dict[str, list[str]] = {"cache": [], "engine": []}
+def _split(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    flags: dict[str, list[str]] = {name: [] for name in names}
     service = ""
     for word in words:
         if word.startswith("-"):
             service, _, rest = word.removeprefix("--").partition("-")
             if service not in flags or not word.startswith("--") or not rest:
-                raise UsageFailure(f"unknown flag {word}; a flag of a service is written --cache-... or --engine-...")
+                written = " or ".join(f"--{name}-..." for name in names)
+                raise UsageFailure(f"unknown flag {word}; a flag of a service is written {written}")
             flags[service].append(f"--{rest}")
         elif service:
             flags[service].append(word)

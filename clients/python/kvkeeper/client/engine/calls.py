@@ -10,6 +10,7 @@ from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 _LONGEST_WAIT_S = 60.0  # the service's
+_REUSE_HINTS = {"": pb.REUSE_HINT_UNSPECIFIED, "none": pb.REUSE_HINT_NONE, "soon": pb.REUSE_HINT_SOON}
 _CONSTRAINTS = {"json_schema", "regex", "choices"}
 _SLACK_S = 5.0  # the service's own deadline, with its reason, comes before the client's
 
@@ -119,6 +120,8 @@ class GenerateOptions:
 
     timeout_ms: most time from arrival to the last token; None: as long as it makes progress.
     retention: what is kept of it while it grows; None: everything.
+    reuse_hint: what is known of the next use of its KV: "none" (a single question, or the last turn of a conversation) or
+        "soon" (its next turn is certain, as with a tool call); empty: nothing.
     session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
@@ -132,6 +135,7 @@ class GenerateOptions:
     tenant: str = ""
     skip_look_up: bool = False
     retention: Retention | None = None
+    reuse_hint: str = ""
     session_id: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     resubmit_s: float = 0.0
@@ -140,6 +144,8 @@ class GenerateOptions:
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Raises TypeError and ValueError for what no request can hold; the service checks the rest."""
+    if options.reuse_hint not in _REUSE_HINTS:
+        raise ValueError(f"reuse_hint is none or soon, not {options.reuse_hint!r}")
     sampling = {name: value for name in Sampling.__dataclass_fields__ if (value := getattr(options.sampling, name)) is not None}
     if len(constraints := sorted(sampling.keys() & _CONSTRAINTS)) > 1:
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
@@ -156,6 +162,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         tenant=options.tenant,
         skip_look_up=options.skip_look_up,
         retention=None if options.retention is None else pb.Retention(**asdict(options.retention)),
+        reuse_hint=_REUSE_HINTS[options.reuse_hint],
         session_id=options.session_id,
         metadata=options.metadata,
     )

@@ -1,0 +1,237 @@
+"""The eviction order of a pool whose clients say what they know of reuse: an order of its own around the pool's policy.
+
+Owns the class of each block: NONE goes before all that the policy orders, and SOON goes after it. Both wait in the order of
+their last use. A pool makes one with its first hint; until then hints cost nothing.
+
+Rules. Blocks of a sequence that says NONE are NONE from the time when the index names them, and are no longer as soon as a
+sequence that does not say so, or a pin, holds them. The end of a sequence changes the class of its tail: of the last indexed
+blocks that lead to this end alone, because nothing else holds them and they never had another child. After NONE it is NONE, and
+after anything but SOON it is no longer SOON. Above the tail a class is only raised: to SOON for the whole path, and after NONE
+from NONE for what several sequences have shared. What nearly all sequences say counts for nothing, so that such a pool is its
+policy's. At most a share of the pool waits as SOON, each block for a time: then it waits where the policy has it, the one that
+waits longest first.
+
+Leaves before parents: no class is higher than the one of the block above it, and both queues and the lapse take the child
+first. As with any policy, a parent that began to wait before its child, under retention or a transfer, may go before it.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..eviction import EvictionPolicy, Use
+from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
+from ..eviction.policy import Order
+from ..index.prefix_index import NO_NODE, PrefixIndex
+from ..values.types import NO_INT32, Int32Array, ReuseHint
+
+SOON_SECONDS = 60.0  # that a block waits as SOON
+MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave tells nothing apart
+SPAN = 32  # sequences that "of late" is about
+LEAST_ENDED = 8  # sequences, before it is known what most of them say
+_STAMPS_PER_MS = 1 << 20
+_LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block
+_SLICE_BLOCKS, _SLICE_CLASSES = 256, 65_536  # audited, and looked at, in less than a millisecond
+_SHOWN = {_LAST: ReuseHint.NONE, _NORMAL: ReuseHint.UNSPECIFIED, _FIRST: ReuseHint.SOON}
+
+
+class ReuseOrder:
+    """An EvictionPolicy around another one. Stamps tell the time, too: milliseconds times 2^20, as in cache_limits.py."""
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        index: PrefixIndex,
+        ref_counts: Int32Array,
+        most_soon: int,
+        num_evictable: Callable[[], int],
+    ) -> None:
+        """most_soon: blocks that may wait as SOON."""
+        self.policy = policy
+        self.wants_uses = policy.wants_uses
+        self.num_none = self.num_soon = 0  # waiting blocks
+        self._index = index
+        self._ref_counts = ref_counts
+        self._most_soon = most_soon
+        self._num_evictable = num_evictable
+        self._classes: npt.NDArray[np.int8] = np.zeros(len(ref_counts), np.int8)
+        self._stamps = Stamps(0)  # of every wait that began since there are hints
+        self._stamps.newest = np.zeros(len(ref_counts), np.int64)  # untouched: a call that gives a hint looks at no block
+        self._none, self._soon = BlockQueue(self._stamps), BlockQueue(self._stamps)
+        self._sweeper = Sweeper()
+        self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
+        self._num_ended = 0  # sequences
+        index.count_children()
+
+    def hint_of(self, block: int) -> ReuseHint:
+        """The hint that a block's class comes from."""
+        return _SHOWN[int(self._classes[block])]
+
+    # What sequences say
+
+    def note_new(self, blocks: Int32Array) -> None:
+        """The index is about to name these blocks, of sequences that say NONE."""
+        self._classes[blocks] = _LAST
+
+    def claim(self, blocks: Int32Array) -> None:
+        """A sequence that does not say NONE, or a pin, holds these blocks."""
+        self._classes[blocks] = np.maximum(self._classes[blocks], _NORMAL)
+
+    def end_sequence(self, path: Int32Array, hint: int) -> None:
+        """A sequence is about to release its indexed blocks, from the root down, and says this."""
+        says_something = self._tells_apart(hint)
+        if hint == ReuseHint.SOON:
+            if says_something:
+                self._classes[path] = _FIRST
+                return
+            self._lapse(max(len(path), 1))  # what waits as SOON since it was said less often
+        is_none = hint == ReuseHint.NONE and says_something
+        if is_none:
+            self.claim(path[: self._index.num_shared(self._index.node_of_block[path])])
+        else:
+            self.claim(path)
+        if is_none or (self._classes[path] > _NORMAL).any():
+            tail = path[self._tail_start(path) :]
+            self._classes[tail] = np.minimum(self._classes[tail], _LAST if is_none else _NORMAL)
+
+    def lapse(self, now: float, max_blocks: int) -> bool:
+        """Ends the time of up to max_blocks that wait as SOON for too long. Whether more may be left."""
+        last_ms = int((now - SOON_SECONDS) * 1000)
+        return self._lapse(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1) == max_blocks
+
+    def _tells_apart(self, hint: int) -> bool:
+        """Whether not nearly all of the sequences that ended of late said this; counts this one."""
+        tells = self._num_ended < LEAST_ENDED or self._shares[hint] <= MOST_ALIKE
+        self._num_ended += 1
+        for each in ReuseHint:
+            self._shares[each] += ((each == hint) - self._shares[each]) / min(self._num_ended, SPAN)
+        return tells
+
+    def _tail_start(self, path: Int32Array) -> int:
+        """Where the blocks begin that lead to the end of this path alone."""
+        if not len(path):
+            return 0
+        stops = (self._ref_counts[path] != 1) | self._index.lead_apart(self._index.node_of_block[path])
+        found = stops.nonzero()[0]
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def _lapse(self, count: int, until: int | None = None) -> int:
+        blocks = self._soon.pop(count, until)
+        if len(blocks):
+            self._classes[blocks] = _NORMAL
+            self.num_soon -= len(blocks)
+            self.policy.add(blocks)
+        return len(blocks)
+
+    # As an EvictionPolicy
+
+    def use(self, use: Use) -> None:
+        self.policy.use(use)
+
+    def add(self, blocks: Int32Array) -> None:
+        if not len(blocks):
+            return
+        self._stamps.clock = max(self._stamps.clock, int(self._index.clock.now * 1000) * _STAMPS_PER_MS)
+        stamps, classes = self._stamps.give(blocks), self._classes[blocks]
+        if not classes.any():
+            self.policy.add(blocks)
+            return
+        is_none, is_soon = classes == _LAST, classes == _FIRST
+        self._none.push(blocks[is_none], stamps[is_none])
+        self._soon.push(blocks[is_soon], stamps[is_soon])
+        self._count(classes, 1)
+        self.policy.add(blocks[classes == _NORMAL])
+        self._sweeper.pay(len(blocks), [self._none, self._soon])
+        if self.num_soon > self._most_soon:
+            self._lapse(self.num_soon - self._most_soon)
+
+    def hit(self, blocks: Int32Array) -> None:
+        classes = self._classes[blocks]
+        self._stamps.end_waits(blocks)
+        self._count(classes, -1)
+        others = blocks[classes == _NORMAL]
+        if len(others):
+            self.policy.hit(others)
+
+    def forget_blocks(self, blocks: Int32Array) -> None:
+        waited = blocks[self._stamps.newest[blocks] > 0]
+        self._count(self._classes[waited], -1)
+        self._stamps.end_waits(waited)
+        self._classes[blocks] = _NORMAL
+        self.policy.forget_blocks(blocks)
+
+    def take_victims(self, count: int) -> Int32Array:
+        num_others = self._num_evictable() - self.num_none - self.num_soon
+        first = self._none.pop(min(count, self.num_none))
+        others = self.policy.take_victims(min(count - len(first), num_others))
+        last = self._soon.pop(count - len(first) - len(others)) if count > len(first) + len(others) else NO_INT32
+        if len(first) or len(last):
+            self.forget_blocks(np.concatenate([first, last]))
+        self._stamps.end_waits(others)
+        victims = np.concatenate([first, others, last])
+        assert len(victims) == count, "asked for more victims than are evictable"
+        return victims
+
+    def prepare(self) -> None:
+        self.policy.prepare()
+
+    def order(self) -> Order:
+        """Of the blocks that wait in neither queue."""
+        return self.policy.order()
+
+    def _count(self, classes: npt.NDArray[np.int8], change: int) -> None:
+        """Blocks of these classes begin or end to wait."""
+        self.num_none += change * int(np.count_nonzero(classes == _LAST))
+        self.num_soon += change * int(np.count_nonzero(classes == _FIRST))
+
+    # For audits
+
+    def own_order(self) -> Order:
+        """Of the blocks that wait in a queue of this one."""
+        return Order(self._stamps, [*self._none.rows(), *self._soon.rows()], self._stamps.clock)
+
+    def are_own(self, some: slice) -> npt.NDArray[np.bool_]:
+        """[blocks of a slice] whether each waits in a queue of this one."""
+        return (self._stamps.newest[some] > 0) & (self._classes[some] != _NORMAL)
+
+    def check(self) -> Iterator[list[str]]:
+        """The broken invariants of the classes, in slices."""
+        yield self._check_numbers()
+        for start in range(0, len(self._classes), _SLICE_CLASSES):
+            blocks = self._classes[start : start + _SLICE_CLASSES].nonzero()[0] + start
+            for at in range(0, len(blocks), _SLICE_BLOCKS):
+                yield [text for block in blocks[at : at + _SLICE_BLOCKS].tolist() for text in self._check_block(block)]
+            yield []
+
+    def _check_numbers(self) -> list[str]:
+        waits = self._classes[self._stamps.newest > 0]
+        is_right = (self.num_none, self.num_soon) == (np.count_nonzero(waits == _LAST), np.count_nonzero(waits == _FIRST))
+        wrong = [] if is_right else ["the numbers of blocks that are not expected back, or soon, are wrong"]
+        return wrong if self.num_soon <= self._most_soon else [*wrong, "more blocks are expected soon than may be"]
+
+    def _check_block(self, block: int) -> Iterator[str]:
+        """A block that is not normal against its parent and its children."""
+        index, kind = self._index, int(self._classes[block])
+        node = int(index.node_of_block[block])
+        if kind == _NORMAL:  # since the slice began
+            return
+        if node == NO_NODE:
+            yield f"block {block} has a class without being indexed"
+        elif kind == _FIRST:
+            parent = index.parent(node)
+            if parent > 0 and self._goes_first(int(index.block_of_node[parent]), block):
+                yield f"block {block} is expected sooner than the one above it"
+        else:
+            child = index.first_child(node)
+            while child:
+                if self._goes_first(block, int(index.block_of_node[child])):
+                    yield f"block {block} is expected later than one below it"
+                    return
+                child = index.next_sibling(child)
+
+    def _goes_first(self, parent: int, child: int) -> bool:
+        """Whether both wait, the parent no longer than the child, and its class goes before the child's."""
+        since = self._stamps.newest
+        both_wait = 0 < since[child] < since[parent]
+        return bool(both_wait) and bool(self._classes[parent] < self._classes[child])

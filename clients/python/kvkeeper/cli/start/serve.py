@@ -1,0 +1,83 @@
+"""`kvkeeper serve`: both services, and before them a gateway for the clients of OpenAI and Anthropic.
+
+What `up` does, and one process more, which starts last and ends first. There is no HTTP server of our own.
+"""
+
+import argparse
+import asyncio
+import json
+from functools import partial
+from typing import Any
+
+from kvkeeper.cli.console.problems import EXIT_FAILED, complain
+from kvkeeper.cli.console.tables import facts
+from kvkeeper.cli.show.status import model_line
+from kvkeeper.cli.start import gateway, up
+from kvkeeper.cli.start.processes import ServiceProcess
+from kvkeeper.cli.start.supervisor import Service
+from kvkeeper.cli.start.together import Together, tell
+from kvkeeper.client import AsyncEngineClient
+from kvkeeper.service.extras import install_command, missing
+
+_GATEWAY = "gateway"
+_HTTP = "127.0.0.1:8000"
+_PROMPT = "def fibonacci(n):"
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help=text,
+        usage="%(prog)s [MODEL] [flags]",
+        description="Runs both services and a gateway that speaks HTTP, until Ctrl-C; what dies is started again. MODEL is a"
+        " Hugging Face folder (default: the embedded demo model). Any flag of one of the three is written with its name in"
+        " front: --cache-max-sequences 64, --engine-dtype int8, --gateway-prometheus-port 29001 (see kvkeeper cache --help,"
+        " kvkeeper engine --help, smg launch --help).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--http", metavar="ADDRESS", default=_HTTP, help="where clients find it (default: %(default)s)")
+    up.add_service_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if missing(gateway.MODULE, "smg_grpc_proto"):
+        text = f"the gateway is not installed; install it with: {install_command('gateway')}"
+        complain(text, reason="NOT_STARTED", is_json=args.json)
+        return EXIT_FAILED
+    from kvkeeper.service.settings import METRICS_ADDRESS
+
+    # Not by argparse, which would take the value of a service's flag for the model.
+    has_model = args.other_flags and not args.other_flags[0].startswith("-")
+    args.model = args.other_flags.pop(0) if has_model else None
+
+    if not args.http or (refusal := METRICS_ADDRESS.refusal(args.http)):
+        args.usage_error(f"--http: {refusal if args.http else 'host:port'}")
+    if args.engine_listen.startswith("unix:"):
+        args.usage_error("--engine-listen: host:port, which the gateway can reach")
+    flags = up.checked_flags(args, _GATEWAY)
+    if isinstance(flags, int):
+        return flags
+    flags["engine"] += ["--gateway", "on"]
+    start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
+    services = [*up.services_of(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]
+    exit_code = asyncio.run(Together(services, partial(_ready_text, args), is_json=args.json).run())
+    if exit_code > 128:
+        tell("stopped; the gateway and both services have ended")
+    return exit_code
+
+
+async def _ready_text(args: argparse.Namespace) -> str:
+    base = f"http://{args.http}/v1"
+    async with AsyncEngineClient(args.engine_listen) as client:
+        model = await client.model()
+    name = await asyncio.to_thread(gateway.served_model, args.http)
+    body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 40})
+    curl = f"curl {base}/completions -H 'Content-Type: application/json' -d '{body}'"
+    openai = f'OpenAI(base_url="{base}", api_key="none").completions.create(model="{name}", prompt="{_PROMPT}")'
+    if args.json:
+        return json.dumps({"ready": True, "http": base, "engine": args.engine_listen, "cache": args.cache_listen, "model": name,
+                           "curl": curl, "openai": openai})  # fmt: skip
+    rows = [("http", base), ("engine service", args.engine_listen), ("cache service", args.cache_listen),
+            ("model", model_line(model)), ("curl", curl), ("openai", openai)]  # fmt: skip
+    return f"ready\n{facts(rows, '  ')}"

@@ -1,0 +1,106 @@
+"""Our messages of one request as a gateway's: chunks or all at the end, and one `complete` for each continuation.
+
+The `complete` of a streamed continuation repeats no token.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from kvkeeper.engine.v1 import engine_service_pb2 as own
+
+_REASONS = {
+    own.FINISH_REASON_LENGTH: "length",
+    own.FINISH_REASON_STOP: "stop",
+    own.FINISH_REASON_END_OF_SEQUENCE: "stop",
+    own.FINISH_REASON_CANCELLED: "abort",
+}
+_FAILED = "error"
+
+
+@dataclass(slots=True)
+class _Output:
+    """One continuation so far. Tokens and log probabilities are kept where nothing is streamed."""
+
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[own.TokenLogprobs] = field(default_factory=list)
+    reason: str = ""
+
+
+class Answer:
+    """The answer to one Generate."""
+
+    def __init__(self, prompt: list[int], num_outputs: int, *, is_streamed: bool) -> None:
+        """prompt: its tokens; empty where only its text is known."""
+        self._prompt = prompt
+        self._is_streamed = is_streamed
+        self._outputs = [_Output() for _ in range(num_outputs)]
+        self._prompt_logprobs: list[own.TokenLogprobs] = []
+
+    def add(self, message: own.GenerateResponse) -> Iterator[pb.GenerateResponse]:
+        """What the gateway is told now that this message has come."""
+        output = self._outputs[message.index]
+        output.num_tokens += len(message.token_ids)
+        if message.prompt_logprobs:
+            self._prompt_logprobs = list(message.prompt_logprobs)
+        if self._is_streamed and (message.token_ids or message.prompt_logprobs):
+            yield pb.GenerateResponse(chunk=self._chunk(message))
+        elif not self._is_streamed:
+            output.token_ids += message.token_ids
+            output.logprobs += message.logprobs
+        if message.finish_reason:
+            output.reason = _REASONS.get(message.finish_reason, _FAILED)
+        if message.HasField("usage"):
+            yield from self._completes(message.usage)
+
+    def _chunk(self, message: own.GenerateResponse) -> pb.GenerateStreamChunk:
+        return pb.GenerateStreamChunk(
+            token_ids=message.token_ids,
+            prompt_tokens=len(self._prompt),
+            completion_tokens=len(message.token_ids),
+            output_logprobs=_output_logprobs(message.logprobs),
+            input_logprobs=self._input_logprobs() if message.prompt_logprobs else None,
+            index=message.index,
+        )
+
+    def _completes(self, usage: own.Usage) -> Iterator[pb.GenerateResponse]:
+        for index, output in enumerate(self._outputs):
+            complete = pb.GenerateComplete(
+                output_ids=output.token_ids,
+                finish_reason=output.reason or _FAILED,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=output.num_tokens,
+                cached_tokens=usage.cached_tokens,
+                output_logprobs=_output_logprobs(output.logprobs),
+                input_logprobs=None if self._is_streamed else self._input_logprobs(),
+                index=index,
+            )
+            yield pb.GenerateResponse(complete=complete)
+
+    def _input_logprobs(self) -> pb.InputLogProbs | None:
+        """Of the whole prompt; its first token has none."""
+        if not self._prompt_logprobs:
+            return None
+        found = self._prompt_logprobs
+        return pb.InputLogProbs(
+            token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=each.logprob) for each in found)],
+            token_ids=[*self._prompt[:1], *(each.token_id for each in found)],
+            top_logprobs=[pb.TopLogProbs(), *_top_logprobs(found)],
+        )
+
+
+def _output_logprobs(found: Iterable[own.TokenLogprobs]) -> pb.OutputLogProbs | None:
+    found = list(found)
+    if not found:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[each.logprob for each in found],
+        token_ids=[each.token_id for each in found],
+        top_logprobs=_top_logprobs(found),
+    )
+
+
+def _top_logprobs(found: Iterable[own.TokenLogprobs]) -> Iterator[pb.TopLogProbs]:
+    return (pb.TopLogProbs(values=each.top_logprobs, token_ids=each.top_token_ids) for each in found)

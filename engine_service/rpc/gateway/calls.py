@@ -1,0 +1,106 @@
+"""VllmEngine's methods, on the methods of our own service.
+
+A gateway says that a client has gone by Abort, or by ending the call; both end the request. One that is unknown by then has
+ended already, which is no error.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from kvkeeper.engine.v1 import engine_service_pb2 as own
+from kvkeeper.service import VERSION
+
+from ...config import EngineConfig
+from ...loop.engine import Engine
+from ...values.errors import NotImplementedYet, UnknownRequest
+from ..service import EngineService
+from .answers import Answer
+from .requests import own_id, own_request
+from .tokenizer_files import Archive, archive_of
+
+_SERVER_TYPE = "kvkeeper"
+
+
+class VllmEngine:
+    """One method per call, in snake case; the server finds them by name."""
+
+    def __init__(self, config: EngineConfig, service: EngineService, engine: Engine, *, has_tokenizer: bool) -> None:
+        self._config = config
+        self._service = service
+        self._engine = engine
+        self._has_tokenizer = has_tokenizer
+        self._archive: Archive | None = None
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        message = own_request(request, self._service.max_len)
+        answer = Answer(list(message.token_ids.ids), message.n, is_streamed=request.stream)
+        async with contextlib.aclosing(self._service.generate(message)) as responses:
+            async for response in responses:
+                for told in answer.add(response):
+                    yield told
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        for request_id in request.request_ids:
+            with contextlib.suppress(UnknownRequest):
+                self._engine.requests.cancel(own_id(request_id))
+        return pb.AbortResponse()
+
+    async def health_check(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
+        if self._engine.is_stopping:
+            return pb.HealthCheckResponse(healthy=False, message="the engine is asked to stop")
+        if self._engine.memory is None:
+            return pb.HealthCheckResponse(healthy=False, message="the engine has no session with the cache service")
+        return pb.HealthCheckResponse(healthy=True)
+
+    async def get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        model = await self._service.get_model(own.GetModelRequest())
+        return pb.GetModelInfoResponse(
+            model_path=model.model_id,
+            served_model_name=model.model_id,
+            is_generation=True,
+            max_context_length=model.max_tokens_per_sequence,
+            max_req_input_len=model.max_tokens_per_sequence - 1,
+            vocab_size=model.vocab_size,
+            architectures=[model.architecture],
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def get_server_info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
+        stats = await self._service.get_stats(own.GetStatsRequest())
+        return pb.GetServerInfoResponse(
+            server_type=_SERVER_TYPE,
+            active_requests=stats.num_running_requests + stats.num_waiting_requests,
+            uptime_seconds=stats.uptime_seconds,
+            data_parallel_size=1,
+            block_size=self._config.block_size,
+            constrained_decoding_start="first_token",
+        )
+
+    async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:
+        stats = await self._service.get_stats(own.GetStatsRequest())
+        memory = self._engine.memory
+        num_tokens = memory.session.pool.num_blocks * self._config.block_size if memory is not None else 0
+        load = pb.SchedulerLoad(
+            num_running_reqs=stats.num_running_requests,
+            num_waiting_reqs=stats.num_waiting_requests,
+            num_total_reqs=stats.num_running_requests + stats.num_waiting_requests,
+            num_used_tokens=round(num_tokens * stats.kv_utilization),
+            max_total_num_tokens=num_tokens,
+            token_usage=stats.kv_utilization,
+            utilization=stats.batch_utilization,
+        )
+        return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=VERSION, dp_rank_count=1, loads=[load])
+
+    async def get_tokenizer(self, request: common_pb2.GetTokenizerRequest) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        if not self._has_tokenizer:
+            raise NotImplementedYet("this model has no tokenizer", feature="tokenizer")
+        if self._archive is None:
+            self._archive = await asyncio.to_thread(archive_of, Path(self._config.model))
+        for data, sha256 in self._archive.chunks():
+            yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)

@@ -1,0 +1,23 @@
+"""The contract of the gateway's protocol: its methods, which of them carry prompts, and what this engine has none of."""
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from kvkeeper.service.methods import Contract
+
+from ..status import REFUSALS
+
+# Method -> feature of the NOT_IMPLEMENTED answer. A gateway that is refused SubscribeKvEvents goes by its own guesses.
+UNIMPLEMENTED_METHODS = {
+    "Embed": "embeddings",
+    "StartProfile": "profiling",
+    "StopProfile": "profiling",
+    "SubscribeKvEvents": "cache events for gateways",
+    "FlushCache": "flushing by an engine, whose pool is shared",
+}
+
+CONTRACT = Contract(
+    service=pb.DESCRIPTOR.services_by_name["VllmEngine"],
+    with_prompt=frozenset({"Generate"}),
+    unimplemented=UNIMPLEMENTED_METHODS,
+    refusals=REFUSALS,
+)

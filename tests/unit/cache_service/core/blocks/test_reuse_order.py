@@ -1,0 +1,287 @@
+"""What hints of reuse do to the eviction order, by examples of a few blocks of one token each, under every policy."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, SOON_SECONDS, ReuseOrder
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.errors import InvalidField
+from kvkeeper.cache_service.core.values.types import ReuseHint
+from kvkeeper.cache_service.replay import replay_core
+from tests.support.reference.workloads import WORKLOADS
+from tests.support.worlds.core_pool import A, B, CorePool
+
+NONE, SOON = ReuseHint.NONE, ReuseHint.SOON
+
+
+class Hinted:
+    """A pool with blocks of one token; each run is one sequence from start to end."""
+
+    def __init__(self, policy: str = "lru", num_blocks: int = 33, **config: object) -> None:
+        self.pool = CorePool(num_blocks, 1, eviction_policy=policy, max_sequences=8, **config)
+        self.last_id = 0
+
+    def start(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> int:
+        self.last_id += 1
+        self.pool.prefill(self.last_id, tokens, reuse_hint=hint)
+        return self.last_id
+
+    def end(self, *sequence_ids: int) -> None:
+        self.pool.step(releases=sequence_ids)
+        self.pool.step()  # the release is fenced until the step before has completed
+
+    def run(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> None:
+        self.end(self.start(tokens, hint))
+
+    def evicted(self, *prompts: list[int]) -> list[int]:
+        """All tokens of the prompts in the order of their eviction, one at a time."""
+        order: list[int] = []
+        while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
+            before = [len(self.pool.matched(prompt)) for prompt in left]
+            self.pool.manager.evict_count(1)
+            self.pool.audit()
+            after = [len(self.pool.matched(prompt)) for prompt in left]
+            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
+            order.append(prompt[length - 1])
+        return order
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        stats = self.pool.manager.stats()
+        return stats.num_no_reuse_blocks, stats.num_soon_blocks
+
+    @property
+    def order(self) -> ReuseOrder:
+        order = self.pool.manager.state.pool.reuse
+        assert order is not None
+        return order
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_what_nothing_will_use_goes_first_and_what_is_used_soon_goes_last(policy: str) -> None:
+    hinted = Hinted(policy)
+    hinted.run([1, 2], SOON)
+    hinted.run([3, 4])
+    hinted.run([5, 6], NONE)
+    hinted.run([7, 8], NONE)
+    assert hinted.counts == (4, 2)
+    blocks = [hinted.pool.matched(prompt)[-1] for prompt in ([1, 2], [3, 4], [5, 6])]
+    hints = [hinted.pool.manager.block_view(block).reuse_hint for block in blocks]
+    assert hints == [SOON, ReuseHint.UNSPECIFIED, NONE]
+    assert hinted.evicted([1, 2], [3, 4], [5, 6], [7, 8]) == [6, 5, 8, 7, 4, 3, 2, 1]
+
+
+def test_without_a_hint_nothing_is_made_of_hints() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2])
+    assert hinted.pool.manager.state.pool.reuse is None
+    assert hinted.counts == (0, 0)
+
+
+def test_the_end_of_one_conversation_leaves_a_shared_prompt_alone() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2, 3])
+    hinted.run([1, 2, 4], NONE)
+    assert hinted.counts == (1, 0)
+    assert hinted.evicted([1, 2, 3], [1, 2, 4]) == [4, 3, 2, 1]
+
+
+def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_gone() -> None:
+    hinted = Hinted()
+    for last in (3, 4):
+        hinted.run([1, 2, last], NONE)
+    hinted.run([1, 2, 5])  # it counts on the prompt
+    hinted.run([1, 2, 6])
+    hinted.pool.manager.evict_count(4)
+    assert hinted.pool.matched([1, 2]) != []
+    hinted.run([1, 2, 7], NONE)  # alone below the prompt now
+    hinted.run([8])
+    assert hinted.counts == (1, 0)
+    assert hinted.evicted([1, 2, 7], [8])[0] == 7
+
+
+def test_a_conversation_that_has_ended_goes_with_all_its_turns() -> None:
+    hinted = Hinted()
+    hinted.run([9])
+    hinted.run([1, 2], SOON)
+    assert hinted.counts == (0, 2)
+    hinted.run([1, 2, 3, 4], NONE)
+    assert hinted.counts == (4, 0)
+    assert hinted.evicted([9], [1, 2, 3, 4]) == [4, 3, 2, 1, 9]
+
+
+def test_a_turn_that_came_and_says_nothing_is_no_longer_awaited() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2], SOON)
+    hinted.run([1, 2, 3])
+    hinted.run([4])
+    assert hinted.counts == (0, 0)
+    assert hinted.evicted([1, 2, 3], [4]) == [3, 2, 1, 4]
+
+
+def test_another_branch_leaves_what_is_awaited_alone() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2, 3], SOON)
+    hinted.run([1, 2, 4], NONE)
+    hinted.run([5])
+    assert hinted.counts == (1, 3)
+    assert hinted.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
+
+
+def test_a_sequence_that_counts_on_it_makes_a_prompt_normal_again() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2], NONE)
+    assert hinted.counts == (2, 0)
+    hinted.run([1, 2, 3])
+    hinted.run([1, 2, 4], NONE)
+    hinted.run([5], NONE)
+    assert hinted.counts == (2, 0)
+    assert hinted.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
+
+
+def test_a_pin_makes_a_prompt_normal_again() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2], NONE)
+    pinned = hinted.pool.manager.pin_prefix(A, "p" * 32, "", np.array([1, 2], np.int32), 10.0)
+    hinted.pool.manager.unpin_prefix(A, pinned.pin_id)
+    hinted.pool.audit()
+    assert hinted.counts == (0, 0)
+
+
+def test_while_another_sequence_holds_it_a_block_stays_normal() -> None:
+    hinted = Hinted()
+    first, second = hinted.start([1, 2]), hinted.start([1, 2, 3], NONE)
+    hinted.end(second)
+    hinted.end(first)
+    assert hinted.counts == (1, 0)
+
+
+def test_forks_say_what_their_parent_says() -> None:
+    hinted = Hinted()
+    parent = hinted.start([1, 2], NONE)
+    hinted.pool.step(forks=[(parent, 20, 2)])
+    assert hinted.pool.view(20).reuse_hint is NONE
+    hinted.end(parent)
+    assert hinted.counts == (0, 0)
+    hinted.end(20)
+    assert hinted.counts == (2, 0)
+
+
+def test_a_hint_may_change_while_the_sequence_runs() -> None:
+    hinted = Hinted()
+    running = hinted.start([1, 2], NONE)
+    hinted.pool.manager.update_sequence(A, running, reuse_hint=SOON)
+    assert hinted.pool.view(running).reuse_hint is SOON
+    hinted.end(running)
+    assert hinted.counts == (0, 2)
+    other = hinted.start([3])
+    hinted.pool.manager.update_sequence(A, other, reuse_hint=NONE)
+    hinted.end(other)
+    assert hinted.counts == (1, 2)
+
+
+def test_a_sequence_keeps_its_hint_when_it_changes_its_session() -> None:
+    hinted = Hinted()
+    running = hinted.start([1, 2], NONE)
+    hinted.pool.step()
+    offer = hinted.pool.manager.offer_sequence(A, running, b"o" * 16)
+    hinted.pool.manager.take_sequence(B, offer, 7)
+    assert hinted.pool.view(7, session=B).reuse_hint is NONE
+
+
+def test_the_same_create_with_another_hint_is_another_sequence() -> None:
+    hinted = Hinted()
+    hinted.pool.create(1, [1, 2], reuse_hint=NONE)
+    hinted.pool.create(1, [1, 2], reuse_hint=NONE)
+    with pytest.raises(Exception, match="sequence 1 exists"):
+        hinted.pool.create(1, [1, 2], reuse_hint=SOON)
+
+
+def test_only_a_share_of_the_pool_is_awaited_and_the_oldest_is_given_up() -> None:
+    hinted = Hinted(num_blocks=17)  # 4 blocks of 16
+    for prompt in ([1, 2, 3], [4, 5]):
+        hinted.run(prompt, SOON)
+    hinted.run([6])
+    assert hinted.counts == (0, 4)
+    assert hinted.evicted([1, 2, 3], [4, 5], [6]) == [3, 6, 2, 1, 5, 4]
+
+
+def test_nothing_is_awaited_for_longer_than_its_time() -> None:
+    hinted = Hinted()
+    hinted.run([1, 2], SOON)
+    hinted.run([3])
+    hinted.pool.manager.tick(SOON_SECONDS - 0.1)
+    assert not hinted.pool.manager.do_due_work()
+    assert hinted.counts == (0, 2)
+    hinted.pool.manager.tick(SOON_SECONDS + 0.1)
+    assert not hinted.pool.manager.do_due_work()
+    hinted.pool.audit()
+    assert hinted.counts == (0, 0)
+
+
+def test_a_share_of_0_awaits_nothing() -> None:
+    hinted = Hinted(soon_share=0.0)
+    hinted.run([1, 2], SOON)
+    assert hinted.counts == (0, 0)
+    with pytest.raises(InvalidField, match="soon_share"):
+        Hinted(soon_share=1.5)
+
+
+def test_a_long_awaited_chain_lapses_in_slices() -> None:
+    hinted = Hinted(num_blocks=2000, soon_share=1.0, max_tokens_per_sequence=1999)
+    hinted.run(list(range(1500)), SOON)
+    hinted.pool.manager.tick(SOON_SECONDS + 1)
+    left = []
+    while hinted.pool.manager.do_due_work():
+        left.append(hinted.counts[1])
+    assert left == [988, 476]
+
+
+@pytest.mark.parametrize("hint", [NONE, SOON])
+def test_what_nearly_all_sequences_say_counts_for_nothing(hint: ReuseHint) -> None:
+    hinted = Hinted()
+    for _ in range(LEAST_ENDED):
+        hinted.run([1, 2], hint)
+        assert hinted.counts[hint - 1] == 2
+    hinted.run([1, 2], hint)
+    assert hinted.counts[hint - 1] == 0
+    hinted.run([3])
+    hinted.run([1, 2], hint)
+    assert hinted.counts[hint - 1] == 2
+
+
+def test_what_waits_as_soon_lapses_once_all_others_say_the_same() -> None:
+    hinted = Hinted(num_blocks=400)
+    for number in range(2 * LEAST_ENDED):
+        assert hinted.counts == (0, 3 * min(number, 2 * LEAST_ENDED - number))
+        hinted.run([3 * number, 3 * number + 1, 3 * number + 2], SOON)
+    assert hinted.counts == (0, 0)
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@pytest.mark.parametrize("hint", [NONE, SOON])
+def test_where_every_sequence_says_the_same_lru_stays_lru(name: str, hint: ReuseHint) -> None:
+    requests = WORKLOADS[name](1)[:1000]
+    plain = replay_core(requests, 300, "lru")
+    hinted = replay_core(requests, 300, "lru", hints=[hint] * len(requests))
+    assert hinted.hit_rate >= plain.hit_rate - 0.001
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda order, blocks: order._classes.__setitem__(blocks[1], 1), "is expected sooner than the one above it"),
+        (lambda order, blocks: order._classes.__setitem__(blocks[0], -1), "is expected later than one below it"),
+        (lambda order, blocks: order._classes.__setitem__(30, 1), "block 30 has a class without being indexed"),
+        (lambda order, blocks: setattr(order, "num_soon", 1), "the numbers of blocks that are not expected back, or soon"),
+        (lambda order, blocks: setattr(order, "_most_soon", -1), "more blocks are expected soon than may be"),
+    ],
+)
+def test_the_audit_tells(damage: Callable[[ReuseOrder, list[int]], None], found: str) -> None:
+    hinted = Hinted()
+    hinted.run([9], NONE)
+    hinted.run([1, 2])
+    damage(hinted.order, hinted.pool.matched([1, 2]))
+    assert any(found in text for text in hinted.pool.manager.check_invariants())
