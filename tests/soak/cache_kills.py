@@ -2,8 +2,8 @@
 
 Real processes. Each time the service is started again on its address, serves within three seconds of its own start, and every
 engine comes back by itself and goes on with what it had, waiting or running. Some kills come while the engines are still
-opening their sessions, or start their requests again. With kept memory the service takes over what it had cached, too, while
-engines of before may still write.
+opening their sessions, or start their requests again. With kept memory the service takes over what it had cached in the pool
+and in its host tier, too, while engines of before may still write.
 """
 
 import asyncio
@@ -48,7 +48,9 @@ def kept_four_engines(seed: int) -> Counts:
 
 async def _run(rng: random.Random, num_engines: int, num_kills: int, memory_dir: Path | None = None) -> Counts:
     slowest = 0.0
-    flags: dict[str, Any] = {"num_blocks": 24 * num_engines} | ({"memory_dir": memory_dir} if memory_dir else {})
+    flags: dict[str, Any] = {"num_blocks": 24 * num_engines}
+    if memory_dir:  # with a host tier, so that kills come while blocks move between the tiers
+        flags |= {"memory_dir": memory_dir, "num_host_blocks": 24 * num_engines}
     async with fleet(num_engines, flags) as services:
         async with load_on(services, rng, _REFUSALS) as load:
             load.start(**_WORKERS)
