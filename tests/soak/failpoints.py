@@ -53,11 +53,11 @@ def long(seed: int) -> Counts:
 
 async def _run(seed: int, num_fired: int) -> Counts:
     rng, points = random.Random(seed), all_points()
-    is_kept = rng.random() < 0.7
+    is_kept, has_digests = rng.random() < 0.7, rng.random() < 0.5
     with memory_folder() if is_kept else nullcontext() as folder:
-        flags: dict[str, Any] = {"num_blocks": 64 * NUM_ENGINES}
-        flags |= {"memory_dir": folder} if folder else {"host_memory": "1MiB"}
-        switches = ["--keep"] if is_kept else []
+        flags: dict[str, Any] = {"num_blocks": 64 * NUM_ENGINES, "host_memory": "1MiB"}
+        flags |= {"memory_dir": folder} if folder else {}
+        switches = ["--keep", *(["--block-digests"] if has_digests else [])] if is_kept else []
         async with fleet(NUM_ENGINES, flags, None, switches, len(points), lease_ms=LEASE_MS) as services:
             bystander = Bystander(services.cache_address, random.Random(seed))
             async with load_on(services, rng, _REFUSALS, _TENANTS) as load, asyncio.TaskGroup() as beside:
