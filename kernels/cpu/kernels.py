@@ -159,7 +159,8 @@ def rms_norm(data):
             else:
                 for i in range(size):
                     total += x[i] * x[i]
-            factor = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+            # In 64 bits: with `afn` the root of 32 bits is the processor's estimate, refined, and it scales the whole row.
+            factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + np.float64(eps)))
             for i in range(size):
                 out[i] = x[i] * factor * weight[i]
 

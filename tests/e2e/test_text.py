@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -121,7 +123,22 @@ async def test_the_model_is_described(client: AsyncEngineClient) -> None:
     assert (model.block_size, model.num_blocks, model.compute_dtype) == (16, 64, "float32")
 
 
-async def test_a_conversation_needs_a_template(client: AsyncEngineClient) -> None:
+async def test_a_conversation_is_its_template_filled_in(client: AsyncEngineClient) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+    asked = await generate(client, messages, 6)
+    assert asked.token_ids == (await generate(client, f"Be brief.\n{PROMPT}\n", 6)).token_ids
+
+
+async def test_a_conversation_needs_a_template(world: Services, tmp_path: Path) -> None:
+    for file in DEMO_MODEL_DIR.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").symlink_to(DEMO_MODEL_DIR / "model.safetensors")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    await world.start_cache()
+    without = load_served_model(EngineConfig(model=str(tmp_path), progress=False))
+    client = await world.client(await world.start_engine(without, block_size=16))
     with pytest.raises(KvkeeperError) as refused:
         await generate(client, [{"role": "user", "content": "hello"}])
     assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_FIELD", "chat")

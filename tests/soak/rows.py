@@ -30,7 +30,7 @@ from tests.soak.row import Row
 
 ROWS = [
     Row(1, "audits", "block accounting is exact", "audited steps", "refusals for want of room",
-        10_000_000, accounting.audited_steps, num_ci_seeds=1),
+        10_000_000, accounting.audited_steps, num_ci_seeds=3),
     Row(1, "operations", "block accounting is exact", "operations", "losses, repeats, deaths, hangs, hostile steps",
         100_000_000, accounting.seeded_operations, num_ci_seeds=1),
     Row(2, "core", "hostile releases are refused and leave no trace", "releases", "hostile releases",

@@ -112,12 +112,16 @@ test('an output is one of the choices', async () => {
   assert.match(text, /^(yes|no)$/);
 });
 
-test('a conversation gets as far as the chat template of the model, which has none here', async () => {
+test('a conversation is rendered by the chat template of the model', async () => {
   const messages = [{ role: 'user', content: [{ type: 'text', text: 'hello' }] }];
-  const take = async () => {
-    for await (const chunk of client.chat(messages)) assert.ok(chunk);
+  const sampling = { maxTokens: 3, temperature: 0 };
+  const tokensOf = async (chunks) => {
+    const ids = [];
+    for await (const chunk of chunks) ids.push(...chunk.tokenIds);
+    return ids;
   };
-  await assert.rejects(take(), (error) => error.reason === 'INVALID_FIELD' && error.metadata.field === 'chat');
+  const asked = await tokensOf(client.chat(messages, { sampling }));
+  assert.deepEqual(asked, await tokensOf(client.generate('hello\n', { sampling })));
 });
 
 test('the model, the counts and the last iteration are told in camelCase', async () => {

@@ -6,8 +6,8 @@ ended already, which is no error.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
@@ -95,7 +95,9 @@ class VllmEngine:
             token_usage=stats.kv_utilization,
             utilization=stats.batch_utilization,
         )
-        return pb.GetLoadsResponse(timestamp=datetime.now(UTC).isoformat(), version=VERSION, dp_rank_count=1, loads=[load])
+        return pb.GetLoadsResponse(
+            timestamp=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), version=VERSION, dp_rank_count=1, loads=[load]
+        )
 
     async def get_tokenizer(self, request: common_pb2.GetTokenizerRequest) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         if not self._has_tokenizer:

@@ -420,7 +420,8 @@ class NaiveCache:
             if not over:  # blocks above quotas are chosen together, also where those that hang below one of them are enough
                 late = [block for block in cached if excess.get(by_block[block][0], 0) > 0]
                 candidates = candidates + (self._next(late, leaves, by_block) if late else [])
-            chosen = next((b for b in candidates if b in left), None)
+            # A tenant's excess is chosen without regard to hints, so it explains what nothing else does.
+            chosen = max((b for b in candidates if b in left), key=lambda block: self.classes.get(block, 0), default=None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
             tenant = by_block[chosen][0]

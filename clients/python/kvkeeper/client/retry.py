@@ -43,7 +43,8 @@ class Patience:
     def pause_after(self, error: KvkeeperError, now: float) -> float | None:
         """Seconds to wait before the same call is repeated; None when it is not repeated."""
         pause = self._pause if error.retry_after is None else error.retry_after
-        if not error.unavailable or now + pause > self._retry_until:
+        has_moved = error.reason == "REQUEST_MOVED"  # another engine is to be asked
+        if not error.unavailable or has_moved or now + pause > self._retry_until:
             return None
         self._pause = min(2 * self._pause, self._longest_pause)
         return pause

@@ -61,12 +61,25 @@ async def test_a_worker_does_what_the_tokenizer_does_one_job_after_another() -> 
         assert (await made.run("b", Kind.DECODE, ids)).decode() == tokenizer().decode(
             tokenizer().encode(text), skip_special_tokens=False
         )
-        with pytest.raises(JobRefused, match="template"):
-            await made.run("b", Kind.ENCODE_CHAT, b'[{"role": "user", "content": "x"}]')
+        chat = [{"role": "user", "content": "x"}]
+        rendered = await made.run("b", Kind.ENCODE_CHAT, json.dumps(chat).encode())
+        assert np.frombuffer(rendered, TOKEN_DTYPE).tolist() == tokenizer().encode_chat(chat)
         assert await made.run("b", Kind.CONSTRAINT, constraint("regex", "[a-z]+"))
         with pytest.raises(JobRefused, match="unclosed group"):
             await made.run("b", Kind.CONSTRAINT, constraint("regex", "(a"))
         assert pids(made) == first
+
+
+async def test_a_model_without_a_chat_template_refuses_chats_alone() -> None:
+    state = tokenizer().state()
+    state["settings"] = {name: value for name, value in state["settings"].items() if name != "chat_template"}
+    made = Workers(1, SetUp(state, tokenizer().vocab_size, asdict(Limits(20.0, 512 << 20))), 8)
+    try:
+        with pytest.raises(JobRefused, match="template"):
+            await made.run("b", Kind.ENCODE_CHAT, b'[{"role": "user", "content": "x"}]')
+        assert await encode(made, "x") == tokenizer().encode("x")
+    finally:
+        await made.close()
 
 
 async def test_a_hostile_grammar_is_refused_and_the_next_job_is_done() -> None:
