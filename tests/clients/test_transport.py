@@ -162,6 +162,8 @@ def test_patience_grows_its_pauses_up_to_the_deadline() -> None:
     asked = KvkeeperError(grpc.StatusCode.UNAVAILABLE, retry_after=0.05)
     assert patience.pause_after(asked, 100.9) == 0.05
     assert patience.pause_after(KvkeeperError(grpc.StatusCode.ABORTED), 100.0) is None
+    moved = KvkeeperError(grpc.StatusCode.UNAVAILABLE, "REQUEST_MOVED", metadata={"address": "unix:/other"})
+    assert patience.pause_after(moved, 100.0) is None, "another engine has it, so the same one is not asked again"
     assert patience.left(100.4) == pytest.approx(0.6)
     assert patience.left(200.0) == 0.001
     endless = Patience(CallOptions(timeout_s=math.inf, retry_s=1.0, first_pause_s=0.1), now=100.0)
