@@ -79,6 +79,15 @@ async def _is_refused(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
         await world.start_engine()
 
 
+async def test_an_engine_says_that_the_service_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_calls, "PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(cache_calls, "OLDEST_PROTOCOL_VERSION", 2)
+    async with services() as world:
+        await world.start_cache()
+        with pytest.raises(StartError, match=r"PROTOCOL_VERSION_UNSUPPORTED: .*: upgrade the cache service"):
+            await world.start_engine()
+
+
 def test_all_clients_and_the_service_are_of_one_time() -> None:
     node = (ROOT / "clients" / "node" / "lib" / "cache.js").read_text()
     found = re.search(r"PROTOCOL_VERSION = (\d+);", node)
