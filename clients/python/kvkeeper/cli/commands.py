@@ -30,12 +30,13 @@ COMMANDS = {
     "requests": "list requests that wait or run",
     "sequences": "list live sequences",
     "bench": "measure the cache on a trace of requests",
+    "config": "show the settings of both services, and where each stands",
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
     "start": ("up", "serve", "demo"),
     "generation": ("generate", "chat"),
-    "show": ("explain", "status", "stats", "top", "requests", "sequences"),
+    "show": ("explain", "status", "stats", "top", "requests", "sequences", "config"),
     "benchmark": ("bench",),
 }
 MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {
