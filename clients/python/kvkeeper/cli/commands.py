@@ -20,6 +20,7 @@ from kvkeeper.service import VERSION
 COMMANDS = {
     "up": "run both services",
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
+    "doctor": "say what on this host would keep the services from starting",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "chat": "talk with the model",
@@ -34,7 +35,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "serve", "demo"),
+    "start": ("up", "serve", "doctor", "demo"),
     "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "top", "requests", "sequences", "config"),
     "benchmark": ("bench",),
