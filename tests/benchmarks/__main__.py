@@ -29,6 +29,7 @@ NAMES = (
     "policies",
     "reports",
     "hostile",
+    "nodes",
 )
 
 
