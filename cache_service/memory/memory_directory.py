@@ -19,6 +19,7 @@ import structlog
 from kvkeeper.service import memory_limit
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.mounts import IN_MEMORY, file_system
 
 from ..core.values.kv_spec import KvSpec
 from . import file_locks
@@ -29,7 +30,6 @@ from .shared_memory import SharedMemoryArena
 
 log = structlog.get_logger()
 
-_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _OURS = re.compile(r"(pool|host|spare|new)-[0-9a-f]{16}\.(arena|index)")
 
 
@@ -55,7 +55,7 @@ class MemoryDirectory:
             raise MemoryRefused(str(error)) from None
         except OSError as error:
             raise MemoryRefused(f"no file can be made there: {error.strerror}") from None
-        if (kind := _file_system(path)) not in _FILE_SYSTEMS:
+        if (kind := file_system(path)) not in IN_MEMORY:
             self.close()
             raise MemoryRefused(f"the folder lies on {kind}, and the memory of pools needs tmpfs, such as /dev/shm")
 
@@ -200,14 +200,3 @@ def _open_tier(index_path: Path, pool: IndexFile | None = None) -> KeptTier:
         index.close()
         raise
     return KeptTier(arena, index, arena_path, index_path)
-
-
-def _file_system(path: Path) -> str:
-    """The kind of file system that the folder lies on."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        if fields[2] == wanted:
-            return fields[fields.index("-") + 1]
-    return "an unknown file system"
