@@ -30,6 +30,7 @@ NAMES = (
     "roles",
     "reports",
     "hostile",
+    "nodes",
 )
 
 
