@@ -28,6 +28,7 @@ NAMES = (
     "hints",
     "policies",
     "roles",
+    "gateway",
     "reports",
     "hostile",
     "nodes",
