@@ -127,9 +127,12 @@ async def test_the_output_is_that_of_one_engine(kind: str, world: Services, demo
 async def test_a_request_that_ends_with_its_first_token_ends_here(world: Services) -> None:
     await world.start_cache()
     _, decoder, client = await start_pair(world)
-    assert (await generate(client, PROMPT, 1)).token_ids == [toy_output(PROMPT, 1)]
+    output = await generate(client, PROMPT, 1)
+    assert output.token_ids == [toy_output(PROMPT, 1)]
+    assert output.usage.cached_tokens == 0, "what is found of it was computed for it"
     assert asked(decoder) == (1, 0)
-    assert decoder.engine.stats.num_cached_tokens >= len(PROMPT) - 4, "from the cached prompt"
+    assert decoder.engine.stats.num_prefill_tokens <= 4, "from the cached prompt"
+    assert (await generate(client, PROMPT, 1)).usage.cached_tokens == len(PROMPT) - len(PROMPT) % 4
 
 
 async def test_submitted_requests_too(world: Services) -> None:

@@ -63,7 +63,7 @@ async def _run(seed: int, num_fired: int) -> Counts:
         async with fleet(NUM_ENGINES, flags, None, switches, len(points), **options) as services:
             bystander = Bystander(services.cache_address, random.Random(seed))
             async with load_on(services, rng, _REFUSALS, _TENANTS) as load, asyncio.TaskGroup() as beside:
-                breaking = _Breaking(services, load, rng, len(points), seed * num_fired)
+                breaking = _Breaking(services, load, rng, len(points), seed * num_fired, has_prefill_engine)
                 load.start(**_WORKERS)
                 beside.create_task(bystander.run())
                 await load.until_chunks(_LEARNING_CHUNKS)
@@ -84,8 +84,11 @@ async def _run(seed: int, num_fired: int) -> Counts:
 class _Breaking:
     """Arms points in the services of a fleet, and brings back what they ended."""
 
-    def __init__(self, services: Fleet, load: Load, rng: random.Random, num_points: int, first: int) -> None:
+    def __init__(
+        self, services: Fleet, load: Load, rng: random.Random, num_points: int, first: int, has_prefill_engine: bool
+    ) -> None:
         """first: how many points the units before this one have broken."""
+        self._helper = NUM_ENGINES - 1 if has_prefill_engine else None  # computes prompts of engine 0
         self.fired: list[Armed] = []
         self._services, self._load, self._rng = services, load, rng
         self._boards = [Board(services.boards[address]) for address in (*services.engine_addresses, services.cache_address)]
@@ -105,11 +108,15 @@ class _Breaking:
         service = self._service(number)
         num_before = service.events[FIRED]
         self._note_fault(number, armed)
+        if number == self._helper:
+            self._load.note_shaken(0)
         self._boards[number].arm(armed)
-        if not await self._has_fired(number, service, num_before):
+        if await self._has_fired(number, service, num_before):
+            await self._mend(number, service, armed)
+        else:
             self._load.note_start(number)
-            return
-        await self._mend(number, service, armed)
+        if number == self._helper:
+            self._load.note_shaken(0, is_over=True)
 
     def _draw(self, number: int, passed: list[int], actions: tuple[Action, ...]) -> Armed:
         """The next of the points that the service passes; in each round through all points another action for each."""

@@ -109,6 +109,8 @@ class PromptsByOthers:
             self._asked[generation].has_answer = True
             if answer.HasField("request"):
                 taken = await self._go_on(generation, answer.request)
+            else:
+                generation.request.num_hit_tokens = answer.usage.cached_tokens  # what it finds now, it has computed itself
             helper.note_success()
             self._engine.stats.num_remote_prefills += 1
         except KvkeeperError as error:

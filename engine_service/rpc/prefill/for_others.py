@@ -15,6 +15,7 @@ from ...outputs.generation import Generation
 from ...values.errors import Draining, EngineError, RequestMoved, WrongRole
 from ...values.output_chunk import OutputChunk
 from ..admission import Admission
+from ..encode_response import usage_of
 from ..hand_over.handed_request import handed_request
 from ..identity import require_same
 
@@ -55,7 +56,7 @@ class PromptsForOthers:
             elif (error := ended.result()) is not None:
                 raise error
             else:
-                yield pb.PrefillResponse()
+                yield pb.PrefillResponse(usage=usage_of(generation.usage))
         finally:
             self._open.discard(generation)
             generation.fail(RequestMoved("the request goes on in the engine that asked"))

@@ -22,7 +22,7 @@ from tests.support.processes.services import environment, short_folder
 BLOCK_SIZE = 4
 DEADLINE_S = 120.0  # of anything that is waited for, on a machine however busy
 _LAST_LINES = 40
-_PREFILL_TIMEOUT_S = 1.0
+_PREFILL_TIMEOUT_S = 5.0
 
 
 class Service:

@@ -110,6 +110,7 @@ class Load:
         self.longest_cut_s = 0.0  # from the kill of an engine until a client was told
         self._killed_at: dict[int, float] = {}  # the last time, by engine
         self._dead: set[int] = set()
+        self._shaken: set[int] = set()
         self._draining: set[int] = set()
         self._rng = rng
         self._group = group
@@ -185,6 +186,11 @@ class Load:
         self._killed_at[number] = time.monotonic()
         self._dead.add(number)
 
+    def note_shaken(self, number: int, *, is_over: bool = False) -> None:
+        """What an engine relies on may fail from now on, until it is over: its requests may be computed twice."""
+        self.note_fault(number)
+        self._shaken.discard(number) if is_over else self._shaken.add(number)
+
     def note_drain(self, number: int) -> None:
         """An engine is asked to stop now."""
         self.note_fault(number)
@@ -209,7 +215,7 @@ class Load:
             asked = Asked(number, kind, name, prompt, num_tokens, n, num_beams, self._rng.choice(self._tenants))
             self.asked.add(asked)
             self._note(asked, What.ASKED, tokens=prompt, num_outputs=n, num_tokens=num_tokens)
-            if number in self._dead:
+            if number in self._dead | self._shaken:
                 self._note(asked, What.FAULT)
             try:
                 usage = await ask(asked)
