@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvkeeper.cache_service.config import CacheConfig
-from kvkeeper.cache_service.memory.cuda import CudaMemory
+from kvkeeper.cache_service.memory.device.cuda import CudaMemory
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.cuda import runtime
