@@ -12,8 +12,9 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -31,6 +32,8 @@ from .private_directory import private_directory
 from .shared_memory import SharedMemoryArena
 
 log = structlog.get_logger()
+
+A = TypeVar("A", bound=KeptArena)
 
 _SECTOR = 512  # bytes that st_blocks counts
 _FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
@@ -113,20 +116,24 @@ class MemoryDirectory:
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
         """The arena of a host tier in a new file, all zero. Raises OutOfMemory."""
-        return self._memory.make_host(self._new_file(num_bytes, is_in_file=True), num_bytes)
+        return self._made(self._memory.make_host, num_bytes, is_in_file=True)
 
     def allocate(self, num_bytes: int) -> KeptArena:
         """An arena of a new file, all zero. Raises OutOfMemory."""
-        return self._memory.make(self._new_file(num_bytes, is_in_file=self._memory.is_in_files), num_bytes)
+        return self._made(self._memory.make, num_bytes, is_in_file=self._memory.is_in_files)
 
-    def _new_file(self, num_bytes: int, *, is_in_file: bool) -> int:
-        """A locked descriptor. Raises OutOfMemory."""
+    def _made(self, make: Callable[[int, int], A], num_bytes: int, *, is_in_file: bool) -> A:
+        """An arena of a new file, which is gone again where the arena cannot be had. Raises OutOfMemory, CudaError."""
         if is_in_file:
             memory_limit.require(num_bytes)
         path = self._path / f"{'spare' if is_in_file else 'new'}-{secrets.token_hex(8)}.arena"
         descriptor = make_file(path, arena_file_bytes(num_bytes), has_pages=is_in_file)
         file_locks.hold(descriptor)
-        return descriptor
+        try:
+            return make(descriptor, num_bytes)
+        except BaseException:
+            path.unlink()
+            raise
 
     def make_pool(self, arena: KeptArena, spec: KvSpec, num_blocks: int) -> KeptPool:
         """The files of a new pool on an arena of this folder that no pool has used. Raises OutOfMemory."""

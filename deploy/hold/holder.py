@@ -76,13 +76,11 @@ class Holder:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            packet, descriptors, flags, _ = socket.recv_fds(
-                connection, MAX_REQUEST_BYTES + 1, _MAX_SENT, socket.MSG_CMSG_CLOEXEC
-            )
+            packet, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES + 1, _MAX_SENT, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
-            packet, descriptors, flags = b"", [], 0
+            packet, descriptors = b"", []
         try:
             if not packet:
                 self._hang_up(connection)
@@ -90,8 +88,6 @@ class Holder:
             self._connections.remove(connection)
             self._connections.append(connection)
             try:
-                if flags & socket.MSG_CTRUNC:
-                    raise HoldRefused("BAD_REQUEST")
                 request = decode_request(packet)
                 if len(descriptors) != (request.call == "put"):
                     raise HoldRefused("BAD_REQUEST")

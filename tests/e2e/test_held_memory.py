@@ -185,9 +185,11 @@ async def check_hits(api: Api, *, cached: int = 16) -> None:
     await session.call("CloseSession", drained=True)
 
 
-async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_memory() -> None:
+@pytest.mark.parametrize("flags", [{}, {"num_blocks": "", "pool_memory": "64KiB", "num_pools": 2}], ids=["blocks", "bytes"])
+async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_memory(flags: dict[str, Any]) -> None:
+    """By number of blocks, and by an amount of memory, which is reserved at start, for another pool too."""
     async with world() as found:
-        await found.start_cache()
+        await found.start_cache(**flags)
         async with found.api() as api:
             await fill(api)
             await check_hits(api)
@@ -195,9 +197,10 @@ async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_m
         assert name[1] == GRANULARITY
         for _ in range(3):
             await found.kill_cache()
-            await found.start_cache()
+            await found.start_cache(**flags)
             assert num_restored(found.cache) == NUM_PROMPTS * 4
-            assert num_device_memories(found.cache.process.pid) == 2, "the arena's, and the link's"
+            num_pools = flags.get("num_pools", 1)
+            assert num_device_memories(found.cache.process.pid) == num_pools + 1, "one for each arena, and the link's"
             async with found.api() as api:
                 await check_hits(api)
             assert dict([name]) == found.held(), "the same memory"
@@ -212,6 +215,7 @@ async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() ->
         await found.until_held(1)
         async with found.mapper() as mapper:
             place = (NUM_BLOCKS - 1) * BLOCK_BYTES
+            assert await told(mapper, "read", place) == "0", "nobody sees what was there before"
             assert await told(mapper, "write", place, 7) == "7"
             await found.kill_cache()
             await found.start_cache()
@@ -308,11 +312,9 @@ async def test_memory_without_its_files_is_given_back() -> None:
         with HolderClient(found.hold) as client:
             client.put("of-another-service", 5, sys.__stdin__.fileno())
         await found.start_cache()
-
-        async def is_alone() -> bool:
-            return list(await asyncio.to_thread(found.held)) == ["of-another-service"]
-
-        await until(is_alone)
+        await found.cache.until("holder_told")
+        assert [event["num_dropped"] for event in events(found.cache, "holder_told")] == [1]
+        assert list(found.held()) == ["of-another-service"]
         assert num_device_memories(found.holder.process.pid) == 0
 
 

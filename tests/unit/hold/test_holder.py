@@ -1,7 +1,6 @@
 """The holder as a process: descriptors outlive who brought them, no other user comes in, and no client stops another."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -9,65 +8,23 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvkeeper.hold import client as client_module
 from kvkeeper.hold import holder as holder_module
-from kvkeeper.hold.client import HolderAway, HolderClient
+from kvkeeper.hold.client import HolderAway
 from kvkeeper.hold.messages import HoldRefused, Request, decode_answer, decode_request
 from kvkeeper.service.listen import Peer
+from tests.support.processes.holder_process import Running, holding
 from tests.support.processes.services import environment, short_folder
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A holder that serves."""
-
-    process: "subprocess.Popen[str]"
-    path: Path
-
-    @property
-    def address(self) -> str:
-        return f"unix:{self.path}"
-
-    def connect(self) -> HolderClient:
-        return HolderClient(self.address)
-
-    def event(self) -> dict[str, object]:
-        """The next line of its log."""
-        assert self.process.stderr is not None
-        return json.loads(self.process.stderr.readline())
-
-    def end(self) -> int:
-        self.process.terminate()
-        return self.process.wait(30)
-
-    @property
-    def descriptors(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with short_folder() as path:
         yield path
-
-
-@contextlib.contextmanager
-def holding(folder: Path, *flags: str) -> Iterator[Running]:
-    path = folder / "hold" / "sock"
-    command = [sys.executable, "-m", "kvkeeper.cli", "hold", "--listen", f"unix:{path}", *flags]
-    process = subprocess.Popen(command, env=environment(folder), stderr=subprocess.PIPE, text=True)
-    try:
-        running = Running(process, path)
-        assert running.event()["event"] == "ready"
-        yield running
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def memory(content: bytes) -> int:
@@ -181,9 +138,9 @@ def test_clients_that_say_nothing_or_do_not_read_stop_nobody(folder: Path) -> No
             client.put("a", 3, one := memory(b"one"))
             os.close(one)
             deaf = open_ones.enter_context(raw(running))
-            deaf.setblocking(False)
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-                while True:
+            deaf.settimeout(10)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                while True:  # until it is cut off
                     deaf.send(b'{"call": "list"}')
             assert client.held() == {"a": 3}
         assert idle[0].recv(100) == b"", "the oldest made room"
@@ -244,6 +201,7 @@ def test_another_users_process_is_refused_on_both_ends(folder: Path, monkeypatch
     holder = holder_module.Holder(folder / "s", 4, holder_module.SystemdStore({}))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.fspath(folder / "s"))
+        connection.settimeout(10)
         holder._accept()
         assert connection.recv(100) == b'{"error": "FOREIGN_USER"}'
         assert connection.recv(100) == b""
