@@ -39,6 +39,10 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 _CPU_KERNELS = ("auto", "compiled", "torch")
 
 
+def _addresses_refusal(addresses: str) -> str | None:
+    return next(filter(None, map(ADDRESS.refusal, addresses.split(",") if addresses else ())), None)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that is decided before the service starts. Raises ConfigError for a value out of its range."""
@@ -52,6 +56,39 @@ class EngineConfig:
     )
     cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=ADDRESS)
     listen: str = listen_setting("127.0.0.1:7411")
+    role: str = setting(
+        "both",
+        group="Addresses",
+        help="what this engine computes: whole requests, prompts of other engines' requests, or both",
+        choices=("both", "prefill", "decode"),
+        details="prefill: refuses requests of clients. decode: computes no prompts for others, and has its own long prompts"
+        " computed by the engines of --prefill. All of them are on one cache service, and no K or V is copied.",
+    )
+    prefill: str = setting(
+        "",
+        group="Addresses",
+        help="addresses of the engines that compute long prompts for this one, with commas between them",
+        default_text="none",
+        check=Check("host:port or unix:/path, with commas between them, or empty", _addresses_refusal),
+        details="With --role decode, and only with it. The one with the fewest of them is asked. Where none is ready, or it"
+        " fails, the prompt is computed here.",
+    )
+    prefill_min_tokens: int = setting(
+        512,
+        group="Scheduling",
+        help="fewest tokens of a prompt that another engine is asked for",
+        check=between(1, 1 << 22),
+        unit="tokens",
+        details="With --prefill.",
+    )
+    prefill_timeout: float = setting(
+        30.0,
+        group="Patience",
+        help="seconds that a prompt may take in another engine before it is computed here",
+        check=between(0.1, 3600),
+        unit="seconds",
+        details="With --prefill.",
+    )
     step_carrier: str = setting(
         "auto",
         group="Addresses",
@@ -335,8 +372,14 @@ class EngineConfig:
     def input_limits(self) -> InputLimits:
         return InputLimits(self.max_text_bytes, self.max_constraint_bytes, self.max_stop_strings, self.max_stop_bytes)
 
+    @property
+    def prefill_targets(self) -> list[str]:
+        return self.prefill.split(",") if self.prefill else []
+
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.prefill and self.role != "decode":
+            raise ConfigError("--prefill: with --role decode, and only with it")
         if (self.speculation == "draft-model") != bool(self.draft_model):
             raise ConfigError("--draft-model: a folder, with --speculation draft-model and only with it")
         if self.model == HASH_TOY and self.device != "cpu":

@@ -127,6 +127,7 @@ class RunningServer:
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
+        await self.service.close()
         await self._client.close()
         await self.text_work.close()
         self.engine.close()

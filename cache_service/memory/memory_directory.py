@@ -21,6 +21,7 @@ import structlog
 from kvkeeper.service import memory_limit
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.mounts import IN_MEMORY, file_system
 
 from ..core.values.kv_spec import KvSpec
 from . import file_locks
@@ -36,7 +37,6 @@ log = structlog.get_logger()
 A = TypeVar("A", bound=KeptArena)
 
 _SECTOR = 512  # bytes that st_blocks counts
-_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _OURS = re.compile(r"(pool|host|spare|new)-[0-9a-f]{16}\.(arena|index)")
 
 
@@ -63,7 +63,7 @@ class MemoryDirectory:
             raise MemoryRefused(str(error)) from None
         except OSError as error:
             raise MemoryRefused(f"no file can be made there: {error.strerror}") from None
-        if (kind := _file_system(path)) not in _FILE_SYSTEMS:
+        if (kind := file_system(path)) not in IN_MEMORY:
             self.close()
             raise MemoryRefused(f"the folder lies on {kind}, and the memory of pools needs tmpfs, such as /dev/shm")
 
@@ -233,14 +233,3 @@ def _open_tier(index_path: Path, memory: KeptMemory, pool: IndexFile | None = No
         index.close()
         raise
     return KeptTier(arena, index, arena_path, index_path)
-
-
-def _file_system(path: Path) -> str:
-    """The kind of file system that the folder lies on."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        if fields[2] == wanted:
-            return fields[fields.index("-") + 1]
-    return "an unknown file system"

@@ -1,4 +1,4 @@
-"""Flags over environment over defaults, into one frozen config.
+"""Flags over environment over a file over defaults, into one frozen config.
 
 A service brings a dataclass of settings (see settings.py) that checks its own values; how they are read and told is here. A
 wrong value is a ConfigError of one line that names the flag or the variable. Does not look at the machine: whether memory, a
@@ -8,13 +8,44 @@ model or an address can be had is found out at start.
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from kvkeeper.service.config_file import read_table
 from kvkeeper.service.settings import ConfigError, Setting, settings_of
 
 C = TypeVar("C")
+
+_FILE_HELP = "TOML file with settings of both services in tables [cache] and [engine]; flags and variables come before it"
+
+
+@dataclass(slots=True)
+class _Given:
+    """What was given, by the name of a setting: values, and where each stands."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def put(self, setting: Setting, place: str, value: str | bool) -> None:
+        """Raises ConfigError."""
+        self.values[setting.name] = value if isinstance(value, bool) else _parsed(place, setting, value)
+        self.places[setting.name] = place
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A setting as it applies: its value, and where that stands; empty: it is the default."""
+
+    setting: Setting
+    value: Any
+    place: str
+
+    @property
+    def text(self) -> str:
+        """The value as a person writes it."""
+        return self.setting.default_text if not self.place else self.setting.shown(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +60,40 @@ class ConfigSource(Generic[C]):
 
     def load(self, argv: Sequence[str], environ: Mapping[str, str]) -> C:
         """Raises ConfigError; --help ends in argparse's SystemExit."""
-        values: dict[str, Any] = {}
-        variables: dict[str, str] = {}  # by the flag that each stands for
-        settings = settings_of(self.config)
-        for setting in settings:
-            variable = self.variable(setting)
-            if text := environ.get(variable):
-                values[setting.name] = _parsed(variable, setting, text)
-                variables[setting.flag] = variable
-        given = self._given(argv)
-        for setting in settings:
-            value = given[setting.name]
-            if value is not None:
-                values[setting.name] = value if isinstance(value, bool) else _parsed(setting.flag, setting, value)
-                variables.pop(setting.flag, None)
-        try:
-            return self.config(**values)
-        except ConfigError as error:  # it knows fields alone: a person who set a variable is told of the variable
-            raise ConfigError(re.sub(r"--[a-z-]+", lambda at: variables.get(at[0], at[0]), str(error))) from None
+        return self._checked(self._collect(argv, environ))
+
+    def origins(self, argv: Sequence[str], environ: Mapping[str, str]) -> list[Origin]:
+        """Every setting as it would apply. Raises as load does."""
+        given = self._collect(argv, environ)
+        config = self._checked(given)
+        return [Origin(each, getattr(config, each.name), given.places.get(each.name, "")) for each in settings_of(self.config)]
 
     def variable(self, setting: Setting) -> str:
         """Of the environment."""
         return self.environment_prefix + setting.name.upper()
+
+    def _collect(self, argv: Sequence[str], environ: Mapping[str, str]) -> _Given:
+        """What was given, where a later place comes before an earlier one."""
+        found, settings, flags = _Given(), settings_of(self.config), self._given(argv)
+        if file := flags["config"] or environ.get(self.environment_prefix + "CONFIG"):
+            table = read_table(Path(file), self.program.split()[-1], settings)
+            for setting in settings:
+                if setting.name in table:
+                    found.put(setting, *table[setting.name])
+        for setting in settings:
+            if text := environ.get(self.variable(setting)):
+                found.put(setting, self.variable(setting), text)
+        for setting in settings:
+            if (value := flags[setting.name]) is not None:
+                found.put(setting, setting.flag, value)
+        return found
+
+    def _checked(self, given: _Given) -> C:
+        places = {setting.flag: given.places.get(setting.name, setting.flag) for setting in settings_of(self.config)}
+        try:
+            return self.config(**given.values)
+        except ConfigError as error:  # it knows fields alone: a person who set a variable is told of the variable
+            raise ConfigError(re.sub(r"--[a-z-]+", lambda at: places.get(at[0], at[0]), str(error))) from None
 
     def _given(self, argv: Sequence[str]) -> dict[str, Any]:
         """By field, None where it was not given. One line says what is wrong, where argparse would print the usage of all."""
@@ -80,7 +123,8 @@ class ConfigSource(Generic[C]):
         return parser
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """One for each setting."""
+        """One for the file, and one for each setting."""
+        parser.add_argument("--config", default=None, help=_FILE_HELP, metavar="FILE")
         for setting in settings_of(self.config):
             if setting.is_switch:
                 parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=None, help=setting.help_text)

@@ -64,6 +64,10 @@ class Setting:
             text += f", for example {self.example}"
         return f"{text} (default: {self.default_text})" if self.default_text else text
 
+    def shown(self, value: Any) -> str:
+        """A value as it is written."""
+        return _shown(value, self.parse) or str(value)
+
     @property
     def values(self) -> str:
         """The allowed values, in words, with the unit."""

@@ -11,10 +11,26 @@ from kvkeeper.service.config import ConfigSource
 from kvkeeper.service.settings import Setting, settings_of
 
 _INTRO = """\
-A flag goes over its environment variable, which goes over the default; an empty variable counts as not given. `--help` of
-`kvkeeper cache`, `kvkeeper engine` and `kvkeeper hold` tells the same. `kvkeeper up` takes every flag of a service with its
-name in front, such as `--cache-num-pools 1`. A wrong value is refused at start in one line that names the flag or the
-variable."""
+A flag goes over its environment variable, which goes over the file of `--config`, which goes over the default; an empty
+variable counts as not given. `--help` of `kvkeeper cache`, `kvkeeper engine` and `kvkeeper hold` tells the same. `kvkeeper up`
+takes every flag of a service with its name in front, such as `--cache-num-pools 1`. A wrong value is refused at start in one
+line that names the flag, the variable, or the file with its table and key.
+
+One file serves both services, `kvkeeper up` and `kvkeeper serve`; its keys are the flags without their dashes in front:
+
+```toml
+[cache]
+pool-memory = "8GiB"
+keep = true
+memory-dir = "/dev/shm/kvkeeper"
+
+[engine]
+model = "/models/llama"
+token-budget = 8192
+```
+
+`kvkeeper config show --config FILE` prints every setting as it would apply, and where it stands; with `--set`, those that are
+not at their defaults."""
 
 
 def page() -> str:

@@ -26,11 +26,12 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.state.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
-from ..values.errors import CacheServiceDown, Draining, NeverFits
-from ..values.request import Int32Array
+from ..values.errors import CacheServiceDown, Draining, EngineError, NeverFits
+from ..values.request import Int32Array, TakenBlocks
 from .iteration import Iteration
 from .leaving import Leaving, take_blocks
 from .open_requests import OpenRequests, with_bound
+from .prefilled import Prefilled
 from .sequence_creator import SequenceCreator
 from .stats import EngineStats
 from .step_worker import StepWorker
@@ -65,7 +66,7 @@ class Engine:
         self._creator: SequenceCreator | None = None  # of the session
         self._num_reported = 0  # steps that the cache service knows to be done
         self._stopping = False
-        self.leaving = Leaving(scheduler, requests)
+        self.leaving, self.prefilled = Leaving(scheduler, requests), Prefilled(scheduler, requests)
         self._idled = asyncio.Event()  # nothing is computed, and the cache service knows that
 
     # -- for other tasks
@@ -103,10 +104,29 @@ class Engine:
     async def adopt(self, generation: Generation, offers: dict[int, bytes]) -> None:
         """Queue a request of another engine, with the sequences that it offers. Raises EngineError."""
         self.check_open()
+        taken = await self.take(generation, offers)
+        try:
+            self.check_open()
+            self.requests.adopt(generation, taken)
+        except EngineError:
+            self.scheduler.drop_taken(taken)
+            raise
+
+    def hold(self, generation: Generation) -> None:
+        """Take in a request, or refuse it; nothing is computed for it until put_back."""
+        self.submit(generation)
+        self.requests.hold(generation)
+
+    def put_back(self, generation: Generation, taken: dict[int, TakenBlocks]) -> None:
+        """Compute for a request that was held, if it is still open. taken: as take gave them, at once."""
+        self.requests.put_back(generation, taken)
+        generation.deliver()
+
+    async def take(self, generation: Generation, offers: dict[int, bytes]) -> dict[int, TakenBlocks]:
+        """By index, the blocks of another engine's sequences, as far as they are still offered. Use them at once."""
         memory = self.memory
         taken = await take_blocks(self.scheduler, memory, generation, offers)
-        self.check_open()
-        self.requests.adopt(generation, taken if self.memory is memory else {})
+        return taken if self.memory is memory else {}
 
     async def go_on(self) -> None:
         """Go on with the requests that are held and still open, and take new ones."""
@@ -161,7 +181,7 @@ class Engine:
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
         worker = self._step_worker
-        if (is_guessing := self._is_guessing()) or self.leaving.is_due:
+        if (is_guessing := self._is_guessing()) or self.leaving.is_due or self.prefilled.is_due:
             await self._finish(memory)  # guesses start from the tokens that are computed now; requests leave between two steps
         await worker.wait_until_due(memory.lease.renew_s)
         self._note_changes()
@@ -172,6 +192,8 @@ class Engine:
             return await self._idle(memory)
         self.on_turn(True)
         answer = await self._reserve(memory, plan) if wants_step else None
+        if answer is not None:
+            self.prefilled.note_reported()
         await self._finish(memory)
         if answer is not None and not self._compute(memory, plan, answer, is_guessing=is_guessing):
             await wait_for(self._wake.loop, _PACE_S)
@@ -186,6 +208,8 @@ class Engine:
         self.requests.end_closed()
         if self.leaving.is_due:
             self.leaving.take_out(keeps_blocks=True)
+        if self._step_worker.in_flight is None:
+            self.prefilled.take_out()
         self.scheduler.enter()
 
     def _schedule(self, guesses: Mapping[int, Int32Array]) -> Plan:
@@ -263,6 +287,7 @@ class Engine:
             await memory.renew(step_id)
             return
         self._idled.set()
+        self.prefilled.note_reported()
         if not await wait_for(self._wake.loop, memory.lease.renew_s):
             await memory.renew()
 

@@ -5,7 +5,7 @@ from .engine import Engine
 
 _SUMS = (
     *("num_completed_requests", "num_failed_requests", "num_cancelled_requests", "num_cached_tokens"),
-    *("num_handed_over_requests", "num_taken_over_requests"),
+    *("num_handed_over_requests", "num_taken_over_requests", "num_remote_prefills", "num_failed_remote_prefills"),
     *("num_prefill_tokens", "num_new_tokens", "num_steps", "num_copied_blocks"),
 )
 

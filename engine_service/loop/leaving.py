@@ -49,30 +49,41 @@ class Leaving:
 
     async def offers(self, memory: KvMemory | None, generation: Generation) -> dict[int, bytes]:
         """By index, the offers of a request's sequences that keep their blocks. The cache service knows of all steps."""
-        found: dict[int, bytes] = {}
-        for sequence in self._held[generation]:
-            if memory is not None and sequence.row is not None and sequence.sequence_id is not None:
-                try:
-                    found[sequence.index] = await memory.offer(sequence.sequence_id)
-                except KvkeeperError as error:  # it is computed again where it goes
-                    log.warning("not_offered", request_id=generation.request.request_id, reason=error.reason)
-        return found
+        return await offers_of(self._held[generation], memory)
 
     async def end(self, memory: KvMemory | None) -> None:
         """Release what was not taken, and put back the requests that are still open."""
-        for sequence in (each for kept in self._held.values() for each in kept):
-            if memory is None or sequence.row is None or sequence.sequence_id is None:
-                continue
-            try:
-                is_taken = not await memory.withdraw(sequence.sequence_id)
-            except KvkeeperError as error:
-                log.warning("not_withdrawn", reason=error.reason)
-                is_taken = True  # or the end of the session releases it
-            self._scheduler.let_go(sequence, is_taken=is_taken)
+        for kept in self._held.values():
+            await release(self._scheduler, memory, kept)
         for generation in self._held:
             self._requests.put_back(generation)
         self._held = {}
         self.is_wanted = False
+
+
+async def offers_of(kept: list[Sequence], memory: KvMemory | None) -> dict[int, bytes]:
+    """By index, the offers of sequences that keep their blocks. The cache service knows of all steps."""
+    found: dict[int, bytes] = {}
+    for sequence in kept:
+        if memory is not None and sequence.row is not None and sequence.sequence_id is not None:
+            try:
+                found[sequence.index] = await memory.offer(sequence.sequence_id)
+            except KvkeeperError as error:  # it is computed again where it goes
+                log.warning("not_offered", request_id=sequence.request.request_id, reason=error.reason)
+    return found
+
+
+async def release(scheduler: Scheduler, memory: KvMemory | None, kept: list[Sequence]) -> None:
+    """Let sequences go that kept their blocks; what was not taken is released with the next step."""
+    for sequence in kept:
+        if memory is None or sequence.row is None or sequence.sequence_id is None:
+            continue
+        try:
+            is_taken = not await memory.withdraw(sequence.sequence_id)
+        except KvkeeperError as error:
+            log.warning("not_withdrawn", reason=error.reason)
+            is_taken = True  # or the end of the session releases it
+        scheduler.let_go(sequence, is_taken=is_taken)
 
 
 async def take_blocks(

@@ -36,6 +36,7 @@ class OpenRequests:
         self._scheduler, self._stats, self._tracing = scheduler, stats, tracing
         self._max_waiting, self._wake_up = max_waiting, wake_up
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
+        self._held: set[Generation] = set()  # those that were taken out of the steps
         self._closed: list[Generation] = []
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
 
@@ -78,7 +79,7 @@ class OpenRequests:
 
     def _check_room(self, client: str) -> None:
         """Raises QueueFull. A client leaves a tenth of the queue to others."""
-        num_waiting, limit = self._scheduler.num_waiting, self._max_waiting
+        num_waiting, limit = self._scheduler.num_waiting + len(self._held), self._max_waiting
         if num_waiting >= limit:
             raise QueueFull(f"{limit} requests are waiting, the most that may", limit=limit, flag="--max-waiting")
         limit -= limit // 10
@@ -94,25 +95,33 @@ class OpenRequests:
         """
         self.deliver()
         self.end_closed()
-        found: dict[Generation, list[Sequence]] = {}
-        for generation in list(self.generations.values()):
-            keeps = keeps_blocks and not generation.sends_all_at_the_end
-            found[generation] = self._scheduler.take_out(generation.request, keeps_blocks=keeps)
-            del self._by_request[generation.request]
-        self._wake_up()
-        return found
+        in_steps = [generation for generation in self.generations.values() if generation.request in self._by_request]
+        return {generation: self.hold(generation, keeps_blocks=keeps_blocks) for generation in in_steps}
 
-    def put_back(self, generation: Generation) -> None:
-        """Go on with a request that was taken out, if it is still open: from the tokens that it has."""
-        if not generation.is_open:
-            return
-        try:
-            self._check_fits(generation.request)  # the session may be another one since
-        except NeverFits as error:
-            generation.fail(error)
-            return
-        self._by_request[generation.request] = generation
-        self._scheduler.put_back(generation.request)
+    def hold(self, generation: Generation, *, keeps_blocks: bool = False) -> list[Sequence]:
+        """Take one open request out of the steps, as take_out does with all."""
+        del self._by_request[generation.request]
+        self._held.add(generation)
+        self._wake_up()
+        keeps_blocks = keeps_blocks and not generation.sends_all_at_the_end
+        return self._scheduler.take_out(generation.request, keeps_blocks=keeps_blocks)
+
+    def put_back(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
+        """Go on with a request that was taken out, if it is still open: from the tokens that it has.
+
+        taken: by index, blocks of the session that is served on, which its continuations run on with.
+        """
+        if generation.is_open:
+            try:
+                self._check_fits(generation.request)  # the session may be another one since
+            except NeverFits as error:
+                generation.fail(error)
+        if generation.is_open:
+            self._held.discard(generation)
+            self._by_request[generation.request] = generation
+            self._scheduler.put_back(generation.request, taken)
+        else:
+            self._scheduler.drop_taken(taken)
         self._wake_up()
 
     def cancel(self, request_id: str) -> None:
@@ -232,6 +241,7 @@ class OpenRequests:
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
+        self._held.discard(generation)
         if generation.timer is not None:
             generation.timer.cancel()
         self._stats.count_end(generation)

@@ -23,6 +23,7 @@ class EngineStats:
         self.num_failed_requests = 0
         self.num_cancelled_requests = 0
         self.num_handed_over_requests = self.num_taken_over_requests = 0
+        self.num_remote_prefills = self.num_failed_remote_prefills = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self.num_cached_tokens = 0
         self.num_prefill_tokens = 0
@@ -56,6 +57,14 @@ class EngineStats:
             self._first.append(now - generation.started_at)
             generation.first_token_at = now
         times[index] = now
+
+    def time_first_tokens(self, generation: Generation) -> None:
+        """The tokens that the continuations of a request have came now, from another engine."""
+        generation.last_token_at.clear()
+        for sequence in generation.request.sequences:
+            if generation.num_taken_of(sequence.index):
+                self.time_token(generation, sequence.index)
+        self.record_token_times()
 
     def record_token_times(self) -> None:
         """At the end of a step: record the times of all its tokens at once."""

@@ -21,10 +21,11 @@ from ..outputs.constraint import Constraint
 from ..outputs.generation import Generation
 from ..outputs.stopping import StopRules
 from ..text_workers.text_work import TextWork
-from ..values.errors import EngineError, InvalidField, NeverFits
+from ..values.errors import EngineError, InvalidField, NeverFits, WrongRole
 from ..values.output_chunk import OutputChunk
 from ..values.request import Int32Array, Request
 from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, options_of, token_array
+from .prefill.by_others import PromptsByOthers
 from .request_memory import RequestMemory
 
 Send = Callable[[OutputChunk | EngineError], None]
@@ -34,8 +35,11 @@ BringOn = Callable[[Generation], Awaitable[None]]
 class Admission:
     """Takes requests in, new ones and those of another engine."""
 
-    def __init__(self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork, prompts: PromptsByOthers
+    ) -> None:
         self.memory = RequestMemory(config.request_memory)
+        self._prompts = prompts
         self._config, self._model, self._engine, self._text_work = config, model, engine, text_work
         self._messages: dict[Generation, pb.GenerateRequest] = {}  # of open requests
 
@@ -46,8 +50,23 @@ class Admission:
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
         """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError."""
+        if self._config.role == "prefill":
+            raise WrongRole("this engine computes prompts for others alone (--role prefill)", role=self._config.role)
 
         async def submit(generation: Generation) -> None:
+            if (helper := self._prompts.find(generation)) is None:
+                self._engine.submit(generation)
+            else:
+                self._prompts.ask(helper, generation, self.message_of(generation))
+
+        return await self._hold(message, send, submit)
+
+    async def admit_prompt(self, message: pb.GenerateRequest, send: Send) -> Generation:
+        """Queue a request of which another engine wants the prompt, and goes on with the rest. Raises EngineError."""
+
+        async def submit(generation: Generation) -> None:
+            if generation.sends_all_at_the_end:
+                raise InvalidField("request: has no first tokens before its last", field="request")
             self._engine.submit(generation)
 
         return await self._hold(message, send, submit)
@@ -83,16 +102,21 @@ class Admission:
             if isinstance(output, EngineError) or output.usage is not None:
                 held.release()
                 self._messages.pop(generation, None)
+                self._prompts.drop(generation)
             send(output)
 
         try:
             generation, timeout_ms = await self._generation(message, send_and_release)
-            await queue(generation)
+            self._messages[generation] = message
+            try:
+                await queue(generation)
+            except BaseException:
+                self._messages.pop(generation, None)
+                raise
             leave_place()
         except BaseException:
             held.release()
             raise
-        self._messages[generation] = message
         if timeout_ms is not None:
             limit_time(generation, timeout_ms)
         return generation

@@ -14,7 +14,7 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["EngineService"],
-    with_prompt=frozenset({"Generate", "SubmitRequest", "Tokenize", "Detokenize"}),
+    with_prompt=frozenset({"Generate", "SubmitRequest", "Tokenize", "Detokenize", "Prefill"}),
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )

@@ -37,6 +37,8 @@ _COUNTERS = (
     "num_cancelled_requests",
     "num_handed_over_requests",
     "num_taken_over_requests",
+    "num_remote_prefills",
+    "num_failed_remote_prefills",
     "num_preemptions",
     "num_swapped_out",
     "num_policy_switches",

@@ -33,9 +33,12 @@ from .decode_request import (
     wait_of,
 )
 from .encode_response import iteration_plan, request_info, response_of, results_of
-from .hand_over.giver import HandOvers, identity
+from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
+from .identity import hand_over_request
 from .metrics import engine_metrics
+from .prefill.by_others import PromptsByOthers
+from .prefill.for_others import PromptsForOthers
 from .stream_buffer import StreamBuffer
 from .submission import SubmissionReader
 from .submissions import Submissions
@@ -58,8 +61,12 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
-        self._admission = Admission(config, model, engine, text_work)
-        self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, leave)
+        self._prompts = PromptsByOthers(
+            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine
+        )
+        self._admission = Admission(config, model, engine, text_work, self._prompts)
+        self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
+        self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
         self.num_streams = 0  # Generate and StreamRequest calls that have not been answered to their end
         self._no_stream = asyncio.Event()
         self._no_stream.set()
@@ -76,7 +83,11 @@ class EngineService:
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
         taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        await take_over(target, identity(self._model, address), taker)
+        await take_over(target, hand_over_request(self._model, address), taker)
+
+    async def close(self) -> None:
+        """End the connections to other engines."""
+        await self._prompts.close()
 
     async def wait_delivered(self) -> None:
         """Until every client has what its ended request gave: streams read to their end, results fetched."""
@@ -125,6 +136,14 @@ class EngineService:
 
     def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
         return self._hand_overs.hand_over(request)
+
+    async def _settle_prompts(self) -> None:
+        """Prompts on their way between engines stay with the requests."""
+        self._prompts_for_others.end_all()
+        await self._prompts.give_up()
+
+    def prefill(self, request: pb.PrefillRequest) -> AsyncIterator[pb.PrefillResponse]:
+        return self._prompts_for_others.prefill(request)
 
     async def confirm_hand_over(self, request: pb.ConfirmHandOverRequest) -> pb.ConfirmHandOverResponse:
         return await self._hand_overs.confirm_hand_over(request)

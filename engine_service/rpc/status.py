@@ -28,6 +28,7 @@ _CODES = {
     "REQUEST_MOVED": grpc.StatusCode.UNAVAILABLE,
     "FOREIGN_ENGINE": grpc.StatusCode.FAILED_PRECONDITION,
     "HAND_OVER_UNDER_WAY": grpc.StatusCode.UNAVAILABLE,
+    "WRONG_ROLE": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 _RETRY_DELAYS = {

@@ -101,16 +101,23 @@ class Scheduler:
         assert 0 < len(request.prompt) < request.max_len <= state.limits.max_len_of(request.retention)
         request.arrival, state.num_arrivals = state.num_arrivals, state.num_arrivals + 1
         request.arrived_at = state.waiting.now = max(now, state.waiting.now)
-        for sequence in request.sequences:
-            if sequence.index in taken and sequence.state is SequenceState.NEW:
-                state.entering[sequence] = taken[sequence.index]
-        self.put_back(request)
+        self.put_back(request, taken)
 
-    def put_back(self, request: Request) -> None:
-        """Queue a request that was taken out, at its old place; each of its sequences starts with the tokens that it holds."""
+    def put_back(self, request: Request, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
+        """Queue a request that was taken out, at its old place; each of its sequences starts with the tokens that it holds.
+
+        taken: as for add.
+        """
         for sequence in request.sequences:
-            if sequence.state is SequenceState.NEW and sequence not in self.state.entering:
+            if sequence.index in taken:
+                self.state.entering[sequence] = taken[sequence.index]
+            elif sequence.state is SequenceState.NEW:
                 self.state.waiting.put(sequence, is_new=not sequence.num_output)
+
+    def drop_taken(self, taken: Mapping[int, TakenBlocks]) -> None:
+        """Release blocks that were taken for a request which does not go on here."""
+        self.state.waiting.num_known += len(taken)
+        self.state.waiting.releases.extend(blocks.sequence_id for blocks in taken.values())
 
     def enter(self) -> None:
         """Between two steps: give rows to the sequences that come with blocks, as far as there are any."""

@@ -111,9 +111,15 @@ class RequestMoved(EngineError):
 
 
 class ForeignEngine(EngineError):
-    """The engine that asks to take over computes something else. Metadata: field."""
+    """The engine that asks computes something else. Metadata: field."""
 
     reason = "FOREIGN_ENGINE"
+
+
+class WrongRole(EngineError):
+    """An engine of this role does not answer this call. Metadata: role."""
+
+    reason = "WRONG_ROLE"
 
 
 class HandOverUnderWay(EngineError):

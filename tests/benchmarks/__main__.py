@@ -27,6 +27,7 @@ NAMES = (
     "trace",
     "hints",
     "policies",
+    "roles",
     "reports",
     "hostile",
 )

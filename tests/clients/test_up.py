@@ -227,6 +227,17 @@ def test_an_address_that_is_taken_is_told_before_anything_starts(lasting: Servic
         assert said == f"kvkeeper: {flag} {address}: another service listens on {address.removeprefix('unix:')}\n"
 
 
+def test_addresses_may_stand_in_a_file(lasting: Services, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvkeeper.toml"
+    file.write_text(f'[cache]\nlisten = "{free_ports()[0]}"\n[engine]\nlisten = "{lasting.engine}"\n')
+    assert main(["up", "--config", str(file)]) == 1
+    place, path = f"--engine-listen {lasting.engine}", lasting.engine.removeprefix("unix:")
+    assert capfd.readouterr().err == f"kvkeeper: {place}: another service listens on {path}\n"
+    file.write_text("[engine]\nthreads = 0\n")
+    assert main(["up", "--config", str(file)]) == 2
+    assert capfd.readouterr().err == f"kvkeeper: {file}: [engine] threads: 1 to 1024, not 0\n"
+
+
 def test_the_log_says_which_service_speaks_and_what_the_start_does(lasting: Services) -> None:
     services = lasting
     lines = [json.loads(line) for line in services.log_path.read_text().splitlines() if line.startswith("{")]

@@ -85,7 +85,13 @@ class HalfRight:
 
 
 # Fields that need a world of their own: test_policies.py, test_take_over.py
-ELSEWHERE = {"num_policy_switches", "num_handed_over_requests", "num_taken_over_requests"}
+ELSEWHERE = {
+    "num_policy_switches",
+    "num_handed_over_requests",
+    "num_taken_over_requests",
+    "num_remote_prefills",
+    "num_failed_remote_prefills",
+}
 
 
 async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:

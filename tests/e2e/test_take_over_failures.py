@@ -20,7 +20,7 @@ from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.rpc.hand_over import giver as giver_part
-from kvkeeper.engine_service.rpc.hand_over.giver import identity
+from kvkeeper.engine_service.rpc.identity import hand_over_request
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.errors import Draining
 from tests.support.models.odd_models import LateGate, late_gate_model
@@ -33,7 +33,7 @@ ELSEWHERE = "unix:/nowhere/at/all"
 
 
 def own_identity(address: str = ELSEWHERE) -> pb.HandOverRequest:
-    return identity(load_served_model(EngineConfig(model=HASH_TOY)), address)
+    return hand_over_request(load_served_model(EngineConfig(model=HASH_TOY)), address)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -184,4 +185,13 @@ def test_a_command_that_cannot_be_typed_is_found(line: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_only_known_languages_are_fenced(page: Page) -> None:
-    assert {fence.language for fence in page.fences()} <= {"", "sh", "python", "text", "mermaid"}
+    assert {fence.language for fence in page.fences()} <= {"", "sh", "python", "text", "mermaid", "toml"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_every_file_of_settings_is_one(page: Page, tmp_path: Path) -> None:
+    for fence in page.fences():
+        if fence.language == "toml":
+            (tmp_path / "kvkeeper.toml").write_text(fence.body)
+            for name in ("cache", "engine"):
+                _check_service(name, ["--config", str(tmp_path / "kvkeeper.toml")])

@@ -112,7 +112,7 @@ test('what is received tells where another stream goes on', () => {
 test('every method of the protocol for clients has its call', () => {
   const folder = new URL('../lib/', import.meta.url);
   const source = readdirSync(folder).map((name) => readFileSync(new URL(name, folder), 'utf8')).join('');
-  const amongEngines = ['HandOver', 'ConfirmHandOver'];
+  const amongEngines = ['HandOver', 'ConfirmHandOver', 'Prefill'];
   const forClients = [...Object.keys(EngineService.service), ...Object.keys(CacheService.service)];
   assert.deepEqual(forClients.filter((name) => !amongEngines.includes(name) && !source.includes(`'${name}'`)), []);
 });

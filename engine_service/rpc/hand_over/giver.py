@@ -17,9 +17,9 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ...compute.served_model import ServedModel
 from ...loop.engine import Engine
 from ...outputs.generation import Generation
-from ...values.errors import ForeignEngine, HandOverUnderWay, InvalidField, RequestMoved, TimedOut, UnknownRequest
+from ...values.errors import HandOverUnderWay, InvalidField, RequestMoved, TimedOut, UnknownRequest
 from ..admission import Admission
-from ..decode_request import sampling_message
+from ..identity import require_same
 from ..submissions import Submissions
 from .handed_request import handed_request
 
@@ -50,11 +50,15 @@ class HandOvers:
         engine: Engine,
         admission: Admission,
         submissions: Submissions,
+        settle: Callable[[], Awaitable[None]],
         leave: Callable[[], Awaitable[None]],
     ) -> None:
-        """leave: stops this engine, once its last request has ended."""
+        """settle: ends what other engines compute for this one, and the reverse.
+
+        leave: stops this engine, once its last request has ended.
+        """
         self._model, self._engine, self._admission, self._submissions = model, engine, admission, submissions
-        self._leave = leave
+        self._settle, self._leave = settle, leave
         self._current: _HandOver | None = None
 
     async def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
@@ -64,6 +68,7 @@ class HandOvers:
         is_done = False
         try:
             yield pb.HandOverResponse(hand_over_id=current.hand_over_id)
+            await self._settle()
             current.unanswered = {each.request.request_id: each for each in await self._engine.hold_requests()}
             for request_id, generation in list(current.unanswered.items()):
                 if generation.is_open:
@@ -118,20 +123,6 @@ class HandOvers:
         """Raises InvalidField, ForeignEngine, HandOverUnderWay."""
         if not 1 <= len(request.address) <= _MAX_ADDRESS_CHARS:
             raise InvalidField(f"address: 1 to {_MAX_ADDRESS_CHARS} characters", field="address", limit=_MAX_ADDRESS_CHARS)
-        own = identity(self._model, request.address)
-        for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults"):
-            if getattr(own, name) != getattr(request, name):
-                raise ForeignEngine(f"its {name} is not that of this engine", field=name)
+        require_same(self._model, request)
         if self._current is not None:
             raise HandOverUnderWay("the requests are being handed over to another engine")
-
-
-def identity(model: ServedModel, address: str) -> pb.HandOverRequest:
-    """What an engine at this address computes: all that a request's tokens depend on beside itself."""
-    return pb.HandOverRequest(
-        address=address,
-        revision=model.revision,
-        compute_dtype=model.compute_dtype,
-        vocab_size=model.vocab_size,
-        sampling_defaults=sampling_message(model.sampling_defaults),
-    )

@@ -79,7 +79,7 @@ async def _replay_output(generation: Generation, index: int, token_ids: list[int
     for place, token_id in enumerate(token_ids):
         if place % _TOKENS_A_TURN == 0:
             await asyncio.sleep(0)
-        if generation.refusal is not None:
+        if not generation.is_open:
             break  # told by the caller
         if generation.take_token(index, token_id, logprobs[place] if logprobs else None):
             if place + 1 < len(token_ids):

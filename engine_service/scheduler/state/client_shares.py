@@ -21,6 +21,7 @@ class DecodeCosts:
         self._weight = 0.0
         self._means = np.zeros(2)  # tokens, seconds
         self._spread = self._covariance = 0.0
+        self._largest = 0.0  # of recent steps
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step was computed with so many tokens."""
@@ -30,6 +31,7 @@ class DecodeCosts:
         self._means += rate * off
         self._spread += rate * ((1 - rate) * off[0] ** 2 - self._spread)
         self._covariance += rate * ((1 - rate) * off[0] * off[1] - self._covariance)
+        self._largest = max(num_tokens, (1 - _FADING) * self._largest)
 
     def seconds_of(self, num_tokens: int) -> float | None:
         """What a step with so many tokens costs, and no more than recent ones on average; None: not known.
@@ -46,9 +48,12 @@ class DecodeCosts:
 
     @property
     def fixed_sequences(self) -> float | None:
-        """How many sequences cost as much as the fixed time; None: all are free, as far as is known."""
+        """How many sequences cost as much as the fixed time; None before the first step.
+
+        Twice as many as ran together of late where their price does not show: steps grow no faster than it can be told.
+        """
         if self._spread < _LEAST_SPREAD or self._covariance <= 0:
-            return None
+            return 2 * self._largest if self._weight else None
         each = self._covariance / self._spread
         fixed = self._means[1] - each * self._means[0]
         return float(max(fixed / each, 0.0))

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 _FADING = 0.9  # of what is measured, with each step that computes prompts
 _MOST_STEPS = 256  # that a debt lasts
-_LEAST_TOKENS = 64  # fewer at a time would cost little less
+_LEAST_TOKENS = 64  # fewer at a time would cost little less, but where
+_MOST_DECODES = 2  # the step's decodes so often take less time than they: behind a long context each token costs much
+_FEWEST_TOKENS = 8
 
 
 @dataclass(slots=True)
@@ -49,8 +51,12 @@ class PromptShares:
         """What the next step has for a client's prompts, beside the decodes of other clients."""
         if client in self._debts:
             return _Room(0, 0)
-        paid = decode_seconds / self._seconds if self._seconds else 0.0
-        return _Room(max(1, int(paid * self._num_prompts)), max(_LEAST_TOKENS, int(paid * self._num_tokens)))
+        if not self._seconds:
+            return _Room(1, _LEAST_TOKENS)
+        paid = decode_seconds / self._seconds
+        num_tokens = paid * self._num_tokens
+        least = min(_LEAST_TOKENS, max(_FEWEST_TOKENS, _MOST_DECODES * num_tokens))
+        return _Room(max(1, int(paid * self._num_prompts)), int(max(least, num_tokens)))
 
 
 class PromptRoom:

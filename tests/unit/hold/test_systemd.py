@@ -1,5 +1,6 @@
 """systemd's store: what the holder tells it, and what the next holder gets from it. The socket here is the manager's."""
 
+import configparser
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.hold.client import HolderClient
+from kvkeeper.hold.config import load_config
 from kvkeeper.hold.systemd import SystemdStore
 from tests.support.processes.services import environment, short_folder
 
@@ -95,3 +97,17 @@ def test_the_managers_socket_may_have_an_abstract_name() -> None:
         receiver.settimeout(30)
         SystemdStore({"NOTIFY_SOCKET": f"@kvkeeper-test-{os.getpid()}"}).tell_ready()
         assert receiver.recv(100) == b"READY=1"
+
+
+def test_the_unit_starts_a_holder_whose_descriptors_all_have_a_place() -> None:
+    folder = Path(__file__).parents[3] / "deploy" / "systemd"
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((folder / "kvkeeper-hold.service").read_text())
+    service = unit["Service"]
+    _, command, *flags = service["ExecStart"].split()
+    assert (command, flags, service["Type"]) == ("hold", ["--config", "/etc/kvkeeper.toml"], "notify")
+    config = load_config(["--config", str(folder / "kvkeeper.toml")], {})
+    assert int(service["FileDescriptorStoreMax"]) >= config.max_held
+    cache = (folder / "kvkeeper-cache.service").read_text()
+    assert f"User={service['User']}\n" in cache and config.listen.startswith("unix:/run/kvkeeper/")

@@ -20,6 +20,7 @@ from kvkeeper.service import VERSION
 COMMANDS = {
     "up": "run both services",
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
+    "doctor": "say what on this host would keep the services from starting",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "chat": "talk with the model",
@@ -30,12 +31,13 @@ COMMANDS = {
     "requests": "list requests that wait or run",
     "sequences": "list live sequences",
     "bench": "measure the cache on a trace of requests",
+    "config": "show the settings of both services, and where each stands",
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "serve", "demo"),
+    "start": ("up", "serve", "doctor", "demo"),
     "generation": ("generate", "chat"),
-    "show": ("explain", "status", "stats", "top", "requests", "sequences"),
+    "show": ("explain", "status", "stats", "top", "requests", "sequences", "config"),
     "benchmark": ("bench",),
 }
 MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {

@@ -66,7 +66,7 @@ def test_a_folder_is_of_one_service_at_a_time(folder: Path) -> None:
 
 def test_a_folder_on_a_disk_or_open_to_others_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(memory_directory, "_FILE_SYSTEMS", ("ramfs",))
+        patched.setattr(memory_directory, "IN_MEMORY", ("ramfs",))
         with pytest.raises(MemoryRefused, match=r"the folder lies on tmpfs, and the memory of pools needs"):
             MemoryDirectory(folder, keep=True)
     folder.chmod(0o750)

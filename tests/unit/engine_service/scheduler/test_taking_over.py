@@ -55,6 +55,27 @@ def test_what_has_not_entered_yet_loses_its_blocks(end: str) -> None:
     assert list(scheduler.waiting.sequences) == list(request.sequences)
 
 
+def test_blocks_that_a_request_brings_back_are_its_own_from_then_on() -> None:
+    scheduler = Scheduler(LIMITS)
+    request, taken = two_that_run_on()
+    held = [HeldTokens(each.index, each.token_ids) for each in request.sequences]
+    scheduler.add(request, 0.0)
+    scheduler.take_out(request)
+    request.start_over(held)
+    assert scheduler.num_waiting == 0
+    scheduler.put_back(request, {0: taken[0]})
+    scheduler.enter()
+    assert [each.state for each in request.sequences] == [SequenceState.RUNNING, SequenceState.NEW]
+    assert scheduler.num_waiting == 1
+
+
+def test_blocks_that_were_taken_in_vain_are_released() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.drop_taken(two_that_run_on()[1])
+    assert scheduler.schedule(0.0).release_ids.tolist() == [5, 6]
+    assert scheduler.waiting.num_known == 2, "until the cache service has answered"
+
+
 @pytest.mark.parametrize("keeps_blocks", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_request_that_is_taken_out_goes_on_where_it_was(n: int, keeps_blocks: bool) -> None:

@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.http or (refusal := METRICS_ADDRESS.refusal(args.http)):
         args.usage_error(f"--http: {refusal if args.http else 'host:port'}")
-    if args.engine_listen.startswith("unix:"):
-        args.usage_error("--engine-listen: host:port, which the gateway can reach")
     flags = up.checked_flags(args, _GATEWAY)
     if isinstance(flags, int):
         return flags
+    if args.engine_listen.startswith("unix:"):
+        args.usage_error("--engine-listen: host:port, which the gateway can reach")
     flags["engine"] += ["--gateway", "on"]
     start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
     services = [*up.services_of(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]

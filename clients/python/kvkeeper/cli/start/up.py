@@ -54,9 +54,10 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
         help="keep what is cached when both services end, for the next start; it lies in a folder of --cache-memory-dir,"
         " by default one in /dev/shm",
     )
-    parser.add_argument("--cache-listen", metavar="ADDRESS", default=cache_address(), help="(default: %(default)s)")
-    parser.add_argument("--engine-listen", metavar="ADDRESS", default=engine_address(), help="(default: %(default)s)")
-    parser.add_argument("--log-level", metavar="LEVEL", default="info", help="of both (default: %(default)s)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings of both, in tables [cache] and [engine]")
+    parser.add_argument("--cache-listen", metavar="ADDRESS", help=f"(default: {cache_address()})")
+    parser.add_argument("--engine-listen", metavar="ADDRESS", help=f"(default: {engine_address()})")
+    parser.add_argument("--log-level", metavar="LEVEL", help="of both (default: info)")
     add_json_flag(parser)
     parser.set_defaults(takes_other_flags=True, usage_error=parser.error)
 
@@ -76,6 +77,7 @@ def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]
     from kvkeeper.cli.start.checks import StartError, check_start
 
     try:
+        _find_addresses(args)
         flags = _flags_of_services(args, others)
         for service, address in (("cache", args.cache_listen), ("engine", args.engine_listen)):
             if address.endswith(":0"):
@@ -140,14 +142,29 @@ def _program() -> str:
     return "kvkeeper" if found and program.samefile(found) else shlex.quote(str(program))
 
 
+def _find_addresses(args: argparse.Namespace) -> None:
+    """Addresses that were not typed: those of the file, or the usual ones. Raises UsageFailure."""
+    from kvkeeper.service.config_file import read_addresses
+    from kvkeeper.service.settings import ConfigError
+
+    try:
+        of_file = read_addresses(Path(args.config)) if args.config else {}
+    except ConfigError as error:
+        raise UsageFailure(str(error)) from None
+    args.cache_listen = args.cache_listen or of_file.get("cache", cache_address())
+    args.engine_listen = args.engine_listen or of_file.get("engine", engine_address())
+
+
 def _flags_of_services(args: argparse.Namespace, others: Sequence[str]) -> dict[str, list[str]]:
     """Arguments of each service, and of others those that were typed. Raises UsageFailure.
 
     A flag that starts with the name of one of them goes to that one alone.
     """
+    both = ["--config", args.config] if args.config else []
+    both += ["--log-level", args.log_level] if args.log_level else []
     flags: dict[str, list[str]] = {
-        "cache": ["--listen", args.cache_listen, "--log-level", args.log_level],
-        "engine": ["--listen", args.engine_listen, "--log-level", args.log_level, "--cache", args.cache_listen],
+        "cache": ["--listen", args.cache_listen, *both],
+        "engine": ["--listen", args.engine_listen, "--cache", args.cache_listen, *both],
         **{other: [] for other in others},
     }
     if args.pool_memory is not None:

@@ -27,10 +27,22 @@ def test_what_was_measured_long_ago_is_forgotten() -> None:
     assert made.fixed_sequences == pytest.approx(2, rel=0.05)
 
 
-@pytest.mark.parametrize("sizes", [[], [5], [5] * 100])
-def test_nothing_is_known_of_steps_that_are_all_alike(sizes: list[int]) -> None:
-    assert costs(0.004, 0.0002, sizes).fixed_sequences is None
-    assert costs(0.004, -0.0001, [1, 9, 4, 30]).fixed_sequences is None, "noise, not a price"
+def test_where_no_price_shows_steps_grow_no_faster_than_it_could() -> None:
+    assert costs(0.004, 0.0002, []).fixed_sequences is None
+    for sizes in ([5], [5] * 100):
+        assert costs(0.004, 0.0002, sizes).fixed_sequences == 10
+    assert costs(0.004, -0.0001, [1, 9, 4, 30]).fixed_sequences == 60, "noise, not a price"
+    assert costs(0.004, 0.0, [30] + [5] * 100).fixed_sequences == pytest.approx(10), "of late"
+
+
+def test_free_sequences_all_decode_after_a_few_steps() -> None:
+    made, size, sizes = DecodeCosts(), 2, []
+    while size < 256:
+        made.note(size, 0.004)
+        assert made.fixed_sequences is not None
+        size = min(256, most_decodes(np.array([1, 255]), made.fixed_sequences))
+        sizes.append(size)
+    assert sizes == [6, 14, 30, 62, 126, 254, 256]
 
 
 def test_a_step_takes_no_longer_than_its_clients_one_after_the_other() -> None:

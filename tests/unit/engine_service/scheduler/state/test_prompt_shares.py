@@ -58,5 +58,10 @@ def test_a_long_prompt_comes_in_pieces_that_one_step_pays() -> None:
     room = PromptRoom(shares, DECODE_S, {"a"})
     assert (room.take("b", 150), room.take("b", 150)) == (150, 0), "one prompt"
     assert room.take("c", 512) == 200
-    shares.note(100 * DECODE_S, DECODE_S, Counter(d=1), 10)
-    assert PromptRoom(shares, DECODE_S, {"a"}).take("b", 512) == 64, "fewer would cost little less"
+
+
+def test_a_piece_is_short_where_its_tokens_cost_much() -> None:
+    for num_paid, piece in ((100, 100), (40, 64), (20, 40), (6, 12), (1, 8)):
+        shares = PromptShares()
+        shares.note(11 * DECODE_S, DECODE_S, Counter(d=1), 10 * num_paid)
+        assert PromptRoom(shares, DECODE_S, {"a"}).take("b", 512) == piece

@@ -1,0 +1,31 @@
+"""What an engine computes, as engines tell each other before they share requests."""
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from ..compute.served_model import ServedModel
+from ..values.errors import ForeignEngine
+from .decode_request import sampling_message
+
+
+def identity(model: ServedModel) -> pb.EngineIdentity:
+    """All that a request's tokens depend on, beside the request."""
+    return pb.EngineIdentity(
+        revision=model.revision,
+        compute_dtype=model.compute_dtype,
+        vocab_size=model.vocab_size,
+        sampling_defaults=sampling_message(model.sampling_defaults),
+    )
+
+
+def hand_over_request(model: ServedModel, address: str) -> pb.HandOverRequest:
+    """The request of an engine at this address that takes another one's place."""
+    own = identity(model)
+    return pb.HandOverRequest(address=address, **{field.name: value for field, value in own.ListFields()})
+
+
+def require_same(model: ServedModel, other: pb.EngineIdentity | pb.HandOverRequest) -> None:
+    """Raises ForeignEngine where another engine computes something else."""
+    own = identity(model)
+    for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults"):
+        if getattr(own, name) != getattr(other, name):
+            raise ForeignEngine(f"its {name} is not that of this engine", field=name)
