@@ -40,8 +40,8 @@ class World:
         self.holder: Service
         self._all: list[Service] = []
 
-    async def start_holder(self) -> None:
-        self.holder = await self._spawn("kvkeeper.hold", "--listen", self.hold)
+    async def start_holder(self, *flags: str) -> None:
+        self.holder = await self._spawn("kvkeeper.hold", "--listen", self.hold, *flags)
         await self.holder.until("ready")
 
     async def start_cache(self, *switches: str, **flags: Any) -> None:
@@ -257,11 +257,12 @@ async def test_a_holder_that_dies_loses_nothing_of_a_running_pool_and_the_next_o
         async with found.api() as api:
             await fill(api)
             await found.until_held(1)
-            await found.holder.kill()
-            await found.cache.until("holder_away")
-            await check_hits(api)
-            await found.start_holder()
-            await found.until_held(1)
+            for count in (1, 2):
+                await found.holder.kill()
+                await found.cache.until("holder_away", count)
+                await check_hits(api)
+                await found.start_holder()
+                await found.until_held(1)
         await found.kill_cache()
         await found.start_cache()
         assert num_restored(found.cache) == NUM_PROMPTS * 4
@@ -280,6 +281,25 @@ async def test_a_pool_that_is_made_while_the_holder_is_away_is_kept_once_it_is_b
         await found.kill_cache()
         await found.start_cache()
         assert num_restored(found.cache) == NUM_PROMPTS * 4
+
+
+async def test_a_holder_that_is_full_is_told_once_and_the_pool_goes_on() -> None:
+    async with world() as found:
+        await found.holder.kill()
+        await found.start_holder("--max-held", "1")
+        with HolderClient(found.hold) as client:
+            client.put("of-another-service", 5, sys.__stdin__.fileno())  # type: ignore[union-attr]
+            await found.start_cache()
+            async with found.api() as api:
+                await fill(api)
+                await found.cache.until("holder_refused")
+                await check_hits(api)
+                client.drop("of-another-service")
+                await found.holder.kill()
+                await found.start_holder()
+                await found.until_held(1)
+        refused = events(found.cache, "holder_refused")
+        assert [event["why"] for event in refused] == ["FULL"]
 
 
 async def test_a_start_without_the_holder_is_a_cold_one_and_says_so_in_one_line() -> None:

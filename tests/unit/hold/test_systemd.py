@@ -1,8 +1,8 @@
 """systemd's store: what the holder tells it, and what the next holder gets from it. The socket here is the manager's."""
 
 import configparser
+import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -42,44 +42,48 @@ os.execv(sys.executable, [sys.executable, "-m", "kvkeeper.hold", "--listen", sys
 """
 
 
-def unit(folder: Path, names: str, stored: int) -> "subprocess.Popen[bytes]":
+@contextlib.contextmanager
+def unit(folder: Path, names: str, stored: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """The holder, until it has ended; killed with the block."""
     environ = environment(folder) | {"NOTIFY_SOCKET": str(folder / "notify")}
     command = [sys.executable, "-c", _UNIT, names, f"unix:{folder}/s"]
-    return subprocess.Popen(command, env=environ, stdin=stored, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environ, stdin=stored, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_holder_that_is_killed_gets_back_what_the_manager_stored(manager: tuple[socket.socket, Path]) -> None:
     receiver, folder = manager
-    with open(os.devnull) as nothing:
-        process = unit(folder, "", nothing.fileno())
-    assert told(receiver) == ("READY=1", [])
     memory = os.memfd_create("held")
     os.write(memory, b"bytes")
-    with HolderClient(f"unix:{folder}/s") as client:
-        client.put("a", 5, memory)
-        client.put("b", 7, memory)
-        text, (stored,) = told(receiver)
-        assert text == "FDSTORE=1\nFDNAME=a+5\nFDPOLL=0"
-        os.close(told(receiver)[1][0])
-        client.drop("b")
-        assert told(receiver) == ("FDSTOREREMOVE=1\nFDNAME=b+7", [])
+    with open(os.devnull) as nothing, unit(folder, "", nothing.fileno()):
+        assert told(receiver) == ("READY=1", [])
+        with HolderClient(f"unix:{folder}/s") as client:
+            client.put("a", 5, memory)
+            client.put("b", 7, memory)
+            text, (stored,) = told(receiver)
+            assert text == "FDSTORE=1\nFDNAME=a+5\nFDPOLL=0"
+            os.close(told(receiver)[1][0])
+            client.drop("b")
+            assert told(receiver) == ("FDSTOREREMOVE=1\nFDNAME=b+7", [])
     os.close(memory)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process = unit(folder, "a+5:other:a+5:x+0", stored)
-    os.close(stored)
-    assert told(receiver) == ("READY=1", [])
-    with HolderClient(f"unix:{folder}/s") as client:
-        assert client.held() == {"a": 5}, "what is not ours, or doubled, was closed"
-        descriptor, _ = client.get("a")
-        assert os.pread(descriptor, 10, 0) == b"bytes"
-        os.close(descriptor)
-    stdin, held = (os.path.realpath(f"/proc/{process.pid}/fd/{number}") for number in (0, 3))
-    others = [number for number in (4, 5, 6) if os.path.realpath(f"/proc/{process.pid}/fd/{number}") == held]
-    assert stdin == held and not others, "the third; the first is this test's way to hand it in"
-    process.terminate()
-    assert process.wait(30) == 0
-    assert told(receiver) == ("STOPPING=1", [])
+    with unit(folder, "a+5:other:a+5:x+0", stored) as process:
+        os.close(stored)
+        assert told(receiver) == ("READY=1", [])
+        with HolderClient(f"unix:{folder}/s") as client:
+            assert client.held() == {"a": 5}, "what is not ours, or doubled, was closed"
+            descriptor, _ = client.get("a")
+            assert os.pread(descriptor, 10, 0) == b"bytes"
+            os.close(descriptor)
+        stdin, held = (os.path.realpath(f"/proc/{process.pid}/fd/{number}") for number in (0, 3))
+        others = [number for number in (4, 5, 6) if os.path.realpath(f"/proc/{process.pid}/fd/{number}") == held]
+        assert stdin == held and not others, "the third; the first is this test's way to hand it in"
+        process.terminate()
+        assert process.wait(30) == 0
+        assert told(receiver) == ("STOPPING=1", [])
 
 
 def test_variables_of_another_process_are_taken_out_and_not_heeded(manager: tuple[socket.socket, Path]) -> None:
