@@ -65,4 +65,4 @@ class InspectionCalls:
         live = self._session_manager.require(request.session_id, request.epoch)
         if self._session_manager.is_draining:
             raise Draining("the service is stopping")
-        return self._watch_streams.watch(live, checks.tenant(request.tenant))
+        return self._watch_streams.watch(live, checks.tenant(request.tenant), wants_tokens=request.include_token_ids)

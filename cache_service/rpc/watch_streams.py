@@ -40,7 +40,9 @@ class WatchStreams:
         for feed in self._feeds.values():
             feed.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
-    async def watch(self, live: LiveSession, tenant: str) -> AsyncIterator[pb.WatchEventsResponse]:
+    async def watch(
+        self, live: LiveSession, tenant: str, *, wants_tokens: bool = False
+    ) -> AsyncIterator[pb.WatchEventsResponse]:
         """The messages of one watch until it ends. Raises OutOfWatches, WatchLagged, and the error of the session's end."""
         if self._num_open >= MAX_WATCHES:
             raise OutOfWatches(f"all {MAX_WATCHES} watches are in use", limit=MAX_WATCHES)
@@ -48,7 +50,7 @@ class WatchStreams:
         feed = self._feeds.get(live.pool)
         if feed is None:
             feed = self._feeds[live.pool] = _PoolFeed(live.pool)
-        reader = feed.add(tenant)
+        reader = feed.add(tenant, wants_tokens=wants_tokens)
         live.watches.add(reader)
         try:
             while True:
@@ -104,8 +106,8 @@ class _PoolFeed:
         self._next_slice: asyncio.TimerHandle | None = None
         self._feed = EventFeed(pool.manager.state.index, pool.key, pool.manager.pressure, self.wake)
 
-    def add(self, tenant: str) -> WatchReader:
-        reader = WatchReader(self, self._feed.open(tenant))
+    def add(self, tenant: str, *, wants_tokens: bool) -> WatchReader:
+        reader = WatchReader(self, self._feed.open(tenant, wants_tokens=wants_tokens))
         self.readers.append(reader)
         self._pool.num_watches += 1
         self.wake()

@@ -187,6 +187,7 @@ export class CacheSession {
   watchEvents(options?: {
     tenant?: string;
     timeoutMs?: number;
+    includeTokenIds?: boolean;
   }): AsyncGenerator<cache.WatchEventsResponse, void, undefined>;
   checkAdmission(options?: Request<cache.CheckAdmissionRequest>): Promise<cache.CheckAdmissionResponse>;
   getBlock(blockId: number): Promise<cache.GetBlockResponse>;

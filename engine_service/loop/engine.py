@@ -67,6 +67,7 @@ class Engine:
         self._num_reported = 0  # steps that the cache service knows to be done
         self._stopping = False
         self.leaving, self.prefilled = Leaving(scheduler, requests), Prefilled(scheduler, requests)
+        self._has_turned = asyncio.Event()  # there is a session, or never again
         self._idled = asyncio.Event()  # nothing is computed, and the cache service knows that
 
     # -- for other tasks
@@ -86,7 +87,14 @@ class Engine:
     def stop(self) -> None:
         """Take no more requests; run_session ends once the open ones have."""
         self._stopping = True
+        self._has_turned.set()
         self._wake.all()
+
+    async def wait_memory(self) -> KvMemory | None:
+        """That of the session that is served on, or of the next one; None once the engine is asked to stop."""
+        while not self._stopping and self.memory is None:
+            await self._has_turned.wait()
+        return None if self._stopping else self.memory
 
     async def hold_requests(self) -> list[Generation]:
         """Take no more requests, and compute nothing for the open ones, until go_on. Answers these once no step is at work, and
@@ -155,6 +163,7 @@ class Engine:
         tell_ready is awaited once requests are taken, so that no client that was told is refused.
         """
         self.memory, self._num_reported = memory, 0
+        self._has_turned.set()
         self.requests.end_closed()
         for request in self.scheduler.reset(limits):
             text = with_bound(f"{request.max_len} tokens are too many for the pool as it is now", limits, request)
@@ -167,6 +176,8 @@ class Engine:
                 await self.step(memory)
         finally:
             self.memory = None
+            if not self._stopping:
+                self._has_turned.clear()
             self.on_turn(False)
             self._idled.set()
             if self.leaving.is_due:

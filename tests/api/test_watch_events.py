@@ -24,10 +24,12 @@ SNAPSHOT, STORED, REMOVED = pb.EVENT_KIND_SNAPSHOT, pb.EVENT_KIND_STORED, pb.EVE
 class Reader:
     """A watch and what a client makes of it, revisions checked."""
 
-    def __init__(self, session: Session, tenant: str = "") -> None:
-        self.call = session.api.stub.WatchEvents(pb.WatchEventsRequest(**session.ids, tenant=tenant))
+    def __init__(self, session: Session, tenant: str = "", *, include_token_ids: bool = False) -> None:
+        request = pb.WatchEventsRequest(**session.ids, tenant=tenant, include_token_ids=include_token_ids)
+        self.call = session.api.stub.WatchEvents(request)
         self.revision = 0
         self.names: set[bytes] = set()
+        self.tokens = b""  # of all blocks told of, in their order
 
     async def next(self) -> pb.WatchEventsResponse:
         event = await asyncio.wait_for(self.call.read(), DEADLINE)
@@ -38,6 +40,7 @@ class Reader:
         if event.kind in (SNAPSHOT, STORED):
             assert len(event.parent_names) == len(event.block_names)
             self.names |= set(event.block_names)
+            self.tokens += event.token_ids
         elif event.kind == REMOVED:
             self.names -= set(event.block_names)
         return event
@@ -53,8 +56,8 @@ class Reader:
 
 
 @asynccontextmanager
-async def watching(session: Session, tenant: str = "") -> AsyncIterator[Reader]:
-    reader = Reader(session, tenant)
+async def watching(session: Session, tenant: str = "", *, include_token_ids: bool = False) -> AsyncIterator[Reader]:
+    reader = Reader(session, tenant, include_token_ids=include_token_ids)
     try:
         yield reader
     finally:
@@ -137,6 +140,28 @@ async def test_a_watch_tells_one_tenant_and_the_same_blocks_have_other_names_for
         await storer.store([*range(9)], tenant="a")
         await ours.until(set(names_of(session, [*range(9)], "a")))
         assert not ours.names & theirs.names
+
+
+async def test_token_ids_are_told_to_those_who_ask_and_to_each_those_of_its_tenant(api: Api) -> None:
+    session = await api.open()
+    storer = Storer(session)
+    await storer.store([*range(9)], tenant="a")
+    await storer.store([*range(20, 25)])
+    async with (
+        watching(session, "a", include_token_ids=True) as asking,
+        watching(session, "a") as plain,
+        watching(session, include_token_ids=True) as default,
+    ):
+        for reader in (asking, plain, default):
+            await reader.snapshot()
+        await storer.store([*range(13)], tenant="a")
+        await storer.store([*range(20, 28), 1])
+        for reader in (asking, plain):
+            await reader.until(set(names_of(session, [*range(13)], "a")))
+        await default.until(set(names_of(session, [*range(20, 28)])))
+        assert asking.tokens == le32(*range(12))
+        assert default.tokens == le32(*range(20, 28))
+        assert plain.tokens == b""
 
 
 async def test_watches_of_two_pools_do_not_meet(api: Api) -> None:

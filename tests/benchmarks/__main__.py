@@ -28,8 +28,10 @@ NAMES = (
     "hints",
     "policies",
     "roles",
+    "gateway",
     "reports",
     "hostile",
+    "nodes",
 )
 
 

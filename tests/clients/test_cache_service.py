@@ -204,7 +204,7 @@ async def test_token_ids_of_another_kind_never_leave(cache_server: RunningServer
 async def test_events_come_through_both_clients(cache_server: RunningServer, spec: pb.KvSpec) -> None:
     def kinds_until_stored() -> list[int]:
         with CacheClient(cache_server.address) as client, client.open_session(spec) as session:
-            stream, kinds = session.watch_events(), []
+            stream, kinds = session.watch_events(include_token_ids=True), []
             for event in stream:
                 kinds.append(event.kind)
                 if event.kind == pb.EVENT_KIND_SNAPSHOT_END:
@@ -212,15 +212,17 @@ async def test_events_come_through_both_clients(cache_server: RunningServer, spe
                     session.extend(1, 6)
                     session.commit(1, 6)
                 elif event.kind == pb.EVENT_KIND_STORED:
+                    assert event.token_ids == np.array(PROMPT[:4], "<i4").tobytes()
                     break
             stream.cancel()
             return kinds
 
     assert await asyncio.to_thread(kinds_until_stored) == [pb.EVENT_KIND_SNAPSHOT_END, pb.EVENT_KIND_STORED]
     async with AsyncCacheClient(cache_server.address) as client, await client.open_session(spec) as session:
-        stream = session.watch_events()
+        stream = session.watch_events(include_token_ids=True)
         first = await anext(stream)
         assert (first.kind, len(first.block_names), first.revision) == (pb.EVENT_KIND_SNAPSHOT, 1, 1)
+        assert first.token_ids == np.array(PROMPT[:4], "<i4").tobytes()
         assert (await anext(stream)).kind == pb.EVENT_KIND_SNAPSHOT_END
         stream.cancel()
         short = session.watch_events(timeout_s=0.05)

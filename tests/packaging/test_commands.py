@@ -1,5 +1,6 @@
 """Every command of the README and of docs/ can be typed: targets, subcommands, flags, modules, extras and files exist."""
 
+import argparse
 import importlib.util
 import re
 import shlex
@@ -7,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from smg.router_args import RouterArgs
 
 from kvkeeper.cache_service.config import load_config as load_cache_config
 from kvkeeper.cli import commands as cli
@@ -21,6 +23,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 ROWS = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 PAGES = pages()
+_OF_SERVICES = {"up": ("--cache-", "--engine-"), "serve": ("--cache-", "--engine-", "--gateway-")}
 _PLACEHOLDERS = {"FILE", "PATH", "NAME", "PROMPT", "conversation_trace.jsonl", "hit_rate.png"}
 
 
@@ -64,12 +67,23 @@ def _check_kvkeeper(words: list[str]) -> None:
         _, others = parser.parse_known_args(words)
     except SystemExit:
         raise Wrong("wrong usage") from None
-    if words[0] != "up":
+    if words[0] not in _OF_SERVICES:
         return _require(not others, f"unknown flags {others}")
     for name in ("cache", "engine"):
         _check_service(name, _flags_of(name, others))
-    _require(all(word.startswith(("--cache-", "--engine-")) for word in others if word.startswith("-")), str(others))
+    if words[0] == "serve":
+        _check_gateway(_flags_of("gateway", others))
+    _require(all(word.startswith(_OF_SERVICES[words[0]]) for word in others if word.startswith("-")), str(others))
     return None
+
+
+def _check_gateway(flags: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    RouterArgs.add_cli_args(parser)
+    try:
+        parser.parse_args(flags)
+    except SystemExit:
+        raise Wrong(f"smg launch: {flags}") from None
 
 
 def _flags_of(name: str, words: list[str]) -> list[str]:
@@ -117,6 +131,8 @@ def check(line: str) -> None:
             return _check_make(rest)
         case "kvkeeper", rest:
             return _check_kvkeeper([word for word in rest if word != "&"])
+        case "smg", ["launch", *rest]:
+            return _check_gateway(rest)
         case "python", rest:
             return _check_python(rest)
         case "pip", rest:
@@ -171,6 +187,11 @@ def test_commands_are_found() -> None:
         "kvkeeper cache --nothing 1",
         "kvkeeper up --cache-nothing 1",
         "kvkeeper up --nothing 1",
+        "kvkeeper up --gateway-policy cache_aware",
+        "kvkeeper serve --nothing 1",
+        "kvkeeper serve --gateway-nothing 1",
+        "kvkeeper serve --gateway-policy nothing",
+        "smg launch --nothing 1",
         "kvkeeper engine --policy nothing",
         ".venv/bin/python -m nothing",
         ".venv/bin/python -m pytest tests/nothing",

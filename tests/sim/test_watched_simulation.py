@@ -25,7 +25,7 @@ def _watched(index: PrefixIndex, tick: Callable[[], None], num_ticks: int, seed:
         tick()
         if len(readers) < 6 and dice.random() < 0.02:
             tenant = dice.choice(TENANTS)
-            readers.append(EventReader(tenant, feed.open(tenant)))
+            readers.append(EventReader(tenant, feed.open(tenant, wants_tokens=dice.random() < 0.5)))
         elif len(readers) > 3 and dice.random() < 0.02:
             feed.close(readers.pop(dice.randrange(len(readers))).watch)
         feed.advance(dice.randint(1, 4))

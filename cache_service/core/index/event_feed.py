@@ -23,6 +23,8 @@ from .prefix_index import NO_NODE, PrefixIndex
 
 MAX_NAMES = 512  # of an event
 MAX_WAITING_NAMES = 65_536  # told to a watch and unread
+MAX_WAITING_TOKENS = 1 << 20  # of a watch that wants token ids, beside the names
+_MAX_TOKENS = 1 << 16  # of an event
 MAX_WAITING_EVENTS = 4_096
 _SNAPSHOT_AHEAD = 8 * MAX_NAMES  # names that a snapshot keeps ready for its reader
 _LOOKS_PER_NAME = 8  # looks at unused node numbers that cost as much as telling of one block
@@ -32,11 +34,15 @@ _parent_of = struct.Struct("<i").unpack_from
 
 @dataclass(slots=True)
 class Event:
-    """One message of a watch, without its revision. parents are given only for blocks that are new to the reader."""
+    """One message of a watch, without its revision. parents are given only for blocks that are new to the reader.
+
+    tokens: LE32 of each of these blocks, for a watch that wants them.
+    """
 
     kind: EventKind
     names: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
+    tokens: list[bytes] = field(default_factory=list)
     tier: Tier | None = None
     pressure: PressureLevel | None = None
     replaced_model_id: str = ""
@@ -45,18 +51,25 @@ class Event:
 class Watch:
     """The progress of one reader. `told` has a byte per node while the snapshot lasts; afterwards every node has been told."""
 
-    def __init__(self, tenant: str, num_nodes: int) -> None:
+    def __init__(self, tenant: str, num_nodes: int, num_tokens_each: int = 0) -> None:
+        """num_tokens_each: of a block, for a reader that wants token ids; 0 for one that does not."""
         self.tenant = tenant
+        self.wants_tokens = num_tokens_each > 0
         self.root = NO_NODE  # until the tenant has one
         self.told: memoryview[int] | None = _zeros(num_nodes, np.uint8)
         self.next_node = 1  # of the snapshot
         self.is_lagging = False
         self._events: deque[Event] = deque()
         self._num_names = 0
+        self._names_each, self._snapshot_ahead, self._max_waiting = MAX_NAMES, _SNAPSHOT_AHEAD, MAX_WAITING_NAMES
+        if num_tokens_each:
+            self._names_each = min(MAX_NAMES, max(_MAX_TOKENS // num_tokens_each, 1))
+            self._snapshot_ahead = min(_SNAPSHOT_AHEAD, 8 * self._names_each)
+            self._max_waiting = min(MAX_WAITING_NAMES, MAX_WAITING_TOKENS // num_tokens_each)
 
     @property
     def wants_snapshot(self) -> bool:
-        return self.told is not None and self._num_names < _SNAPSHOT_AHEAD and not self.is_lagging
+        return self.told is not None and self._num_names < self._snapshot_ahead and not self.is_lagging
 
     def knows(self, node: int) -> bool:
         return self.told is None or self.told[node] == 1
@@ -65,17 +78,16 @@ class Watch:
         self._events.append(event)
         self._check_room()
 
-    def add_block(self, kind: EventKind, name: bytes, parent: bytes | None = None, tier: Tier | None = None) -> None:
-        """Consecutive blocks of one kind and tier share an event."""
+    def add_block(self, kind: EventKind, name: bytes, tier: Tier | None = None) -> Event:
+        """Consecutive blocks of one kind and tier share an event. Answers that event."""
         last = self._events[-1] if self._events else None
-        if last is None or last.kind is not kind or last.tier is not tier or len(last.names) == MAX_NAMES:
+        if last is None or last.kind is not kind or last.tier is not tier or len(last.names) >= self._names_each:
             last = Event(kind, tier=tier)
             self._events.append(last)
         last.names.append(name)
-        if parent is not None:
-            last.parents.append(parent)
         self._num_names += 1
         self._check_room()
+        return last
 
     def take_event(self) -> Event | None:
         """The next event for the reader."""
@@ -86,7 +98,7 @@ class Watch:
         return event
 
     def _check_room(self) -> None:
-        if self._num_names > MAX_WAITING_NAMES or len(self._events) > MAX_WAITING_EVENTS:
+        if self._num_names > self._max_waiting or len(self._events) > MAX_WAITING_EVENTS:
             self.is_lagging = True
             self._events.clear()
 
@@ -108,9 +120,9 @@ class EventFeed:
         self._roots = _zeros(self._num_nodes, np.int32)  # of the nodes looked at so far, else 0
         self._root_names: dict[int, bytes] = {}
 
-    def open(self, tenant: str) -> Watch:
-        """A watch that starts with a snapshot."""
-        watch = Watch(tenant, self._num_nodes)
+    def open(self, tenant: str, *, wants_tokens: bool = False) -> Watch:
+        """A watch that starts with a snapshot. wants_tokens: of the blocks that are new to its reader."""
+        watch = Watch(tenant, self._num_nodes, self._index.block_size if wants_tokens else 0)
         self.watches.append(watch)
         return watch
 
@@ -225,7 +237,10 @@ class EventFeed:
             tier = None
             if kind is EventKind.SNAPSHOT:
                 tier = Tier.DEVICE if self._index.block_of_node[node] else Tier.HOST
-            watch.add_block(kind, name, parent_name, tier)
+            event = watch.add_block(kind, name, tier)
+            event.parents.append(parent_name)
+            if watch.wants_tokens:
+                event.tokens.append(key[4:])
         return len(path)
 
     def _untold(self, watch: Watch, node: int) -> list[int]:

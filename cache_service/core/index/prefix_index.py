@@ -48,7 +48,7 @@ class PrefixIndex:
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
-        self._block_size = block_size
+        self.block_size = block_size
         self._key_len = 4 + 4 * block_size
         self._lose_hosts = lose_hosts
         num_nodes = num_blocks + max(num_host_blocks - 1, 0)
@@ -98,8 +98,8 @@ class PrefixIndex:
 
     def match(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest cached prefix of tokens, at most max_blocks and whole blocks only."""
-        num_blocks = min(max_blocks, len(tokens) // self._block_size)
-        raw = np.ascontiguousarray(tokens[: num_blocks * self._block_size], "<i4").tobytes()
+        num_blocks = min(max_blocks, len(tokens) // self.block_size)
+        raw = np.ascontiguousarray(tokens[: num_blocks * self.block_size], "<i4").tobytes()
         width = self._key_len - 4
         find, node, found = self._nodes.get, root, []
         for start in range(0, len(raw), width):
@@ -115,7 +115,7 @@ class PrefixIndex:
 
         parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
-        rows = np.empty((len(blocks), 1 + self._block_size), "<i4")
+        rows = np.empty((len(blocks), 1 + self.block_size), "<i4")
         rows[:, 0] = parents
         rows[:, 1:] = tokens
         raw, width, find = rows.tobytes(), self._key_len, self._nodes.get

@@ -135,4 +135,5 @@ def watch_event(event: Event, revision: int) -> pb.WatchEventsResponse:
         tier=int(event.tier or 0),  # type: ignore[arg-type]
         pressure=int(event.pressure or 0),  # type: ignore[arg-type]
         replaced_model_id=event.replaced_model_id,
+        token_ids=b"".join(event.tokens),
     )

@@ -76,11 +76,12 @@ export class SessionCalls {
 
   /**
    * Yields the blocks cached for the tenant, then every change of them; leaving the loop ends the watch.
-   * @param {{tenant?: string, timeoutMs?: number}} [options]
+   * @param {{tenant?: string, timeoutMs?: number, includeTokenIds?: boolean}} [options] includeTokenIds: of new blocks, as LE32
    */
   watchEvents(options = {}) {
-    const { tenant, timeoutMs } = checkedOptions(options, { tenant: '', timeoutMs: LONGEST_TIMEOUT_MS });
-    return this.#transport.stream('WatchEvents', this.#transport.checked('WatchEvents', { ...this.#head, tenant }), timeoutMs);
+    const known = { tenant: '', timeoutMs: LONGEST_TIMEOUT_MS, includeTokenIds: false };
+    const { timeoutMs, ...fields } = checkedOptions(options, known);
+    return this.#transport.stream('WatchEvents', this.#transport.checked('WatchEvents', { ...this.#head, ...fields }), timeoutMs);
   }
 
   /** Whether a prompt could start now, later or never. @param {object} [options] fields of CheckAdmissionRequest */

@@ -34,7 +34,7 @@ test('a prefix is stored, explained, pinned, watched and cleared', async () => {
   const session = await client.openSession(SPEC);
   const before = await session.explainMatch(PROMPT);
   assert.deepEqual([before.numMatchedTokens, before.end], [0, 'MATCH_END_NEVER_STORED']);
-  const events = session.watchEvents();
+  const events = session.watchEvents({ includeTokenIds: true });
   assert.equal((await events.next()).value.kind, 'EVENT_KIND_SNAPSHOT_END');
 
   await session.createSequence(1, PROMPT);
@@ -43,6 +43,7 @@ test('a prefix is stored, explained, pinned, watched and cleared', async () => {
   const { value: stored } = await events.next();
   assert.deepEqual([stored.kind, stored.revision, stored.blockNames.length], ['EVENT_KIND_STORED', 2, 2]);
   assert.deepEqual(stored.parentNames[1], stored.blockNames[0]);
+  assert.deepEqual(Array.from({ length: 8 }, (_, place) => stored.tokenIds.readInt32LE(4 * place)), PROMPT.slice(0, 8));
 
   const match = await session.matchPrefix(PROMPT);
   assert.equal(match.numMatchedTokens, 8);

@@ -2,5 +2,6 @@
 
 Each call is put into a message of ours, and answered from ours. A gateway speaks HTTP with the clients of OpenAI and Anthropic,
 makes tokens of their texts and texts of our tokens, and knows of an engine what these calls tell. MAY import: the rest of rpc,
-loop, config, values. The messages come from the package of the extra `gateway`; without it nothing here is imported.
+loop, cache_session, config, values. The messages come from the package of the extra `gateway`; without it nothing here is
+imported.
 """

@@ -20,6 +20,7 @@ from ...config import EngineConfig
 from ...loop.engine import Engine
 from ...values.errors import NotImplementedYet, UnknownRequest
 from ..service import EngineService
+from . import kv_events
 from .answers import Answer
 from .requests import own_id, own_request
 from .tokenizer_files import Archive, archive_of
@@ -98,6 +99,9 @@ class VllmEngine:
         return pb.GetLoadsResponse(
             timestamp=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), version=VERSION, dp_rank_count=1, loads=[load]
         )
+
+    def subscribe_kv_events(self, request: common_pb2.SubscribeKvEventsRequest) -> AsyncIterator[common_pb2.KvEventBatch]:
+        return kv_events.batches(self._engine, request.start_sequence_number)
 
     async def get_tokenizer(self, request: common_pb2.GetTokenizerRequest) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         if not self._has_tokenizer:

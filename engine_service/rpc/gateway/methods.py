@@ -6,12 +6,11 @@ from kvkeeper.service.methods import Contract
 
 from ..status import REFUSALS
 
-# Method -> feature of the NOT_IMPLEMENTED answer. A gateway that is refused SubscribeKvEvents goes by its own guesses.
+# Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {
     "Embed": "embeddings",
     "StartProfile": "profiling",
     "StopProfile": "profiling",
-    "SubscribeKvEvents": "cache events for gateways",
     "FlushCache": "flushing by an engine, whose pool is shared",
 }
 

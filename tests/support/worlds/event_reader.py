@@ -51,10 +51,18 @@ class EventReader:
                 return
             self.apply(event)
 
+    def _check_tokens(self, event: Event) -> None:
+        if not self.watch.wants_tokens:
+            assert not event.tokens
+            return
+        for name, parent, tokens in zip(event.names, event.parents, event.tokens, strict=True):
+            assert name == hashlib.sha256(parent + tokens).digest(), "the tokens of another block"
+
     def apply(self, event: Event) -> None:
         self.kinds.append(event.kind)
         if event.kind in (EventKind.SNAPSHOT, EventKind.STORED):
             assert not (self.is_complete and event.kind is EventKind.SNAPSHOT)
+            self._check_tokens(event)
             for name, parent in zip(event.names, event.parents, strict=True):
                 assert name not in self.blocks, "told of twice"
                 assert parent in self.blocks or parent == first_parent(self.tenant), "told of before its parent"

@@ -272,6 +272,7 @@ BOUNDS: dict[str, Bound] = {
     "UpdateSequenceRequest.priority": Number(-1000, 1000),
     "UpdateSequenceRequest.reuse_hint": OneOf(tuple(pb.ReuseHint.values())),
     "GetSequenceRequest.include_tokens": FLAG,
+    "WatchEventsRequest.include_token_ids": FLAG,
     "ListSequencesRequest.session_id": Only(("x", "0" * 32, "x" * 5000), NO_SESSION),
     "ListSequencesRequest.page_size": Number(0, 1000),
     "ListSequencesRequest.page_token": Only(("?", "YWJj", "x" * 5000), INVALID),

@@ -256,13 +256,18 @@ class AsyncCacheSession:
         """Why the longest cached prefix of these tokens ends where it does."""
         return await self._do(self._calls.explain_match(token_ids, tenant))
 
-    def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S) -> AsyncStream:
+    def watch_events(
+        self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S, include_token_ids: bool = False
+    ) -> AsyncStream:
         """Iterate over the blocks cached for the tenant, then every change of them; cancel() ends the watch.
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
+        include_token_ids: of the blocks that are new to the reader, as LE32.
         """
         options = replace(self._transport.options, timeout_s=timeout_s)
-        return self._transport.stream(self._transport.stub.WatchEvents, self._calls.watch_events(tenant), options)
+        return self._transport.stream(
+            self._transport.stub.WatchEvents, self._calls.watch_events(tenant, include_token_ids), options
+        )
 
     async def check_admission(
         self,

@@ -134,8 +134,8 @@ class SessionCalls:
         request = pb.ExplainMatchRequest(**self.head, token_ids=_checked(token_ids).tolist(), tenant=tenant)
         return Call("ExplainMatch", request, whole)
 
-    def watch_events(self, tenant: str) -> pb.WatchEventsRequest:
-        return pb.WatchEventsRequest(**self.head, tenant=tenant)
+    def watch_events(self, tenant: str, include_token_ids: bool) -> pb.WatchEventsRequest:
+        return pb.WatchEventsRequest(**self.head, tenant=tenant, include_token_ids=include_token_ids)
 
     def check_admission(
         self,

@@ -135,7 +135,9 @@ def test_the_sampling_fields_of_the_protocol_are_all_known() -> None:
 
 
 def test_every_method_is_served_or_named_as_not() -> None:
-    served = {"Generate", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"}
+    served = {
+        "Generate", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer", "SubscribeKvEvents",
+    }  # fmt: skip
     assert {method.name for method in CONTRACT.service.methods} == served | CONTRACT.unimplemented.keys()
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index import event_feed as events
@@ -77,7 +78,7 @@ class World:
         if self.feed is None or not self.feed.watches:
             self.feed = EventFeed(self.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
         tenant = self.dice.choice(TENANTS)
-        self.readers.append(EventReader(tenant, self.feed.open(tenant)))
+        self.readers.append(EventReader(tenant, self.feed.open(tenant, wants_tokens=self.dice.random() < 0.5)))
 
     def close(self) -> None:
         if self.readers:
@@ -146,13 +147,18 @@ def test_the_changes_of_steps_are_told_in_order() -> None:
 def test_another_tenants_blocks_are_never_told() -> None:
     world = CorePool(num_blocks=9, block_size=2)
     feed = EventFeed(world.manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-    ours, theirs = (EventReader(tenant, feed.open(tenant)) for tenant in ("ours", "theirs"))
+    watches = [feed.open(tenant, wants_tokens=True) for tenant in ("ours", "theirs")]
     world.prefill(1, [1, 2, 3, 4], tenant="ours")
+    world.prefill(2, [5, 6], tenant="theirs")
     while feed.advance(1):
         pass
-    for reader in (ours, theirs):
-        reader.read()
-    assert (len(ours.blocks), len(theirs.blocks)) == (2, 0)
+    told: list[list[int]] = []
+    for watch in watches:
+        tokens = b""
+        while (event := watch.take_event()) is not None:
+            tokens += b"".join(event.tokens)
+        told.append(np.frombuffer(tokens, "<i4").tolist())
+    assert told == [[1, 2, 3, 4], [5, 6]]
 
 
 def test_a_pool_without_watches_has_no_change_log() -> None:
@@ -182,6 +188,40 @@ def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(monkeypat
     assert slow.watch.take_event() is None
     assert not quick.watch.is_lagging
     assert quick.blocks == names_in(index, "")
+
+
+def test_a_reader_of_tokens_may_leave_so_many_tokens_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING_TOKENS", 20)
+    index = PrefixIndex(64, 2)
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    slow, nameless = feed.open("", wants_tokens=True), feed.open("")
+    while feed.advance(100):
+        pass
+    for token in range(11):
+        assert not slow.is_lagging
+        index.insert_run(index.root(""), int32([token, token]), int32([token + 1]))
+        feed.advance(100)
+    assert slow.is_lagging
+    assert not nameless.is_lagging
+
+
+def test_a_snapshot_with_tokens_comes_in_events_of_so_many_and_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_MAX_TOKENS", 8)
+    monkeypatch.setattr(events, "MAX_WAITING_TOKENS", 2 * 40)
+    index = PrefixIndex(128, 2)
+    index.insert_run(index.root(""), int32(range(200)), int32(range(1, 101)))
+    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
+    reader, most = EventReader("", feed.open("", wants_tokens=True)), 0
+    while not reader.is_complete:
+        while feed.advance(4):
+            pass
+        event = reader.watch.take_event()
+        assert event is not None
+        most = max(most, len(event.tokens))
+        reader.apply(event)
+    assert most == 4
+    assert not reader.watch.is_lagging
+    assert reader.blocks == names_in(index, "")
 
 
 def test_a_snapshot_waits_for_its_reader_instead_of_ending(monkeypatch: pytest.MonkeyPatch) -> None:
