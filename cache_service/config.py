@@ -15,6 +15,7 @@ from kvkeeper.service.config import ConfigSource
 from kvkeeper.service.settings import (
     DEVICE,
     MAX_SOCKET_PATH_BYTES,
+    OPTIONAL_HOLDER_ADDRESS,
     Check,
     ConfigError,
     between,
@@ -134,6 +135,15 @@ class CacheConfig:
         group="Pools",
         help="ask the service that has --memory-dir to stop, and go on with its memory and at its address",
         details="It must keep its memory, see --keep. Everything slow is done before it is asked.",
+    )
+    hold: str = setting(
+        "",
+        group="Pools",
+        help="address of kvkeeper hold, which keeps pools on a CUDA device while the service is away",
+        example="unix:/run/user/1000/kvkeeper/hold.sock",
+        default_text="none",
+        check=OPTIONAL_HOLDER_ADDRESS,
+        details="With --memory-dir on a device, and only there. A start without the holder is a cold one.",
     )
     block_digests: bool = setting(
         False,
@@ -293,8 +303,10 @@ class CacheConfig:
             raise ConfigError("--block-digests reads memory of the machine, so it needs --device cpu")
         if self.block_digests and self.memory_dir is None:
             raise ConfigError("--block-digests are of memory that is kept, see --memory-dir")
-        if self.memory_dir is not None and self.device != "cpu":
-            raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu")
+        if self.memory_dir is not None and self.device != "cpu" and not self.hold:
+            raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu, or a holder, see --hold")
+        if self.hold and (self.memory_dir is None or self.device == "cpu"):
+            raise ConfigError("--hold keeps pools on a CUDA device, so it needs --device cuda and --memory-dir")
 
     @property
     def most_tokens(self) -> int:

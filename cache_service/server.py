@@ -28,7 +28,7 @@ from .memory.attach_server import AttachServer
 from .memory.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
-from .memory.select_memory import memory_of
+from .memory.select_memory import kept_memory_of, memory_of
 from .metrics import cache_metrics
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
@@ -119,7 +119,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     try:
         watch_streams = WatchStreams()
         if config.memory_dir is not None:
-            directory = MemoryDirectory(config.memory_dir, keep=config.keep)
+            kept_memory = kept_memory_of(config.device, config.hold, config.memory_dir)
+            directory = MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
         registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced, directory)
         most_bytes = max_message_bytes(config.max_sequences)
         endpoint = await Endpoint.open(config.listen, most_bytes)

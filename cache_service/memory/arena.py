@@ -4,7 +4,8 @@ The core decides about blocks by number; they are bytes only in this folder. A p
 host tier's, which is always shared memory.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -40,3 +41,30 @@ class Arena(Protocol):
 
     def close(self, *, is_mapped: bool = False) -> None:
         """Give the memory back. is_mapped: other processes still have it mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of a kept arena are, if not in its file: the uuid of the device, and a name with the holder."""
+
+    device: str = ""
+    name: str = ""
+
+
+@runtime_checkable
+class KeptArena(Arena, Protocol):
+    """An arena of a memory directory: a file there is the arena, or stands for it."""
+
+    descriptor: int  # of the file, locked by each process that maps the arena
+    place: Place
+
+    def read_stamp(self, num_bytes: int) -> bytes:
+        """Bytes of the page behind the arena. Raises OSError."""
+
+    def write_stamp(self, stamp: bytes) -> None: ...
+
+    def keep(self) -> None:
+        """A pool has it from now on, which is to outlive the service."""
+
+    def forget(self) -> None:
+        """No later run wants it. Idempotent."""

@@ -15,21 +15,19 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from kvkeeper.service.listen import SocketLock
+from kvkeeper.service.listen import SocketLock, listen_privately, peer_of
 
 from .timeouts import Clock, within
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
 _MAX_TOKEN_BYTES = 128
 _MAX_HANDSHAKES = 64  # connections that have not shown a token yet
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 class Part(StrEnum):
@@ -73,13 +71,7 @@ class AttachServer:
         self._desk = desk
         self._connections: set[asyncio.Task[None]] = set()
         self._num_handshakes = 0
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        old_mask = os.umask(0o177)
-        try:
-            self._listener.bind(os.fspath(self.path))
-        finally:
-            os.umask(old_mask)
-        self._listener.listen(_MAX_HANDSHAKES)
+        self._listener = listen_privately(self.path, socket.SOCK_STREAM, _MAX_HANDSHAKES)
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept())
 
@@ -184,12 +176,11 @@ async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part]
 
 def _open_process(connection: socket.socket) -> int:
     """A pidfd of the process at the other end, which must run as the same user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process_id, user_id, _ = _CREDENTIALS.unpack(raw)
-    if user_id != os.geteuid():
+    peer = peer_of(connection)
+    if peer.user != os.geteuid():
         raise AttachRefused("FOREIGN_USER")
     try:
-        return os.pidfd_open(process_id)
+        return os.pidfd_open(peer.process)
     except OSError:  # the process has ended, or lives in another PID namespace
         raise AttachRefused("UNKNOWN_PROCESS") from None
 

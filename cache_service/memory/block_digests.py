@@ -10,7 +10,9 @@ import numpy as np
 
 from ..core.values.kept_index import UInt64Array
 from ..core.values.types import Int32Array, Tier
-from .kept_file import KeptPool
+from .arena import ByteArray
+from .kept_file import KeptPool, KeptTier
+from .shared_memory import SharedMemoryArena
 
 _MARK = 1 << 32  # no digest is 0
 
@@ -21,10 +23,15 @@ class BlockDigests:
     def __init__(self, pool: KeptPool) -> None:
         self.block_bytes = pool.spec.block_bytes
         tiers = zip((Tier.DEVICE, Tier.HOST), pool.tiers, strict=False)
-        self._blocks = {tier: kept.arena.blocks(kept.num_blocks, self.block_bytes) for tier, kept in tiers}
+        self._blocks = {tier: _blocks(kept, self.block_bytes) for tier, kept in tiers}
         self._keys = [tier.index.description.key & 0xFFFFFFFF for tier in pool.tiers]
 
     def of(self, tier: Tier, blocks: Int32Array) -> UInt64Array:
         """[n] digests of blocks [n]; in any thread."""
         rows, key = self._blocks[tier], self._keys[tier is Tier.HOST]
         return np.fromiter((zlib.crc32(rows[block], key) | _MARK for block in blocks.tolist()), np.uint64, len(blocks))
+
+
+def _blocks(kept: KeptTier, block_bytes: int) -> ByteArray:
+    assert isinstance(kept.arena, SharedMemoryArena), "digests are of memory of the machine"
+    return kept.arena.blocks(kept.num_blocks, block_bytes)

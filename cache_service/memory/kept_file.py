@@ -3,16 +3,17 @@
 Owns their form. A pool has such files, and its host tier has others like them, without tenants. The arena's file has one page
 more than the arena, with a stamp; the index file has a header, a check and a row for each block, and at its end the tenants'
 names, one record each. Rules: every size follows from the header, and a file of another size is refused before it is mapped;
-both files carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; those of
-a host tier name the key of their pool, and have its number of runs; a tenant's name is stored before the tenant gets a block,
-and a log that lacks one makes the whole index worthless, because blocks of an unknown tenant could not be cleared (R8). Nothing
-is unpickled.
+arena and index carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; an
+arena that is not in its file carries them in its memory; those of a host tier name the key of their pool, and have its number
+of runs; a tenant's name is stored before the tenant gets a block, and a log that lacks one makes the whole index worthless,
+because blocks of an unknown tenant could not be cleared (R8). Nothing is unpickled.
 """
 
 import contextlib
 import json
 import mmap
 import os
+import re
 import secrets
 import stat
 import struct
@@ -28,7 +29,8 @@ from ..core.values.kept_index import KeptIndex, KeptTable, row_words
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Int32Array
 from . import file_locks
-from .shared_memory import SharedMemoryArena, reserve_pages
+from .arena import KeptArena, Place
+from .shared_memory import reserve_pages, whole_pages
 
 _FORMAT = 2
 _MAGIC = b"kvkeeper"
@@ -41,6 +43,7 @@ _RECORD = struct.Struct("<HI")  # length and crc32 of a tenant's name
 _MOST_TENANTS = 65_536
 _MOST_BLOCKS = 1 << 24
 _COUNT_FIELDS = ("key", "arena", "num_blocks", "num_bytes")
+_PLACE = re.compile(r"[0-9a-f]{32} [0-9a-f]{16}")
 _SPEC_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "block_size")
 
 
@@ -50,7 +53,7 @@ class FileRefused(Exception):
 
 def arena_file_bytes(num_bytes: int) -> int:
     """Bytes of the file of an arena of so many bytes."""
-    return _whole_pages(num_bytes) + _PAGE
+    return whole_pages(num_bytes) + _PAGE
 
 
 def open_file(path: Path) -> int:
@@ -67,12 +70,18 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def make_file(path: Path, num_bytes: int) -> int:
-    """A descriptor of a new file of so many bytes, all zero and with their pages. Raises OutOfMemory."""
+def make_file(path: Path, num_bytes: int, *, has_pages: bool = True) -> int:
+    """A descriptor of a new file of so many bytes, all zero and with their pages. Raises OutOfMemory.
+
+    has_pages: else the file has its size alone, and stands for memory that is elsewhere.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise OutOfMemory(f"no file can be made: {error.strerror}") from None
+    if not has_pages:
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor
     try:
         reserve_pages(descriptor, num_bytes)
     except OutOfMemory:
@@ -85,7 +94,8 @@ def make_file(path: Path, num_bytes: int) -> int:
 class Description:
     """What an index file says of its pool, or of its host tier.
 
-    arena: the inode of the arena's file. pool: of a host tier, the key of its pool's index; else 0.
+    arena: the inode of the arena's file. pool: of a host tier, the key of its pool's index; else 0. device, held: the place of
+    an arena that is not in its file.
     """
 
     key: int
@@ -94,9 +104,18 @@ class Description:
     num_bytes: int
     spec: KvSpec
     pool: int = 0
+    device: str = ""
+    held: str = ""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.held)
 
     def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}).encode()
+        fields = {**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}
+        if self.place == Place():  # as before there were other places
+            del fields["device"], fields["held"]
+        return json.dumps(fields).encode()
 
     @classmethod
     def decode(cls, text: bytes) -> "Description":
@@ -109,8 +128,13 @@ class Description:
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
         counts += [getattr(decoded.spec, name) for name in _SPEC_COUNTS] + ([decoded.pool] if decoded.pool != 0 else [])
-        if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or type(decoded.spec.model_id) is not str:
+        texts = decoded.spec.model_id, decoded.device, decoded.held
+        if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or any(
+            type(text) is not str for text in texts
+        ):
             raise FileRefused("its description has a value out of range")
+        if decoded.place != Place() and _PLACE.fullmatch(f"{decoded.device} {decoded.held}") is None:
+            raise FileRefused("its description names no place")
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
             raise FileRefused("its description has sizes that do not fit each other")
         return decoded
@@ -126,7 +150,7 @@ class IndexFile:
         num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
         self._map = mmap.mmap(descriptor, _fixed_bytes(description))
         checks = np.frombuffer(self._map, np.uint64, num_blocks, _HEADER_BYTES)
-        first_row = _HEADER_BYTES + _whole_pages(8 * num_blocks)
+        first_row = _HEADER_BYTES + whole_pages(8 * num_blocks)
         rows: Int32Array = np.frombuffer(self._map, np.int32, num_blocks * words, first_row).reshape(num_blocks, words)
         self._num_tenants = len(tenants)
         self._tenants_end = tenants_end
@@ -134,13 +158,16 @@ class IndexFile:
         self.tenants = tenants
 
     @classmethod
-    def make(cls, path: Path, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
+    def make(cls, path: Path, arena: KeptArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
         """A new file for a pool whose arena was not used yet, or for the host tier of a pool of this key.
 
         Raises OutOfMemory.
         """
         inode = os.fstat(arena.descriptor).st_ino
-        description = Description(secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec, pool)
+        place = arena.place
+        description = Description(
+            secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec, pool, place.device, place.name
+        )
         text = description.encode()
         assert len(text) <= _HEADER_BYTES - _HEAD.size - _COUNTS.size, "the fields of a KV spec are bounded"
         descriptor = make_file(path, _fixed_bytes(description))
@@ -163,12 +190,19 @@ class IndexFile:
             os.close(descriptor)
             raise
 
-    def check_arena(self, arena_file: int) -> None:
-        """Raises FileRefused where the file is not the arena that the index was written for."""
+    def check_file(self, arena_file: int) -> None:
+        """Raises FileRefused where the file is not that of the arena that the index was written for."""
         status, num_bytes = os.fstat(arena_file), self.description.num_bytes
         if status.st_size != arena_file_bytes(num_bytes) or status.st_ino != self.description.arena:
             raise FileRefused("its arena is another file")
-        if os.pread(arena_file, _STAMP.size, _whole_pages(num_bytes)) != self._stamp():
+
+    def check_stamp(self, arena: KeptArena) -> None:
+        """Raises FileRefused where the memory is not what the last run has left."""
+        try:
+            is_ours = arena.read_stamp(_STAMP.size) == self._stamp()
+        except OSError:
+            is_ours = False
+        if not is_ours:
             raise FileRefused("its arena is of another time")
 
     def check_pool(self, pool: "IndexFile") -> None:
@@ -183,10 +217,10 @@ class IndexFile:
         """Runs that have used the files."""
         return self._counts()[0]
 
-    def count_run(self, arena_file: int, num_runs: int) -> None:
-        """Another run uses both files: the one of this number."""
+    def count_run(self, arena: KeptArena, num_runs: int) -> None:
+        """Another run uses index and arena: the one of this number."""
         self._map[_HEADER_BYTES - _COUNTS.size : _HEADER_BYTES] = _COUNTS.pack(num_runs, self._counts()[1])
-        os.pwrite(arena_file, self._stamp(), _whole_pages(self.description.num_bytes))
+        arena.write_stamp(self._stamp())
 
     def close(self) -> None:
         """Unmapped with the last view of it."""
@@ -209,14 +243,10 @@ class IndexFile:
         _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, self._num_tenants)
 
 
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
-
-
 def _fixed_bytes(description: Description) -> int:
     """Bytes before the tenants' names."""
     num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
-    return _HEADER_BYTES + _whole_pages(8 * num_blocks) + _whole_pages(4 * words * num_blocks)
+    return _HEADER_BYTES + whole_pages(8 * num_blocks) + whole_pages(4 * words * num_blocks)
 
 
 def _read_description(descriptor: int) -> Description:
@@ -266,7 +296,7 @@ def _record(key: int, number: int, name: bytes) -> bytes:
 class KeptTier:
     """The open files of one tier of a pool."""
 
-    arena: SharedMemoryArena
+    arena: KeptArena
     index: IndexFile
     arena_path: Path
     index_path: Path
@@ -280,7 +310,8 @@ class KeptTier:
         return self.arena_path, self.index_path
 
     def remove(self) -> None:
-        """Removes both files. Processes that map the arena keep what they mapped."""
+        """Removes both files, and what the arena's stands for. Processes that map the arena keep what they mapped."""
+        self.arena.forget()
         self.index_path.unlink(missing_ok=True)
         self.arena_path.unlink(missing_ok=True)
 

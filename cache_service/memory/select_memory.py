@@ -1,8 +1,13 @@
-"""memory_of: the allocator of arenas for a configured device."""
+"""The allocator of arenas for a configured device, and that of a memory directory."""
+
+from pathlib import Path
 
 from kvkeeper.cuda.runtime import cuda_runtime
+from kvkeeper.cuda.vmm import vmm_driver
 
-from .cuda import CudaMemory
+from .device.cuda import CudaMemory
+from .device.held_memory import HeldMemory
+from .kept_memory import FileMemory, KeptMemory
 from .shared_memory import SharedMemory
 
 
@@ -10,4 +15,15 @@ def memory_of(device: str) -> SharedMemory | CudaMemory:
     """device: "cpu", "cuda" or "cuda:N". Raises CudaError where there is no such device."""
     if device == "cpu":
         return SharedMemory()
-    return CudaMemory(cuda_runtime(), int(device.partition(":")[2] or 0))
+    return CudaMemory(cuda_runtime(), _index(device))
+
+
+def kept_memory_of(device: str, holder: str, folder: Path) -> KeptMemory:
+    """The same for the memory directory at this folder. holder: the address of what holds the memory of a CUDA device."""
+    if device == "cpu":
+        return FileMemory()
+    return HeldMemory(cuda_runtime(), vmm_driver(), _index(device), holder, folder)
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)

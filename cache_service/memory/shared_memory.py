@@ -17,11 +17,13 @@ from kvkeeper.service.sizes import size
 
 from ..core.values.copies import Copies
 from ..core.values.types import TransferKind
-from .arena import Arena, ByteArray
+from .arena import Arena, ByteArray, Place
 
 
 class SharedMemoryArena:
-    """An Arena of [num_bytes] bytes. Raises OutOfMemory."""
+    """An Arena of [num_bytes] bytes, and a KeptArena where its file has a page more. Raises OutOfMemory."""
+
+    place = Place()  # its file
 
     def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
         """descriptor: of a file with its pages, closed with the arena. By default a memfd is made, all zero."""
@@ -64,10 +66,27 @@ class SharedMemoryArena:
         for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
             blocks[destination] = blocks[source]
 
+    def read_stamp(self, num_bytes: int) -> bytes:
+        return os.pread(self.descriptor, num_bytes, whole_pages(self.num_bytes))
+
+    def write_stamp(self, stamp: bytes) -> None:
+        os.pwrite(self.descriptor, stamp, whole_pages(self.num_bytes))
+
+    def keep(self) -> None:
+        """The file is enough."""
+
+    def forget(self) -> None:
+        """The file is all there is."""
+
     def close(self, *, is_mapped: bool = False) -> None:
         """Gives up this process's mapping: unmapped with its last view, kept by the system while others map the arena."""
         del self.array, self._mapping
         self._close_descriptor()
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The size of so many bytes in whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _reserved(num_bytes: int) -> int:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvkeeper.cuda.handle import KIND as CUDA_KIND
-
 from ..core.calls.restore import EARLIER_RUN
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
@@ -46,7 +44,7 @@ class PoolInfo:
     prefix_caching: bool
     num_host_blocks: int
     host_arena_bytes: int
-    is_on_gpu: bool  # its arena is CUDA memory, not shared memory
+    arena_kind: str  # as the attach socket's line names it
 
 
 class Pool:
@@ -83,7 +81,7 @@ class Pool:
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_host_blocks,
             host_arena_bytes=num_host_blocks * block_bytes,
-            is_on_gpu=arena.fields()["kind"] == CUDA_KIND,
+            arena_kind=str(arena.fields()["kind"]),
         )
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, live or ended, whose process still maps the arena

@@ -22,7 +22,7 @@ from ..core.sequences.claims import StartNumbers
 from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
-from ..memory.arena import Arena
+from ..memory.arena import Arena, KeptArena
 from ..memory.block_digests import BlockDigests
 from ..memory.kept_file import KeptPool
 from ..memory.memory_directory import MemoryDirectory
@@ -86,6 +86,7 @@ class PoolRegistry:
             if self._directory is not None:
                 for kept in self._directory.open_pools():
                     await self._restore(kept)
+                self._directory.settle()
                 num_spares = self._config.num_pools - len(self._pools) if is_sized else 0
                 sizes = (self._config.pool_memory, num_spares), (self._host_memory, num_spares if self._host_memory else 0)
                 spares, self._spare_hosts = self._directory.open_spares(*sizes)
@@ -165,7 +166,7 @@ class PoolRegistry:
         manager: PoolManager,
     ) -> PoolKeeper:
         """The files of a new pool. Raises OutOfPools."""
-        assert isinstance(arena, SharedMemoryArena), "a folder holds files of the machine's memory"
+        assert isinstance(arena, KeptArena), "the directory has allocated it"
         try:
             kept = await asyncio.to_thread(directory.make_pool, arena, spec, manager.config.num_blocks)
             try:
@@ -191,7 +192,7 @@ class PoolRegistry:
 
     def _forget_file(self, arena: Arena) -> None:
         """Of an arena that is closed and not kept."""
-        if self._directory is not None and isinstance(arena, SharedMemoryArena):
+        if self._directory is not None and isinstance(arena, KeptArena):
             self._directory.remove_arena(arena)
 
     async def _restore(self, kept: KeptPool) -> None:
@@ -228,6 +229,7 @@ class PoolRegistry:
         num_bytes = self._host_bytes(manager.config, kept.spec)
         if kept.hosts is not None:
             if (kept.hosts.num_blocks, kept.hosts.arena.num_bytes) == (manager.config.num_host_blocks, num_bytes):
+                assert isinstance(kept.hosts.arena, SharedMemoryArena), "of a host tier"
                 return kept.hosts.arena
             log.warning("kept_memory_refused", why="the configuration has another host tier")
             kept.drop_hosts()

@@ -24,7 +24,7 @@ class CudaError(Exception):
 
     @property
     def is_out_of_memory(self) -> bool:
-        return self.name == "cudaErrorMemoryAllocation"
+        return self.name in ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 class CudaRuntime(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvkeeper.service.settings import ConfigError, Setting
 
-TABLES = ("cache", "engine")
+TABLES = ("cache", "engine", "hold")
 
 
 def read_table(path: Path, table: str, settings: Sequence[Setting]) -> dict[str, tuple[str, str | bool]]:

@@ -9,7 +9,11 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
+from typing import NamedTuple
+
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 class AddressInUse(Exception):
@@ -19,6 +23,32 @@ class AddressInUse(Exception):
 def socket_path(listen: str) -> Path | None:
     """The path of a Unix socket's address, else None."""
     return Path(listen.removeprefix("unix:")) if listen.startswith("unix:") else None
+
+
+class Peer(NamedTuple):
+    """The process and the user at the other end of a Unix socket."""
+
+    process: int
+    user: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """As the kernel names them. Raises OSError."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return Peer(process, user)
+
+
+def listen_privately(path: Path, kind: socket.SocketKind, backlog: int) -> socket.socket:
+    """A listening Unix socket that only this user may open. The caller has its path, see SocketLock. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    old_mask = os.umask(0o177)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(old_mask)
+    listener.listen(backlog)
+    return listener
 
 
 class SocketLock:

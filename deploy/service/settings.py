@@ -191,11 +191,18 @@ def _metrics_address_refusal(address: str) -> str | None:
     return _address_refusal(address, wanted) if address else None
 
 
+def _holder_address_refusal(address: str) -> str | None:
+    wanted = "unix:/path"
+    return _address_refusal(address, wanted) if address.startswith("unix:") else f"{wanted}, not {address!r}"
+
+
 # Until there are credentials, every program that can reach an address is trusted: so loopback or a Unix socket only.
 ADDRESS = Check(
     "host:port, or unix:/path",
     lambda address: _address_refusal(address, "host:port such as 127.0.0.1:7410, or unix:/path"),
 )
+HOLDER_ADDRESS = Check("unix:/path", _holder_address_refusal)
+OPTIONAL_HOLDER_ADDRESS = Check("unix:/path, or empty", lambda address: _holder_address_refusal(address) if address else None)
 # A Unix socket speaks no HTTP to Prometheus.
 METRICS_ADDRESS = Check("host:port, or empty", _metrics_address_refusal)
 TRACE_ENDPOINT = Check(

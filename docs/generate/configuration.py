@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of both services, from the fields of their configs."""
+"""docs/configuration.md: every setting of both services and of the holder, from the fields of their configs."""
 
 from itertools import groupby
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 from docs.generate.markdown import code_span, head, prose, table
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.engine_service.config import SOURCE as ENGINE
+from kvkeeper.hold.config import SOURCE as HOLD
 from kvkeeper.service.config import ConfigSource
 from kvkeeper.service.settings import Setting, settings_of
 
 _INTRO = """\
 A flag goes over its environment variable, which goes over the file of `--config`, which goes over the default; an empty
-variable counts as not given. `--help` of `kvkeeper cache` and of `kvkeeper engine` tells the same. `kvkeeper up` takes every
-flag with the name of its service in front, such as `--cache-num-pools 1`. A wrong value is refused at start in one line that
-names the flag, the variable, or the file with its table and key.
+variable counts as not given. `--help` of `kvkeeper cache`, `kvkeeper engine` and `kvkeeper hold` tells the same. `kvkeeper up`
+takes every flag of a service with its name in front, such as `--cache-num-pools 1`. A wrong value is refused at start in one
+line that names the flag, the variable, or the file with its table and key.
 
 One file serves both services, `kvkeeper up` and `kvkeeper serve`; its keys are the flags without their dashes in front:
 
@@ -34,7 +35,7 @@ not at their defaults."""
 
 def page() -> str:
     lines = head("Configuration", _INTRO)
-    for title, source in (("The cache service", CACHE), ("The engine service", ENGINE)):
+    for title, source in (("The cache service", CACHE), ("The engine service", ENGINE), ("The holder", HOLD)):
         lines += [f"## {title}: `{source.program}`", ""]
         lines += _tables(source)
     return "\n".join(lines).rstrip() + "\n"

@@ -179,7 +179,7 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
 
 def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:
     """Raises KvkeeperError where the pool's memory has another kind than the model computes on."""
-    is_cuda = pool.arena_kind == pb.ARENA_KIND_CUDA_IPC
+    is_cuda = pool.arena_kind in (pb.ARENA_KIND_CUDA_IPC, pb.ARENA_KIND_CUDA_VMM)
     if is_cuda != (device.type == "cuda"):
         where, flag = ("CUDA memory", "cuda") if is_cuda else ("the host's memory", "cpu")
         raise KvkeeperError(

@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
-from kvkeeper.cache_service.memory.cuda import CudaMemory
+from kvkeeper.cache_service.memory.device.cuda import CudaMemory
 from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.client.cache import AsyncCacheSession

@@ -12,6 +12,7 @@ from docs.generate.markdown import prose, slug, table
 from docs.generate.states import picture
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.engine_service.config import SOURCE as ENGINE
+from kvkeeper.hold.config import SOURCE as HOLD
 from kvkeeper.service.settings import settings_of
 from tests.contracts.source_tree import ROOT
 
@@ -35,7 +36,7 @@ def test_links_within_a_page_lead_to_a_heading_and_tables_are_whole(name: str) -
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
 
 
-@pytest.mark.parametrize("source", [CACHE, ENGINE], ids=["cache", "engine"])
+@pytest.mark.parametrize("source", [CACHE, ENGINE, HOLD], ids=["cache", "engine", "hold"])
 def test_every_flag_and_variable_is_told(source) -> None:
     page = written("configuration.md")
     for one in settings_of(source.config):

@@ -45,7 +45,7 @@ def test_a_rehearsal_writes_a_file_and_ends_well(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("rehearsal-*.json")
     content = json.loads(path.read_text())
     names = [check["name"] for check in content["parts"]["a"]["checks"]]
-    assert {"ipc_both_ways", "ipc_exporter_killed", "ipc_importer_killed", "ipc_stale_handle"} <= set(names)
+    assert {"ipc_both_ways", "ipc_exporter_killed", "ipc_importer_killed", "ipc_stale_handle", "vmm_maker_killed"} <= set(names)
     assert "no parts failed" in done.stdout
 
 

@@ -1,76 +1,85 @@
-"""A check whether device memory can be shared by CUDA's VMM descriptors: the second kind of handle, if the first is refused.
+"""Checks whether device memory outlives its process by descriptors: what `kvkeeper hold` and `--hold` stand on.
 
-`python -m tests.gpu.vmm FD` is the importing process: it maps the memory of descriptor FD, adds one to its first byte, ends.
+`python -m tests.gpu.vmm FD [dry]` is the process that makes the memory: it fills it, sends its descriptor over socket FD, and
+waits to be killed.
 """
 
+import os
+import signal
+import socket
 import subprocess
 import sys
-from typing import Any
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
+
+from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
+from kvkeeper.cuda.vmm import VmmDriver, vmm_driver
 from tests.gpu.checks import Check
+from tests.support.stand_ins.fake_cuda import FakeCuda
+from tests.support.stand_ins.fake_libcuda import FakeLibcuda
 
 _SIZE = 8 << 20
 
 
-def probe() -> Check:
-    """Export, import in another process, write there, read here."""
-    from cuda.bindings import driver
-
-    driver_call(driver.cuInit(0))
-    context = driver_call(driver.cuDevicePrimaryCtxRetain(0))
-    driver_call(driver.cuCtxSetCurrent(context))
-    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    shape = driver.CUmemAllocationProp()
-    shape.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    shape.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    shape.location.id = 0
-    shape.requestedHandleTypes = kind
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    granularity = driver_call(driver.cuMemGetAllocationGranularity(shape, minimum))
-    handle = driver_call(driver.cuMemCreate(_SIZE, shape, 0))
-    descriptor = int(driver_call(driver.cuMemExportToShareableHandle(handle, kind, 0)))
-    pointer = _map(driver, handle)
-    driver_call(driver.cuMemsetD8(pointer, 41, _SIZE))
-    driver_call(driver.cuCtxSynchronize())
-    command = [sys.executable, "-m", "tests.gpu.vmm", str(descriptor)]
-    done = subprocess.run(command, pass_fds=[descriptor], capture_output=True, text=True, timeout=60)
-    seen = bytearray(1)
-    driver_call(driver.cuMemcpyDtoH(seen, pointer, 1))
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    return Check("vmm_descriptor", seen[0] == 42, {"granularity_bytes": int(granularity)}, last[0])
+def run(is_dry: bool) -> Iterator[Check]:
+    """All of it in one go; the first call that fails is told."""
+    try:
+        yield _maker_killed(*_device(is_dry), is_dry)
+    except (CudaError, OSError, ValueError) as error:
+        yield Check("vmm_maker_killed", False if is_dry else None, note=f"refused: {error}")
 
 
-def driver_call(result: tuple[Any, ...]) -> Any:
-    """What a driver call answers behind its error code. Raises OSError."""
-    error, *values = result
-    if int(error):
-        raise OSError(error.name)
-    return values[0] if values else None
+def _device(is_dry: bool) -> tuple[CudaRuntime, VmmDriver]:
+    library = FakeLibcuda()
+    return (FakeCuda(Path(), "vmm"), VmmDriver(lambda: library)) if is_dry else (cuda_runtime(), vmm_driver())
 
 
-def _map(driver: Any, handle: Any) -> Any:
-    pointer = driver_call(driver.cuMemAddressReserve(_SIZE, 0, 0, 0))
-    driver_call(driver.cuMemMap(pointer, _SIZE, 0, handle, 0))
-    access = driver.CUmemAccessDesc()
-    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = 0
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    driver_call(driver.cuMemSetAccess(pointer, _SIZE, [access], 1))
-    return pointer
+def _maker_killed(runtime: CudaRuntime, driver: VmmDriver, is_dry: bool) -> Check:
+    """The descriptor alone keeps the bytes, two mappings made after the maker's death share them, and closing frees them."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "tests.gpu.vmm", str(theirs.fileno()), *(["dry"] if is_dry else [])]
+    maker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    with ours:
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    maker.send_signal(signal.SIGKILL)
+    maker.wait()
+    (descriptor,) = descriptors
+    before = runtime.free_bytes(0)
+    began = time.perf_counter()
+    pointers = [driver.map(0, descriptor, _SIZE) for _ in range(2)]
+    map_ms = (time.perf_counter() - began) * 1000 / 2
+    seen = [_byte(runtime, pointers[0], place) for place in (0, _SIZE - 1)]
+    runtime.clear(0, pointers[0], 1)
+    shared = _byte(runtime, pointers[1], 0) == 0
+    runtime.synchronize(0)
+    for pointer in pointers:
+        driver.unmap(pointer, _SIZE)
+    kept = runtime.free_bytes(0)
+    os.close(descriptor)
+    figures = {"map_ms": map_ms, "granularity_bytes": driver.whole(0, 1), "bytes_back_at_close": runtime.free_bytes(0) - kept}
+    note = "" if is_dry or kept <= before else "unmapping alone gave memory back"
+    return Check("vmm_maker_killed", seen == [41, 41] and shared, figures, note)
 
 
-def _import(descriptor: int) -> None:
-    from cuda.bindings import driver
+def _byte(runtime: CudaRuntime, pointer: int, place: int) -> int:
+    found = np.zeros(1, np.uint8)
+    runtime.copy(0, found.ctypes.data, pointer + place, 1)
+    return int(found[0])
 
-    driver_call(driver.cuInit(0))
-    driver_call(driver.cuCtxSetCurrent(driver_call(driver.cuDevicePrimaryCtxRetain(0))))
-    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    pointer = _map(driver, driver_call(driver.cuMemImportFromShareableHandle(descriptor, kind)))
-    seen = bytearray(1)
-    driver_call(driver.cuMemcpyDtoH(seen, pointer, 1))
-    driver_call(driver.cuMemsetD8(pointer, seen[0] + 1, 1))
-    driver_call(driver.cuCtxSynchronize())
+
+def _make(connection: socket.socket, is_dry: bool) -> None:
+    runtime, driver = _device(is_dry)
+    runtime.synchronize(0)  # makes the context
+    pointer, descriptor = driver.make(0, _SIZE)
+    filled = np.full(_SIZE, 41, np.uint8)
+    runtime.copy(0, pointer, filled.ctypes.data, _SIZE)
+    socket.send_fds(connection, [b"\0"], [descriptor])
+    signal.pause()
 
 
 if __name__ == "__main__":
-    _import(int(sys.argv[1]))
+    _make(socket.socket(fileno=int(sys.argv[1])), "dry" in sys.argv)

@@ -13,6 +13,7 @@ from smg.router_args import RouterArgs
 from kvkeeper.cache_service.config import load_config as load_cache_config
 from kvkeeper.cli import commands as cli
 from kvkeeper.engine_service.config import load_config as load_engine_config
+from kvkeeper.hold.config import load_config as load_hold_config
 from tests.benchmarks.__main__ import NAMES as BENCHMARKS
 from tests.support.documents.markdown import ROOT, Page, commands, pages
 
@@ -49,7 +50,7 @@ def _check_make(words: list[str]) -> None:
 
 
 def _check_service(name: str, flags: list[str]) -> None:
-    load = {"cache": load_cache_config, "engine": load_engine_config}[name]
+    load = {"cache": load_cache_config, "engine": load_engine_config, "hold": load_hold_config}[name]
     try:
         load(flags, {})
     except (Exception, SystemExit) as error:
@@ -59,7 +60,7 @@ def _check_service(name: str, flags: list[str]) -> None:
 def _check_kvkeeper(words: list[str]) -> None:
     if words in (["--version"], ["--help"]):
         return None
-    if words[:1] in (["cache"], ["engine"]):
+    if words[:1] in (["cache"], ["engine"], ["hold"]):
         return _check_service(words[0], words[1:])
     parser, _ = cli.whole_parser()
     try:

@@ -6,6 +6,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
+from kvkeeper.cuda import handle as cuda_handles
 
 from ...core.index.event_feed import Event
 from ...core.inspection.explain import Explanation, in_words
@@ -16,7 +17,12 @@ from ...runtime.pool import Pool, PoolInfo
 from ...runtime.session_manager import CarrierKind
 from .kv_spec import kv_spec_message
 
-_INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "is_on_gpu"))
+_INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind"))
+_ARENA_KINDS = {
+    "memfd": pb.ARENA_KIND_MEMFD,
+    cuda_handles.KIND: pb.ARENA_KIND_CUDA_IPC,
+    cuda_handles.DESCRIPTOR_KIND: pb.ARENA_KIND_CUDA_VMM,
+}
 _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 
 _CARRIERS: dict[CarrierKind | None, Any] = {
@@ -57,8 +63,7 @@ SERVICE_NUMBERS = _numbers(
 def pool_info(info: PoolInfo) -> pb.PoolInfo:
     """Field names are the same on both sides, but for the spec and the kind of the arena."""
     values = {name: getattr(info, name) for name in _INFO_NAMES}
-    kind = pb.ARENA_KIND_CUDA_IPC if info.is_on_gpu else pb.ARENA_KIND_MEMFD
-    return pb.PoolInfo(spec=kv_spec_message(info.spec), arena_kind=kind, **values)
+    return pb.PoolInfo(spec=kv_spec_message(info.spec), arena_kind=_ARENA_KINDS[info.arena_kind], **values)
 
 
 def pool_stats(pool: Pool) -> pb.PoolStats:

@@ -14,6 +14,7 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.memory.block_digests import BlockDigests
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
 SPEC = KvSpec(b"spec", "model", 1, 1, 4, 4, 4)  # blocks of 128 bytes, of 4 tokens
 
@@ -43,8 +44,9 @@ def fill(
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * SPEC.block_bytes), SPEC, num_blocks)
     if num_host_blocks:
-        directory.add_hosts(kept, directory.allocate(num_host_blocks * SPEC.block_bytes), num_host_blocks)
+        directory.add_hosts(kept, directory.allocate_host(num_host_blocks * SPEC.block_bytes), num_host_blocks)
     for tier, first in zip(kept.tiers, (0, 100), strict=False):
+        assert isinstance(tier.arena, SharedMemoryArena)
         content = tier.arena.blocks(tier.num_blocks, SPEC.block_bytes)
         content[:] = (np.arange(tier.num_blocks) + first).astype(np.uint8)[:, None]
     manager = PoolManager(PoolConfig(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks))

@@ -42,7 +42,20 @@ def test_flags_win_over_the_environment() -> None:
             "--block-digests reads memory of the machine, so it needs --device cpu",
         ),
         (["--verify-blocks", "-1"], "--verify-blocks: 0 to 33554432, not -1"),
-        (["--memory-dir", "/x", "--device", "cuda"], "--memory-dir holds memory of the machine, so it needs --device cpu"),
+        (
+            ["--memory-dir", "/x", "--device", "cuda"],
+            "--memory-dir holds memory of the machine, so it needs --device cpu, or a holder, see --hold",
+        ),
+        (["--hold", "unix:/h"], "--hold keeps pools on a CUDA device, so it needs --device cuda and --memory-dir"),
+        (
+            ["--hold", "unix:/h", "--memory-dir", "/x"],
+            "--hold keeps pools on a CUDA device, so it needs --device cuda and --memory-dir",
+        ),
+        (
+            ["--hold", "unix:/h", "--device", "cuda"],
+            "--hold keeps pools on a CUDA device, so it needs --device cuda and --memory-dir",
+        ),
+        (["--hold", "127.0.0.1:1"], "--hold: unix:/path, not '127.0.0.1:1'"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.engine_service.config import SOURCE as ENGINE
+from kvkeeper.hold.config import SOURCE as HOLD
 from kvkeeper.service.config import ConfigSource
 from kvkeeper.service.config_file import TABLES, read_addresses
 from kvkeeper.service.settings import ConfigError, between, check_settings, setting
@@ -96,8 +97,8 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         load(tmp_path / "bytes")
 
 
-def test_both_services_have_a_table() -> None:
-    assert tuple(source.program.split()[-1] for source in (CACHE, ENGINE)) == TABLES
+def test_both_services_and_the_holder_have_a_table() -> None:
+    assert tuple(source.program.split()[-1] for source in (CACHE, ENGINE, HOLD)) == TABLES
 
 
 def test_addresses_are_found_for_those_who_start_both(tmp_path: Path) -> None:

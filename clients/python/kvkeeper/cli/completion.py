@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     from kvkeeper.cli.start import services
 
     parser, commands = whole_parser()
-    for name in services.NAMES:
+    for name, package in services.PACKAGES.items():
         with contextlib.suppress(ImportError):  # the client alone is installed
-            importlib.import_module(f"kvkeeper.{name}_service.config").SOURCE.add_flags(commands[name])
+            importlib.import_module(f"{package}.config").SOURCE.add_flags(commands[name])
     for command in commands.values():
         for action in command._actions:
             if action.metavar in _FILES:

@@ -1,4 +1,5 @@
-"""A pool's memory in this process: the attach socket hands over a memfd or a CUDA IPC handle, and a memfd of the host tier.
+"""A pool's memory in this process: the attach socket hands over a memfd, a CUDA IPC handle or a descriptor of CUDA memory, and
+a memfd of the host tier.
 
 The connection stays open for as long as the memory is mapped: the service takes its end as the end of the mapping, and may then
 give the blocks to another session. A token is good for one attach. No error names a path or a handle.
@@ -17,16 +18,20 @@ import numpy.typing as npt
 
 from kvkeeper.client.attaching import HandedOver, attaching
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.cuda.handle import DESCRIPTOR_KIND, described_arena, handle_of
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
-from kvkeeper.cuda.handle import handle_of
-from kvkeeper.cuda.imported import ImportedArena
+from kvkeeper.cuda.imported import ImportedArena, MappedArena
 from kvkeeper.cuda.runtime import CudaError, cuda_runtime
+from kvkeeper.cuda.vmm import vmm_driver
+
+OnDevice = ImportedArena | MappedArena
+_NUM_DESCRIPTORS = {"memfd": 1, CUDA_KIND: 0, DESCRIPTOR_KIND: 2}  # of the arena, by the kind in the line
 
 
 class DeviceBytes:
     """An arena in CUDA memory, with __cuda_array_interface__ for torch.as_tensor; the tensor keeps this object alive."""
 
-    def __init__(self, imported: ImportedArena) -> None:
+    def __init__(self, imported: OnDevice) -> None:
         self.pointer, self.num_bytes, self.device = imported.pointer, imported.num_bytes, imported.device
 
     @property
@@ -43,7 +48,7 @@ class Arena:
         connection: socket.socket,
         memory: mmap.mmap | None,
         host_memory: mmap.mmap | None,
-        imported: ImportedArena | None = None,
+        imported: OnDevice | None = None,
     ) -> None:
         """Exactly one of memory and imported is given."""
         self._connection = connection
@@ -149,25 +154,31 @@ def attach_arena_and_lane(
 
 
 def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
-    reply, descriptors = handed_over.fields, handed_over.descriptors
-    is_on_device = reply.get("kind") == CUDA_KIND
-    sizes = ([] if is_on_device else [num_bytes]) + ([num_host_bytes] if num_host_bytes else [])
-    if not (is_on_device or reply.get("kind") == "memfd") or len(descriptors) != len(sizes):
-        raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA IPC arenas only")
+    reply, kind = handed_over.fields, str(handed_over.fields.get("kind"))
+    num_of_arena = _NUM_DESCRIPTORS.get(kind)
+    if num_of_arena is None or len(handed_over.descriptors) != num_of_arena + bool(num_host_bytes):
+        raise KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="this client maps memfd and CUDA arenas only")
+    of_arena, of_hosts = handed_over.descriptors[:num_of_arena], handed_over.descriptors[num_of_arena:]
+    pairs = [(descriptor, num_host_bytes) for descriptor in of_hosts]
+    if kind == "memfd":
+        pairs.insert(0, (of_arena[0], num_bytes))
     told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
     # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
-    pairs = list(zip(descriptors, sizes, strict=True))
     if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
         raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
     memories = [mmap.mmap(descriptor, size) for descriptor, size in pairs]
-    memory = None if is_on_device else memories.pop(0)
-    imported = _import(reply) if is_on_device else None
+    memory = memories.pop(0) if kind == "memfd" else None
+    imported = _import(reply, of_arena) if kind != "memfd" else None
     return Arena(handed_over.connection, memory, memories[0] if memories else None, imported)
 
 
-def _import(reply: dict[str, object]) -> ImportedArena:
+def _import(reply: dict[str, object], descriptors: list[int]) -> OnDevice:
+    """descriptors: of the memory, and one that tells the service by its end that nothing is mapped; or none."""
     try:
-        return ImportedArena(cuda_runtime(), handle_of(reply))
+        if not descriptors:
+            return ImportedArena(cuda_runtime(), handle_of(reply))
+        memory, witness = descriptors
+        return MappedArena(cuda_runtime(), vmm_driver(), described_arena(reply), memory, os.dup(witness))
     except ValueError as error:
         raise KvkeeperError(grpc.StatusCode.INTERNAL, message=f"the attach socket answered a wrong {error}") from None
     except CudaError as error:

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from kvkeeper.cache_service.config import CacheConfig
-from kvkeeper.cache_service.memory.cuda import CudaMemory
+from kvkeeper.cache_service.memory.device.cuda import CudaMemory
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.cuda import runtime
+from kvkeeper.cuda import runtime, vmm
 from kvkeeper.engine_service.cache_session import kv_memory
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.service.process import StartError
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.processes.holder_process import holding
 from tests.support.processes.service_pair import Services, generate, services
 from tests.support.stand_ins.fake_cuda import FakeCuda
+from tests.support.stand_ins.fake_libcuda import FakeLibcuda
+from tests.support.worlds.memory_folder import memory_folder
 from tests.unit.kernels.gpu.pretend import on_cuda, pretend_model_on_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -92,6 +95,35 @@ async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_pa
         finally:
             await world.cache.stop()
         assert device.num_freed == 1
+
+
+async def test_memory_that_outlives_its_service_gives_the_next_engine_its_prefixes(engine_runtime, tmp_path, monkeypatch):
+    library = FakeLibcuda()
+    monkeypatch.setattr(vmm, "_driver", vmm.VmmDriver(lambda: library))
+    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    served = load_served_model(EngineConfig(model=str(folder), progress=False))
+    async with services() as world:
+        await world.start_cache(num_blocks=16)
+        expected = await outputs(world, served)
+    on_device = dataclasses.replace(served, device=torch.device("cuda"))
+    with memory_folder() as memory:
+        async with services() as world:
+            with holding(world.folder) as holder:
+                config = CacheConfig(
+                    listen=f"unix:{world.folder}/cache", runtime_dir=world.folder / "run", num_blocks=16, drain_timeout=0,
+                    device="cuda", memory_dir=memory, keep=True, hold=holder.address,
+                )  # fmt: skip
+                for num_cached in (0, 16):
+                    world.cache = await start_cache(config)
+                    engine = await world.start_engine(on_device, block_size=16, chunk_size=12)
+                    client = await world.client(engine)
+                    first = await generate(client, PROMPTS[0], 5)
+                    assert (first.token_ids[0], first.usage.cached_tokens) == (expected[0], num_cached)
+                    await engine.stop()
+                    await world.cache.stop()
+                    assert (library.handles, library.mapped, library.reserved) == ({}, {}, {})
+                    with holder.connect() as asked:
+                        assert len(asked.held()) == 1
 
 
 async def test_an_engine_on_the_cpu_is_told_to_use_the_device(engine_runtime, tmp_path):

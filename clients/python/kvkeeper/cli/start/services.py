@@ -1,4 +1,4 @@
-"""`kvkeeper cache` and `kvkeeper engine`: hand over to the services, which are imported when they are to run.
+"""`kvkeeper cache`, `engine` and `hold`: hand over to the services, which are imported when they are to run.
 
 A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that parent
 has ended, for any reason.
@@ -13,7 +13,9 @@ PARENT_VARIABLE = "KVKEEPER_PARENT_PID"
 NAMES = {
     "cache": "run the cache service (its flags: kvkeeper cache --help)",
     "engine": "run the engine service (its flags: kvkeeper engine --help)",
+    "hold": "hold device memory while the cache service is away (its flags: kvkeeper hold --help)",
 }
+PACKAGES = {"cache": "kvkeeper.cache_service", "engine": "kvkeeper.engine_service", "hold": "kvkeeper.hold"}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -21,7 +23,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Serve until stopped; the service's exit code."""
     if not end_with_parent():
         return 1
-    service = importlib.import_module(f"kvkeeper.{name}_service.__main__")
+    service = importlib.import_module(f"{PACKAGES[name]}.__main__")
     return int(service.main(list(argv)) or 0)
 
 

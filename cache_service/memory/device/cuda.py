@@ -1,14 +1,12 @@
 """CudaArena: the memory of one pool on a CUDA device, an allocation of its own that other processes open by its handle.
 
 Owns the allocation. The cache service runs no kernels and holds no torch: beside the arena, it costs one context on the device.
-Engines move blocks themselves; the copies here are for clients without kernels, one call a block.
+Such memory ends with the service; what outlives it is held_arena.py.
 
 Not yet run on a device.
 """
 
 import itertools
-
-import numpy as np
 
 from kvkeeper.cuda.handle import ArenaHandle
 from kvkeeper.cuda.runtime import CudaError, CudaRuntime
@@ -16,10 +14,10 @@ from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
-from ..core.values.copies import Copies
-from ..core.values.types import TransferKind
-from .arena import Arena, ByteArray
-from .shared_memory import SharedMemoryArena, transfers_of
+from ...core.values.copies import Copies
+from ..arena import Arena, ByteArray
+from ..shared_memory import SharedMemoryArena
+from .device_bytes import DeviceBytes
 
 _GRANULARITY = 2 << 20  # the driver packs smaller allocations together, and a handle exposes the whole pack
 _HEADROOM = 64 << 20
@@ -34,17 +32,17 @@ class CudaArena:
         self.num_bytes = num_bytes
         self._runtime, self._device = runtime, device
         try:
-            self._pointer = runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY)
+            self._bytes = DeviceBytes(runtime, device, runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY))
         except CudaError as error:
             if error.is_out_of_memory:
                 raise OutOfMemory(f"{size(num_bytes)} could not be had on the device") from None
             raise
         try:
-            runtime.clear(device, self._pointer, num_bytes)
-            handle, offset = runtime.export(device, self._pointer)
+            self._bytes.clear(num_bytes)
+            handle, offset = runtime.export(device, self._bytes.pointer)
             uuid = runtime.device_uuids()[device]
         except BaseException:
-            runtime.free(device, self._pointer)
+            runtime.free(device, self._bytes.pointer)
             raise
         self._handle = ArenaHandle(uuid, handle, offset, num_bytes, next(_generations))
 
@@ -56,40 +54,26 @@ class CudaArena:
         return []
 
     def read(self, first: int, num_bytes: int) -> bytes:
-        data = np.empty(num_bytes, np.uint8)
-        self._runtime.copy(self._device, data.ctypes.data, self._pointer + first, num_bytes)
-        return data.tobytes()
+        return self._bytes.read(first, num_bytes)
 
     def write(self, first: int, data: bytes) -> None:
-        array = np.frombuffer(data, np.uint8)
-        self._runtime.copy(self._device, self._pointer + first, array.ctypes.data, len(data))
+        self._bytes.write(first, data)
 
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        for kind, source, destination in transfers_of(copies):
-            assert hosts is not None, "a transfer without a host tier"
-            if kind == TransferKind.SWAP_OUT:
-                to, what = hosts[destination].ctypes.data, self._at(source, block_bytes)
-            else:
-                to, what = self._at(destination, block_bytes), hosts[source].ctypes.data
-            self._runtime.copy(self._device, to, what, block_bytes)
-        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
-            self._runtime.copy(self._device, self._at(destination, block_bytes), self._at(source, block_bytes), block_bytes)
-
-    def _at(self, block_id: int, block_bytes: int) -> int:
-        return self._pointer + block_id * block_bytes
+        self._bytes.copy(copies, block_bytes, hosts)
 
     def close(self, *, is_mapped: bool = False) -> None:
         """Frees the memory, unless other processes map it: CUDA forbids that, so it is freed when this process ends."""
         if not is_mapped:
-            self._runtime.free(self._device, self._pointer)
+            self._runtime.free(self._device, self._bytes.pointer)
 
 
 class PinnedArena(SharedMemoryArena):
     """A host tier's arena with pinned pages, which copies to and from the device use directly."""
 
-    def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
-        """Raises OutOfMemory, CudaError."""
-        super().__init__(num_bytes)
+    def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int, descriptor: int | None = None) -> None:
+        """descriptor: see SharedMemoryArena. Raises OutOfMemory, CudaError."""
+        super().__init__(num_bytes, descriptor)
         self._runtime, self._device, self._pinned = runtime, device, self.array.ctypes.data
         try:
             runtime.register_host(device, self._pinned, num_bytes)

@@ -1,0 +1,5 @@
+"""Arenas in the memory of a CUDA device, and what lets them outlive the service.
+
+Owns the arenas of both kinds of handle, pinned host arenas beside them, and the link to the holder of their descriptors.
+May import the rest of memory, core.values, kvkeeper.cuda, kvkeeper.hold and kvkeeper.service.
+"""
