@@ -128,6 +128,7 @@ async def test_a_killed_node_takes_no_request_with_it_that_had_not_begun_and_com
         _, cached = await ask(client, world, prompt(number, 1))
         assert cached >= 8 * BLOCK_SIZE
         assert await lost.num_cached_tokens() == cached
+        assert await world.metric("smg_kv_event_gaps_total") == 0
 
 
 @dataclass
