@@ -3,6 +3,7 @@
 Real processes with a call at each await, and before each statement that writes what outlives a process. Under the load of two
 tenants, and of a third that uses the one-item calls, one point after the other is armed in one of them; half of the services
 that are started again meet another one before they serve, and some points fire while one cache service takes over from another.
+In half of the units one engine computes the other one's prompts.
 The history of all requests is checked when the load has ended, and the pool for blocks that leaked.
 """
 
@@ -53,12 +54,13 @@ def long(seed: int) -> Counts:
 
 async def _run(seed: int, num_fired: int) -> Counts:
     rng, points = random.Random(seed), all_points()
-    is_kept, has_digests = rng.random() < 0.7, rng.random() < 0.5
+    is_kept, has_digests, has_prefill_engine = rng.random() < 0.7, rng.random() < 0.5, rng.random() < 0.5
     with memory_folder() if is_kept else nullcontext() as folder:
         flags: dict[str, Any] = {"num_blocks": 64 * NUM_ENGINES, "host_memory": "1MiB"}
         flags |= {"memory_dir": folder} if folder else {}
         switches = ["--keep", *(["--block-digests"] if has_digests else [])] if is_kept else []
-        async with fleet(NUM_ENGINES, flags, None, switches, len(points), lease_ms=LEASE_MS) as services:
+        options = {"lease_ms": LEASE_MS, "has_prefill_engine": has_prefill_engine}
+        async with fleet(NUM_ENGINES, flags, None, switches, len(points), **options) as services:
             bystander = Bystander(services.cache_address, random.Random(seed))
             async with load_on(services, rng, _REFUSALS, _TENANTS) as load, asyncio.TaskGroup() as beside:
                 breaking = _Breaking(services, load, rng, len(points), seed * num_fired)

@@ -22,6 +22,7 @@ from tests.support.processes.services import environment, short_folder
 BLOCK_SIZE = 4
 DEADLINE_S = 120.0  # of anything that is waited for, on a machine however busy
 _LAST_LINES = 40
+_PREFILL_TIMEOUT_S = 1.0
 
 
 class Service:
@@ -130,6 +131,7 @@ class Fleet:
         } | engine_flags  # fmt: skip
         self._first_flags = first_flags
         self._cache_switches = cache_switches
+        self.flags_of: dict[int, dict[str, Any]] = {}  # of single engines, by number, beside those of all
         self._all: list[Service] = []
         self.boards: dict[str, Path] = {}  # by address: the service there has failpoints, and this file is their board
 
@@ -160,6 +162,7 @@ class Fleet:
 
     async def spawn_engine(self, number: int) -> Service:
         module, flags = "kvkeeper.engine_service", self._engine_flags | {"listen": self.engine_addresses[number]}
+        flags |= self.flags_of.get(number, {})
         if number == 0 and self._first_flags is not None:
             module, flags = "tests.support.processes.stopping_engine", flags | self._first_flags
         return await self._spawn(module, cache=self.cache_address, **flags)
@@ -195,17 +198,23 @@ async def fleet(
     first_flags: dict[str, Any] | None = None,
     cache_switches: Sequence[str] = (),
     num_failpoints: int = 0,
+    *,
+    has_prefill_engine: bool = False,
     **engine_flags: Any,
 ) -> AsyncIterator[Fleet]:
     """Serves when the block begins; a failure in it is told with the ends of the logs.
 
     first_flags: of the first engine, which then is one of stopping_engine.py. cache_switches: flags without a value.
-    num_failpoints: of each service; 0: they run as they are.
+    num_failpoints: of each service; 0: they run as they are. has_prefill_engine: the last engine computes the first one's
+    prompts, beside its own requests.
     """
     with short_folder() as folder:
         found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags, cache_switches)
         if num_failpoints:
             found.add_boards(num_failpoints)
+        if has_prefill_engine:
+            found.flags_of[0] = {"role": "decode", "prefill": found.engine_addresses[-1], "prefill_min_tokens": 1}
+            found.flags_of[0] |= {"prefill_timeout": _PREFILL_TIMEOUT_S}
         try:
             await found.start()
             yield found
