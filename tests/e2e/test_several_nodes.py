@@ -93,6 +93,21 @@ async def test_what_another_way_brought_to_a_node_is_found_there_by_its_events()
             assert await place_of(world, lambda number=number: ask(client, world, prompt(number, 1))) == number % NUM_NODES
 
 
+async def test_what_a_restarted_cache_service_has_lost_is_forgotten_by_the_gateway() -> None:
+    async with nodes(2, *ROUTING) as world, client_of(world) as client:
+        one, other = world.nodes
+        for node, number in ((one, 0), (other, 1)):
+            await ask_directly(node, prefix(number))
+        await until_known(world)
+        before = await world.metric(INDEXED)
+        await one.restart_cache()
+        await until_known(world)
+        assert 0 < await world.metric(INDEXED) < before
+        await ask_directly(other, prefix(0))
+        await until_known(world)
+        assert await place_of(world, lambda: ask(client, world, prompt(0, 1))) == 1
+
+
 async def ask_directly(node: Node, text: str) -> None:
     async with AsyncEngineClient(node.address, CallOptions(retry_s=0)) as client:
         options = GenerateOptions(sampling=Sampling(max_tokens=1, temperature=0))
@@ -128,6 +143,7 @@ async def test_a_killed_node_takes_no_request_with_it_that_had_not_begun_and_com
         _, cached = await ask(client, world, prompt(number, 1))
         assert cached >= 8 * BLOCK_SIZE
         assert await lost.num_cached_tokens() == cached
+        assert await world.metric("smg_kv_event_gaps_total") == 0
 
 
 @dataclass

@@ -50,6 +50,11 @@ class Node:
             service.process.kill()
         await asyncio.gather(*(service.end() for service in services))
 
+    async def restart_cache(self) -> None:
+        """Its cache service is killed and serves again, with nothing cached. The engine stays."""
+        await self._fleet.cache.kill()
+        await self._fleet.start_cache()
+
     async def close(self) -> None:
         await self._fleet.close()
 
@@ -64,8 +69,8 @@ class Node:
     async def num_blocks_known(self) -> int:
         """Blocks that its cache service tells its watches of, if it is watched; else -1."""
         async with AsyncCacheClient(self._fleet.cache_address) as client:
-            (pool,) = (await client.stats()).pools
-        return int(pool.num_indexed_blocks) if pool.num_watches else -1
+            pools = (await client.stats()).pools
+        return int(pools[0].num_indexed_blocks) if pools and pools[0].num_watches else -1
 
     async def _stats(self) -> Any:
         async with AsyncEngineClient(self.address, CallOptions(retry_s=0)) as client:
