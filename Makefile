@@ -14,7 +14,7 @@ TEST_NEEDS = $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format docs test test-serving test-computing test-core test-fast bench soak gpu-check gpu-bundle clean
+.PHONY: help install proto up demo lint format docs test test-serving test-computing test-core test-fast bench soak gpu-check gpu-bundle vllm-check clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -58,7 +58,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks
 	$(BIN)/mypy -p docs.generate
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing -p kvkeeper.vllm
 	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format
@@ -124,6 +124,9 @@ else
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cuda]'
 	$(BIN)/python -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
 endif
+
+vllm-check: $(VENV)/.run  ## real vLLM processes with the connector, in an environment of their own (about 2 GB)
+	PYTHONPATH=.:protos:clients/python $(BIN)/python -m tests.vllm_check
 
 gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, in one folder
 	$(BIN)/python -m tests.gpu.bundle $(BUNDLE)

@@ -44,7 +44,7 @@ _MOST_TENANTS = 65_536
 _MOST_BLOCKS = 1 << 24
 _COUNT_FIELDS = ("key", "arena", "num_blocks", "num_bytes")
 _PLACE = re.compile(r"[0-9a-f]{32} [0-9a-f]{16}")
-_SPEC_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "item_bytes", "block_size")
+_ELEMENT_COUNTS = ("num_layers", "num_kv_heads", "head_dim", "item_bytes")  # all 0 of opaque pages
 
 
 class FileRefused(Exception):
@@ -127,7 +127,7 @@ class Description:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
-        counts += [getattr(decoded.spec, name) for name in _SPEC_COUNTS] + ([decoded.pool] if decoded.pool != 0 else [])
+        counts += _told_counts(decoded.spec) + ([decoded.pool] if decoded.pool != 0 else [])
         texts = decoded.spec.model_id, decoded.device, decoded.held
         if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or any(
             type(text) is not str for text in texts
@@ -138,6 +138,15 @@ class Description:
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
             raise FileRefused("its description has sizes that do not fit each other")
         return decoded
+
+
+def _told_counts(spec: KvSpec) -> list[int]:
+    """The counts that a block's bytes follow from, which must all be above 0. Raises FileRefused where others are told, too."""
+    elements = [getattr(spec, name) for name in _ELEMENT_COUNTS]
+    told, untold = ([spec.page_bytes], elements) if spec.page_bytes != 0 else (elements, [])
+    if any(type(count) is not int or count != 0 for count in untold):
+        raise FileRefused("its description has both elements and opaque pages")
+    return [spec.block_size, *told]
 
 
 class IndexFile:

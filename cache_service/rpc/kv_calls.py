@@ -1,5 +1,7 @@
 """ReadKv and WriteKv: K and V of single tokens, for people, tests and clients without shared memory. Never on a step's path.
 
+Pools of opaque pages have no such rows, and are refused.
+
 Both read and write rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment.
 No table is kept from one chunk to the next, because a call in between may change it.
 """
@@ -10,7 +12,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.sequences.retention import check_readable
 from ..core.sequences.transitions import wrong_state
-from ..core.values.errors import InvalidField
+from ..core.values.errors import InvalidField, OpaquePages
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable
 from ..runtime.pool import Pool
@@ -34,6 +36,7 @@ class KvCalls:
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
         live = self._session_manager.require(request.session_id, request.epoch)
+        _require_rows(live.pool)
         sequence_id = checks.sequence_id(request.sequence_id)
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
@@ -62,10 +65,17 @@ class KvCalls:
             sequence_id, key, value = checks.sequence_id(request.sequence_id), request.key, request.value
             await self._one_item.wait_for_copies(request)  # a copy may overwrite the block that is written
             with self._one_item.session(request) as live:
+                _require_rows(live.pool)
                 _write(live.pool, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
             num_chunks += 1
             num_bytes += len(key) + len(value)
         return pb.WriteKvResponse(num_chunks=num_chunks, num_bytes=num_bytes)
+
+
+def _require_rows(pool: Pool) -> None:
+    """Raises OpaquePages where this service does not know where in a block a token's K and V are."""
+    if pool.info.spec.is_opaque:
+        raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
 
 
 def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> None:

@@ -16,7 +16,7 @@ _PICTURES = {
     "The core of the cache service": "kvkeeper.cache_service.core",
     "The engine service": "kvkeeper.engine_service",
 }
-_PACKAGES = ("cache_service", "engine_service", "kernels", "client", "cli", "service", "cuda", "tracing")
+_PACKAGES = ("cache_service", "engine_service", "kernels", "client", "cli", "service", "cuda", "tracing", "vllm")
 _LEFT_OUT = {"__main__", "unimplemented"}
 
 Edges = dict[str, set[str]]

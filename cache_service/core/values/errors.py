@@ -159,6 +159,12 @@ class ProtocolVersionUnsupported(CacheError):
     reason = "PROTOCOL_VERSION_UNSUPPORTED"
 
 
+class OpaquePages(CacheError):
+    """The pool's blocks are pages in which this service cannot tell K from V."""
+
+    reason = "OPAQUE_PAGES"
+
+
 class NeverFits(CacheError):
     """Longer than a sequence of this pool can ever be. Metadata: requested, limit."""
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class KvSpec:
     """The parts of a KV spec that this service counts with, and all of it as `key`.
 
-    key is equal exactly for specs that may share K and V, fields of newer clients included.
+    key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
+    and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0.
     """
 
     key: bytes
@@ -17,13 +18,20 @@ class KvSpec:
     head_dim: int
     item_bytes: int  # of one element of K or V
     block_size: int
+    page_bytes: int = 0
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether only the clients know where in a block K and V are."""
+        return self.page_bytes > 0
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K, or of V, of one token in one layer."""
+        """Bytes of K, or of V, of one token in one layer. Not of opaque pages."""
+        assert not self.is_opaque, "calls that need rows of K and V refuse opaque pages"
         return self.num_kv_heads * self.head_dim * self.item_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, K and V."""
-        return self.num_layers * 2 * self.block_size * self.token_bytes
+        return self.page_bytes or self.num_layers * 2 * self.block_size * self.token_bytes

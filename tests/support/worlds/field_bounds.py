@@ -212,7 +212,10 @@ BOUNDS: dict[str, Bound] = {
     "KvSpec.head_dim": Number(1, 4096),
     "KvSpec.kv_dtype": OneOf((1, 2, 3)),
     "KvSpec.block_size": Number(1, 1024),
-    "KvSpec.layout": OneOf((1,)),
+    "KvSpec.layout": OneOf((1,)),  # of a spec with elements, as all of these
+    "KvSpec.page": Part(optional=True),
+    "PageLayout.page_bytes": Only((0, 1, 15, 16, 2**30, 2**63 - 1, -(2**63)), INVALID),
+    "PageLayout.digest": Only(("", "0" * 64, "x" * 64, "0" * 63, "0" * 5000), INVALID),
     "KvSpec.sliding_window": Number(0),
     "KvSpec.rope_parameters": Text(4096),
     "KvSpec.compute_dtype": Text(32),

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.errors import KvkeeperError
 
 _CHUNK_BYTES = 64 << 10  # of K and of V each: with its frame well below the limit of a control message
 
@@ -34,8 +36,11 @@ def split(
 ) -> Iterator[pb.WriteKvRequest]:
     """The chunks of a WriteKv; head holds the fields that all of them carry.
 
-    Raises ValueError for a shape or a dtype other than the spec's.
+    Raises ValueError for a shape or a dtype other than the spec's, and for opaque pages what the service would answer.
     """
+    if spec.layout == pb.KV_LAYOUT_OPAQUE:
+        text = "the blocks of this pool are opaque pages, which have no K and V of single tokens"
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "OPAQUE_PAGES", text)
     layer_idxs = list(layers) or list(range(spec.num_layers))
     row = (spec.num_kv_heads, spec.head_dim)
     dtype = _DTYPES[spec.kv_dtype]

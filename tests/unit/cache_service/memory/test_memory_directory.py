@@ -1,5 +1,6 @@
 """Files of kept memory: taken over where they are what a run has left, refused or cut where they are not."""
 
+import json
 import mmap
 import os
 import shutil
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import structlog
 
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.types import Tier
 from kvkeeper.cache_service.memory import kept_file, memory_directory
 from kvkeeper.cache_service.memory.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
@@ -53,6 +56,47 @@ def test_a_pool_is_taken_over_with_its_memory_again_and_again(folder: Path) -> N
     blocks = kept.device.arena.blocks(16, SPEC.block_bytes)
     assert (blocks == np.arange(16, dtype=np.uint8)[:, None]).all(), "the null block is zero, all others are as they were"
     directory.close()
+
+
+def test_a_pool_of_opaque_pages_is_taken_over(folder: Path) -> None:
+    pages = KvSpec(b"pages", "model", 0, 0, 0, 0, 4, 48)
+    directory = MemoryDirectory(folder, keep=True)
+    kept = directory.make_pool(directory.allocate(16 * 48), pages, 16)
+    kept.close()
+    kept.device.arena.close()
+    directory.close()
+    directory = MemoryDirectory(folder, keep=True)
+    (kept,) = directory.open_pools()
+    assert (kept.spec, kept.spec.block_bytes) == (pages, 48)
+    kept.close()
+    kept.device.arena.close()
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        (1, 1, 4, 4, 4, 48),
+        (0, 0, 4, 0, 4, 48),
+        (0, 0, 0, 0, 4, 0),
+        (0, 0, 0, 0, 4, -48),
+        (0, 0, 0, 0, 0, 48),
+        (1, 0, 4, 4, 4, 0),
+    ],
+)
+def test_a_description_has_elements_or_opaque_pages(counts: tuple[int, ...]) -> None:
+    right = Description(1, 1, 2, 1024, KvSpec(b"pages", "model", 0, 0, 0, 0, 4, 48))
+    assert Description.decode(right.encode()) == right
+    wrong = Description(1, 1, 2, 1024, KvSpec(b"pages", "model", *counts))
+    with pytest.raises(FileRefused, match="its description has"):
+        Description.decode(wrong.encode())
+
+
+def test_a_description_of_before_there_were_pages_is_read() -> None:
+    old = Description(1, 1, 2, 1024, SPEC)
+    fields = json.loads(old.encode())
+    del fields["spec"]["page_bytes"]
+    assert Description.decode(json.dumps(fields).encode()) == old
 
 
 def test_a_folder_is_of_one_service_at_a_time(folder: Path) -> None:
