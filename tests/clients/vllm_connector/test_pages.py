@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.vllm.device_pages import DevicePages
+from kvkeeper.vllm.device_pages import DevicePages, parts_of
 from kvkeeper.vllm.page_spec import Part, page_offsets
 from kvkeeper.vllm.pages import Bytes, HostPages, Pages
+from kvkeeper.vllm.settings import WrongSettings
 
 NUM_BLOCKS, NUM_PAGES = 5, 7
 
@@ -28,21 +29,21 @@ def tensors() -> list[Bytes]:
     return [whole, np.moveaxis(apart, 1, 0)]
 
 
-def parts_of(found: list[Bytes]) -> list[Part]:
+def told_of(found: list[Bytes]) -> list[Part]:
     return [Part(str(number), "u1", tensor.shape[1:], tensor[0].nbytes) for number, tensor in enumerate(found)]
 
 
 def make(kind: str, arena: Bytes, found: list[Bytes]) -> Pages:
     if kind == "host":
-        return HostPages(arena, found, parts_of(found))
-    return DevicePages(HostArena(arena), [torch.from_numpy(tensor) for tensor in found], parts_of(found))  # type: ignore[arg-type]
+        return HostPages(arena, found, told_of(found))
+    return DevicePages(HostArena(arena), [torch.from_numpy(tensor) for tensor in found], told_of(found))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["host", "torch"])
 def test_blocks_go_out_and_come_back_elsewhere(kind: str) -> None:
     found = tensors()
     before = [tensor.copy() for tensor in found]
-    _, page_bytes = page_offsets(parts_of(found))
+    _, page_bytes = page_offsets(told_of(found))
     arena = np.zeros(NUM_PAGES * page_bytes + 9, np.uint8)  # what is no whole page is left alone
     pages = make(kind, arena, found)
     pages.store([4, 0], [2, 6])
@@ -58,7 +59,7 @@ def test_blocks_go_out_and_come_back_elsewhere(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["host", "torch"])
 def test_both_kinds_write_the_same_page(kind: str) -> None:
     found = tensors()
-    offsets, page_bytes = page_offsets(parts_of(found))
+    offsets, page_bytes = page_offsets(told_of(found))
     arena = np.zeros(NUM_PAGES * page_bytes, np.uint8)
     make(kind, arena, found).store([3], [5])
     page = arena.reshape(NUM_PAGES, page_bytes)[5]
@@ -74,3 +75,56 @@ def test_many_blocks_go_in_several_gathers(kind: str) -> None:
     arena = np.zeros(200 * 16, np.uint8)
     make(kind, arena, found).store(range(200), range(199, -1, -1))
     np.testing.assert_array_equal(arena.reshape(200, 16), source[::-1])
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_one_piece"),
+    [
+        (filled((NUM_BLOCKS, 2, 4, 8)), True),
+        (filled((NUM_BLOCKS, 2, 4, 8), torch.bfloat16), True),
+        (filled((NUM_BLOCKS, 2, 4, 8)).to(torch.float8_e4m3fn), True),
+        (filled((2, NUM_BLOCKS, 4, 2, 8)), False),  # K of all blocks before V of all blocks
+        (filled((NUM_BLOCKS, 4, 2, 8)).permute(0, 2, 1, 3), True),  # heads first for the kernel, tokens first in memory
+        (filled((NUM_BLOCKS * 2, 2, 2, 8)), True),  # a block is two of the kernel's
+    ],
+    ids=["packed", "bfloat16", "8 bits", "apart", "permuted", "halves"],
+)
+def test_vllms_tensors_become_blocks_of_bytes_that_keep_every_number(tensor: torch.Tensor, is_one_piece: bool) -> None:
+    before = tensor.clone()
+    (found,), (part,) = parts_of({"layer": tensor}, NUM_BLOCKS)
+    assert (found.shape[0], found.dtype) == (NUM_BLOCKS, torch.uint8)
+    assert found.data_ptr() == tensor.data_ptr(), "no copy"
+    assert (found.dim() == 2) is is_one_piece
+    assert part.num_bytes * NUM_BLOCKS == tensor.numel() * tensor.element_size()
+    arena = np.zeros(NUM_PAGES * page_offsets([part])[1], np.uint8)
+    pages = HostPages(arena, [found.numpy()], [part])
+    pages.store([4, 1], [2, 6])
+    found.zero_()
+    pages.load([2, 6], [4, 1])
+    blocks, wanted = (parts_of({"layer": one}, NUM_BLOCKS)[0][0] for one in (tensor, before))
+    assert torch.equal(blocks[[1, 4]], wanted[[1, 4]])
+    assert not blocks[[0, 2, 3]].any()
+
+
+def test_layers_that_share_a_tensor_are_one_part() -> None:
+    tensor = filled((NUM_BLOCKS, 8))
+    tensors_of, parts = parts_of({"a": tensor, "b": tensor, "c": filled((NUM_BLOCKS, 8))}, NUM_BLOCKS)
+    assert ([part.name for part in parts], len(tensors_of)) == (["a", "c"], 2)
+
+
+def test_the_order_in_memory_is_part_of_what_a_page_means() -> None:
+    plain = filled((NUM_BLOCKS, 2, 4, 8))
+    permuted = filled((NUM_BLOCKS, 4, 2, 8)).permute(0, 2, 1, 3)
+    assert plain.shape == permuted.shape
+    ((one,), (other,)) = (parts_of({"layer": tensor}, NUM_BLOCKS)[1] for tensor in (plain, permuted))
+    assert one != other
+
+
+@pytest.mark.parametrize("cache", [filled((3, 7, 8)), [filled((NUM_BLOCKS, 8))]], ids=["no blocks", "a list of states"])
+def test_tensors_in_which_blocks_cannot_be_told_are_refused(cache: object) -> None:
+    with pytest.raises(WrongSettings):
+        parts_of({"layer": cache}, NUM_BLOCKS)  # type: ignore[dict-item]

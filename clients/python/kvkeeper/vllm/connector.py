@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.vllm.device_pages import DevicePages
+from kvkeeper.vllm.device_pages import DevicePages, parts_of
 from kvkeeper.vllm.lookups import Lookups, PoolMatcher
 from kvkeeper.vllm.orders import Orders
 from kvkeeper.vllm.page_spec import Facts, Part, revision_of, spec_of
@@ -75,8 +75,7 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._lookups = Lookups(self._connect, self._settings.lookup_timeout_s)
-            block_size = vllm_config.cache_config.block_size
-            self._planner = Planner(block_size, self._lookups, store_generated=self._settings.store_generated)
+            self._planner = Planner(_block_size(kv_cache_config), self._lookups, store_generated=self._settings.store_generated)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -131,8 +130,8 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
-        tensors, parts = _parts(kv_caches, self._kv_cache_config.num_blocks)
-        spec = spec_of(_facts(config, settings, parts, next(iter(kv_caches))))
+        tensors, parts = parts_of(kv_caches, self._kv_cache_config.num_blocks)
+        spec = spec_of(_facts(config, settings, _block_size(self._kv_cache_config), parts, next(iter(kv_caches))))
         self._specs = [spec]
         self._is_cuda = tensors[0].device.type == "cuda"
 
@@ -245,7 +244,13 @@ def _scheduled(output: "SchedulerOutput") -> Iterator[Scheduled]:
         yield Scheduled(request_id, num_tokens, added[0] if added else (), is_whole_table=is_resumed)
 
 
-def _facts(config: "VllmConfig", settings: Settings, parts: list[Part], layer_name: str) -> Facts:
+def _block_size(kv_cache_config: "KVCacheConfig") -> int:
+    """Tokens of a block of the one group that there is."""
+    size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return size
+
+
+def _facts(config: "VllmConfig", settings: Settings, block_size: int, parts: list[Part], layer_name: str) -> Facts:
     model, hf_config = config.model_config, config.model_config.hf_config
     layer = config.compilation_config.static_forward_context.get(layer_name)
     backend = getattr(layer, "attn_backend", None)
@@ -257,40 +262,10 @@ def _facts(config: "VllmConfig", settings: Settings, parts: list[Part], layer_na
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),
         backend=backend.get_name() if backend is not None else "",
-        block_size=config.cache_config.block_size,
+        block_size=block_size,
         vllm_version=vllm.__version__,
         ranks={
             name: (group.rank_in_group, group.world_size) for name, group in (("tp", get_tp_group()), ("pp", get_pp_group()))
         },
         parts=parts,
     )
-
-
-def _parts(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> tuple[list[torch.Tensor], list[Part]]:
-    """vLLM's tensors as bytes, [num_blocks, ...], each once, and what they are. The order within a block is that in memory."""
-    tensors, parts, seen = [], [], set()
-    for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise WrongSettings("KvkeeperConnector serves attention layers only")
-        if (tensor.data_ptr(), tensor.shape) in seen:  # layers that share K and V
-            continue
-        seen.add((tensor.data_ptr(), tensor.shape))
-        blocks = _blocks_first(tensor, num_blocks)
-        order = sorted(range(1, blocks.dim()), key=lambda dim: -blocks.stride()[dim])
-        found = blocks.permute(0, *order).view(torch.uint8)
-        if found[0].is_contiguous():  # one piece of memory, and one copy
-            found = found.flatten(1)
-        tensors.append(found)
-        shape = tuple(blocks.shape[1:])
-        parts.append(Part(name, f"{tensor.dtype} in order {order}", shape, found[0].numel()))
-    return tensors, parts
-
-
-def _blocks_first(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[num_blocks, ...]. Raises WrongSettings."""
-    for dim in range(min(2, tensor.dim())):
-        if tensor.shape[dim] == num_blocks:
-            return tensor.movedim(dim, 0)
-    if tensor.shape[0] % num_blocks == 0:  # a block of vLLM's is several of the kernel's
-        return tensor.unflatten(0, (num_blocks, tensor.shape[0] // num_blocks))
-    raise WrongSettings("KvkeeperConnector does not know where a block is in this K and V")

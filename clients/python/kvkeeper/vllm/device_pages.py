@@ -1,13 +1,14 @@
-"""The same copies where torch is needed: vLLM's tensors on a device, with the pool in CUDA memory or in the host's.
+"""Where torch is needed: vLLM's tensors as blocks of bytes, and copies with tensors or a pool on a device.
 
 Copies run on a stream of their own, behind the work that the caller has waited for, and are done when a call returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvkeeper.client.arena import Arena
 from kvkeeper.vllm.page_spec import Part, page_offsets
+from kvkeeper.vllm.settings import WrongSettings
 
 if TYPE_CHECKING:
     import torch
@@ -62,3 +63,38 @@ class DevicePages:
     def _finish(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def parts_of(kv_caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> tuple[list["torch.Tensor"], list[Part]]:
+    """vLLM's tensors as bytes, [num_blocks, ...], each once, and what they are. The order within a block is that in memory.
+
+    kv_caches: layer to tensor. Raises WrongSettings for a tensor in which the blocks cannot be told.
+    """
+    import torch
+
+    tensors, parts, seen = [], [], set()
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise WrongSettings("KvkeeperConnector serves attention layers only")
+        if (tensor.data_ptr(), tensor.shape) in seen:  # layers that share K and V
+            continue
+        seen.add((tensor.data_ptr(), tensor.shape))
+        blocks = _blocks_first(tensor, num_blocks)
+        order = sorted(range(1, blocks.dim()), key=lambda dim: -blocks.stride()[dim])
+        found = blocks.permute(0, *order).view(torch.uint8)
+        if found[0].is_contiguous():  # one piece of memory, and one copy
+            found = found.flatten(1)
+        tensors.append(found)
+        shape = tuple(blocks.shape[1:])
+        parts.append(Part(name, f"{tensor.dtype} in order {order}", shape, found[0].numel()))
+    return tensors, parts
+
+
+def _blocks_first(tensor: "torch.Tensor", num_blocks: int) -> "torch.Tensor":
+    """[num_blocks, ...]. Raises WrongSettings."""
+    for dim in range(min(2, tensor.dim())):
+        if tensor.shape[dim] == num_blocks:
+            return tensor.movedim(dim, 0)
+    if tensor.shape[0] % num_blocks == 0:  # a block of vLLM's is several of the kernel's
+        return tensor.unflatten(0, (num_blocks, tensor.shape[0] // num_blocks))
+    raise WrongSettings("KvkeeperConnector does not know where a block is in this K and V")
