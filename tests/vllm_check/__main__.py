@@ -40,7 +40,7 @@ class Failed(Exception):
 class Vllm:
     """A vLLM process that takes jobs."""
 
-    def __init__(self, python: Path, model: Path, address: str, log: Path) -> None:
+    def __init__(self, python: Path, model: Path, address: str, log: Path, num_blocks: int) -> None:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(ROOT / "protos"), str(ROOT / "clients" / "python"))),
@@ -53,7 +53,7 @@ class Vllm:
         self._log = log
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                [str(python), str(HERE / "process.py"), str(model), address],
+                [str(python), str(HERE / "process.py"), str(model), address, str(num_blocks or "")],
                 env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
             )  # fmt: skip
 
@@ -108,7 +108,7 @@ class Check:
 
     def run(self) -> None:
         subprocess.run([str(self._python), str(HERE / "model.py"), str(self._model)], check=True, stderr=subprocess.DEVNULL)
-        first, second, third = (prompts(seed) for seed in (1, 2, 3))
+        first, second, third, fourth = (prompts(seed) for seed in (1, 2, 3, 4))
         with self._vllm("") as plain:
             plain.ask(first, one_by_one=True)
             without = plain.answer()
@@ -116,10 +116,13 @@ class Check:
             of_second = plain.answer()
             plain.ask(third)
             of_third = plain.answer()
+            plain.ask(fourth)
+            of_fourth = plain.answer()
         self.start_cache()
         try:
             self._one_after_the_other(first, without)
             self._at_the_same_time(first, second, without, of_second)
+            self._with_few_blocks(fourth, of_fourth)
             self._without_the_service(first, third, without, of_third)
         finally:
             self.kill_cache()
@@ -178,6 +181,17 @@ class Check:
         hits = self._stats().num_hit_tokens - before
         self._row("both hit what was stored", hits > 2 * NUM_PROMPTS * SHARED_LEN, f"{hits} tokens of hits")
 
+    def _with_few_blocks(self, wanted: list[list[int]], without: dict[str, Any]) -> None:
+        """Three of these prompts fit, and not what they generate, so that vLLM takes blocks back while they are stored."""
+        fit = (SHARED_LEN + 3 * (PROMPT_LEN - SHARED_LEN)) // BLOCK_SIZE + 3
+        with self._vllm(self._address, num_blocks=fit + 2) as one:
+            one.ask(wanted)
+            found = one.answer()
+            self._compare("few blocks of its own, nothing cached", found, without)
+            self._row("vLLM preempted requests", found["num_preemptions"] > 0, f"{found['num_preemptions']:.0f} times")
+            one.ask(wanted)
+            self._compare("few blocks of its own, all cached", one.answer(), without)
+
     def _without_the_service(
         self, first: list[list[int]], third: list[list[int]], of_first: dict[str, Any], of_third: dict[str, Any]
     ) -> None:
@@ -186,14 +200,13 @@ class Check:
             self._compare("before the service is killed", one.answer(), of_first, 2)
             one.ask(first[2:] + third)
             self.kill_cache()  # while it loads and stores
-            both = {name: of_first[name][2:] + of_third[name] for name in of_first if name != "first_s"}
+            both = {name: of_first[name][2:] + of_third[name] for name in ("tokens", "logprobs", "finish")}
             self._compare("the service is killed meanwhile", one.answer(), both)
             self.start_cache()
             time.sleep(16)  # the longest pause before the connector tries again
-            fourth = prompts(4)
-            one.ask(fourth)
+            one.ask(prompts(5))
             one.answer()
-            one.ask(fourth)
+            one.ask(prompts(6))
             one.answer()
         stored = self._stats().num_cached_blocks
         self._row("the same process stores in the service's next run", stored >= expected_blocks(), f"{stored} blocks")
@@ -223,9 +236,9 @@ class Check:
             return pool
 
     @contextmanager
-    def _vllm(self, address: str) -> Iterator[Vllm]:
+    def _vllm(self, address: str, num_blocks: int = 0) -> Iterator[Vllm]:
         self._number += 1
-        made = Vllm(self._python, self._model, address, self._folder / f"vllm{self._number}.log")
+        made = Vllm(self._python, self._model, address, self._folder / f"vllm{self._number}.log", num_blocks)
         try:
             yield made.until_ready()
         finally:

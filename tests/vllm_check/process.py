@@ -1,8 +1,8 @@
-"""One vLLM process: `python process.py MODEL ADDRESS`, in vLLM's environment; without an address there is no connector.
+"""One vLLM process: `python process.py MODEL ADDRESS BLOCKS`, in vLLM's environment; an empty address is no connector.
 
 Each line on the standard input is a job, {"prompts": [[ids]], "num_tokens": n}, and each on the standard output its result: the
 tokens of each prompt, and their log probabilities. With "one_by_one" each prompt comes alone first: the seconds to its first
-token, and how many of its tokens vLLM did not compute.
+token, and how many of its tokens vLLM did not compute. BLOCKS of vLLM's own, empty for many.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 BLOCK_SIZE = 32
 
 
-def main(model: str, address: str) -> None:
+def main(model: str, address: str, num_blocks: str) -> None:
     # Results have a standard output of their own; what vLLM and its children write goes beside it.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -37,6 +37,8 @@ def main(model: str, address: str) -> None:
         max_num_batched_tokens=2048,
         enforce_eager=True,
         seed=0,
+        disable_log_stats=False,
+        num_gpu_blocks_override=int(num_blocks) if num_blocks else None,
         **({"kv_transfer_config": transfer} if address else {}),
     )
     generate(llm, [[5, 6, 7]], 2)  # what is made at the first call
@@ -48,11 +50,9 @@ def main(model: str, address: str) -> None:
             begun = time.perf_counter()
             num_cached += generate(llm, [prompt], 1)["num_cached"]
             first_s.append(time.perf_counter() - begun)
-        print(
-            json.dumps({**generate(llm, job["prompts"], job["num_tokens"]), "first_s": first_s, "num_cached": num_cached}),
-            file=results,
-            flush=True,
-        )
+        result = generate(llm, job["prompts"], job["num_tokens"]) | {"first_s": first_s, "num_cached": num_cached}
+        result["num_preemptions"] = sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
+        print(json.dumps(result), file=results, flush=True)
 
 
 def generate(llm: Any, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
