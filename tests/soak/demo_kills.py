@@ -2,7 +2,8 @@
 
 The same requests, greedy and seeded, run twice through real processes: left alone, and with the cache service killed in the
 middle of all of them. Tokens are computed again in other batches then, which rounds differently: where two tokens are the
-likeliest alike, within GAP of each other's log probability, either may come. A token that differs anywhere else is a violation.
+likeliest alike, within GAP of each other's log probability, either may come; and where a drawn number lies on the border
+between two tokens, within BORDER by the probabilities of the transformers library. Any other token that differs is a violation.
 """
 
 import asyncio
@@ -10,12 +11,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.kernels.philox import uniforms
 from tests.soak.row import Counts
 from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
 GAP = 1e-4
+BORDER = 1e-5
 _STEMS = ("The cache service keeps", "A block of memory", "When the engine", "Once upon a time", "In the morning the")
 _WORDS = ("and", "the", "of", "two", "old", "long", "every", "never")
 
@@ -57,7 +64,9 @@ async def _run(rng: random.Random, num_tokens: int, num_kills: int) -> Counts:
                 await crowd.until(max(len(prompts), rng.randint(first, first + total // num_kills // 2)))
                 num_hit += await _kill(services, crowd)
             killed = await asyncio.wait_for(running, DEADLINE_S)
-    gaps = [gap for one, other in zip(alone, killed, strict=True) if (gap := _gap(one, other)) is not None]
+            texts = [await client.tokenize(prompt) for prompt in prompts]
+    rows = zip(texts, asked, alone, killed, strict=True)
+    gaps = [gap for row in rows if (gap := _gap(*row)) is not None]
     if gaps:
         print(f"{len(gaps)} of {len(prompts)} outputs differ, where two tokens are the likeliest within {max(gaps):.1e}")
     return Counts(total, num_hit, max(gaps, default=0.0))
@@ -70,15 +79,34 @@ async def _kill(services: Fleet, crowd: "_Crowd") -> int:
     return num_hit
 
 
-def _gap(alone: _Output, killed: _Output) -> float | None:
+def _gap(prompt: Sequence[int], asked: Sampling, alone: _Output, killed: _Output) -> float | None:
     """At the first token that differs; what follows it continues another text. None: none does."""
     assert len(alone.token_ids) == len(killed.token_ids)
     for place, (one, other) in enumerate(zip(alone.token_ids, killed.token_ids, strict=True)):
         if one != other:
-            gap = alone.gaps[place]
-            assert gap < GAP, f"token {place} is {other} and not {one}, of which the likeliest two are {gap} apart"
+            text = f"token {place} is {other} and not {one}"
+            if asked.temperature:
+                gap = _off_border([*prompt, *alone.token_ids[:place]], asked, one, other)
+                assert gap < BORDER, f"{text}, and the drawn number is {gap} off"
+            else:
+                gap = alone.gaps[place]
+                assert gap < GAP, f"{text}, of which the likeliest two are {gap} apart"
             return gap
     return None
+
+
+def _off_border(tokens: Sequence[int], asked: Sampling, *drawn: int) -> float:
+    """How far the number with which the token behind these was drawn lies from the range of each drawn token, at most.
+
+    Both ranges have it where it lies on the border between them.
+    """
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0, -1].double()
+    ends = torch.softmax(logits / asked.temperature, -1).cumsum(-1).tolist()
+    seed, place = np.array([asked.seed], np.uint64), np.array([len(tokens)], np.uint64)
+    number = float(uniforms(seed, np.zeros(1, np.uint64), place)[0])
+    return max(max(ends[token - 1] - number, number - ends[token], 0.0) for token in drawn)
 
 
 class _Crowd:
