@@ -210,6 +210,13 @@ class EngineConfig:
         help="most calls of one connection at once; a client's further ones wait on its side",
         check=between(1, 1 << 20),
     )
+    many_calls: int = setting(
+        16,
+        group="Bounds",
+        help="most GenerateMany calls at once, each with up to 4 MiB on their way in; one connection has a quarter of them",
+        check=between(1, 4096),
+        details="A client that gets none sends its requests in calls of their own.",
+    )
     connections: int = setting(
         1024, group="Bounds", help="most connections; further ones are closed", check=between(2, 1 << 20)
     )
@@ -340,6 +347,15 @@ class EngineConfig:
         default_text="none",
         check=Check("host:port, unix:/path, or empty", lambda address: ADDRESS.refusal(address) if address else None),
         details="That engine then stops. It has to serve the same model. Where none answers, there is nothing to take over.",
+    )
+    stream_interval_ms: float = setting(
+        16,
+        group="Scheduling",
+        help="least milliseconds between two messages of a stream; 0: a message for each token, however many streams there are",
+        check=between(0, 1000),
+        unit="milliseconds",
+        details="What comes meanwhile is one message. The first token and the end are sent at once. Many streams are sent "
+        "messages less often, so that this takes half of the loop's time at most.",
     )
     client_grace: float = setting(
         10.0,

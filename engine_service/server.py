@@ -34,7 +34,7 @@ from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
 from .rpc.admission import connection_of
 from .rpc.hand_over.taker import TakeOverRefused
-from .rpc.methods import CONTRACT, intake_of
+from .rpc.methods import intake_of, router_of
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -165,10 +165,10 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             engine.stop()
             await opened.drain()
 
-        service = EngineService(config, served, engine, text_work, leave)
+        service = EngineService(config, served, engine, text_work, intake.turns, leave)
         if config.metrics_listen:
             metrics = MetricsServer(config.metrics_listen, service.metrics)
-        routers = [MethodRouter(CONTRACT, service), *_gateway_routers(config, service, engine, served)]
+        routers = [router_of(service), *_gateway_routers(config, service, engine, served)]
         await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
         if metrics is not None:

@@ -1,8 +1,15 @@
 """The contract of the engine service: its methods, which of them carry prompts, its errors, and the turns of its calls."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.intake import Intake
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Contract
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Context, Contract, MethodRouter
 from kvkeeper.service.turns import TurnLimits
 
 from ..config import EngineConfig
@@ -14,10 +21,34 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["EngineService"],
-    with_prompt=frozenset({"Generate", "SubmitRequest", "Tokenize", "Detokenize", "Prefill"}),
+    with_prompt=frozenset({"Generate", "GenerateMany", "SubmitRequest", "Tokenize", "Detokenize", "Prefill"}),
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )
+
+
+_GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
+
+
+def router_of(service: Any) -> MethodRouter:
+    """The methods of the service, which has one for each RPC, in snake case."""
+    generate_many = grpc.stream_stream_rpc_method_handler(_many(service.generate_many))
+    return MethodRouter(CONTRACT, service, {"GenerateMany": generate_many})
+
+
+def _many(function: Callable[..., Awaitable[None]]) -> Any:
+    async def stream(_: object, context: Context) -> None:
+        async def read() -> AsyncIterator[Message]:
+            while (raw := await context.read()) is not _EOF:
+                yield CONTRACT.parse(_GENERATE_MANY, raw)
+
+        async def write(response: Message) -> None:
+            await context.write(response.SerializeToString())
+
+        await CONTRACT.guard("GenerateMany", context, function(read(), write))
+
+    return stream
 
 
 def intake_of(config: EngineConfig) -> Intake:

@@ -15,13 +15,14 @@ from prometheus_client import Metric
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import peer
+from kvkeeper.service.turns import Turns
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
 from ..text_workers.text_work import TextWork
-from ..values.errors import InvalidField
+from ..values.errors import EngineError, InvalidField
 from ..values.request import Int32Array
 from .admission import Admission
 from .decode_request import (
@@ -36,10 +37,13 @@ from .encode_response import iteration_plan, request_info, response_of, results_
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import identity
+from .methods import CONTRACT
 from .metrics import engine_metrics
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
-from .stream_buffer import StreamBuffer
+from .streams.many import ManyCalls, ManyRequests, Read, Write
+from .streams.stream_buffer import PacedBuffer
+from .streams.stream_pace import StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
 
@@ -53,9 +57,13 @@ class EngineService:
         model: ServedModel,
         engine: Engine,
         text_work: TextWork,
+        turns: Turns,
         leave: Callable[[], Awaitable[None]],
     ) -> None:
-        """leave: stops the engine once its last request has ended; another one has taken its place."""
+        """turns: of calls, in which the requests of a GenerateMany call begin, too.
+
+        leave: stops the engine once its last request has ended; another one has taken its place.
+        """
         self._config = config
         self._model = model
         self._engine = engine
@@ -67,6 +75,9 @@ class EngineService:
         self._admission = Admission(config, model, engine, text_work, self._prompts)
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
         self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
+        self._pace = StreamPace(config.stream_interval_ms / 1000)
+        self._turns = turns
+        self._many_calls = ManyCalls(config.many_calls)
         self.num_streams = 0  # Generate and StreamRequest calls that have not been answered to their end
         self._no_stream = asyncio.Event()
         self._no_stream.set()
@@ -95,20 +106,25 @@ class EngineService:
         await self._submissions.wait_fetched()
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        stream_buffer = StreamBuffer()
-        generation = await self._admission.admit(request, stream_buffer.put)
-        stream_buffer.on_full = generation.fail
+        unread = PacedBuffer(self._pace)
+        generation = await self._admission.admit(request, unread.buffer.put)
+        unread.buffer.on_full = generation.fail
         with self._streaming():
             try:
-                async for response in _responses(generation.request.request_id, stream_buffer):
+                async for response in _responses(generation.request.request_id, unread):
                     yield response
             finally:
                 generation.cancel()
 
+    async def generate_many(self, read: Read, write: Write) -> None:
+        with self._many_calls.opened(peer.get()):
+            many = ManyRequests(self._admission.admit, self._turns, self._pace, self._streaming, _hide_bug)
+            await many.serve(read, write)
+
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
         submission = await self._submissions.admitted(request.request_id)
-        with self._streaming(), SubmissionReader(submission, received) as reader:
+        with self._streaming(), SubmissionReader(submission, received, self._pace) as reader:
             async for response in _responses(request.request_id, reader):
                 yield response
             submission.fetched.set()
@@ -228,7 +244,13 @@ class EngineService:
         )
 
 
-async def _responses(request_id: str, unread: StreamBuffer | SubmissionReader) -> AsyncIterator[pb.GenerateResponse]:
+def _hide_bug() -> EngineError:
+    error = CONTRACT.hide_bug("GenerateMany")
+    assert isinstance(error, EngineError)
+    return error
+
+
+async def _responses(request_id: str, unread: PacedBuffer | SubmissionReader) -> AsyncIterator[pb.GenerateResponse]:
     """The messages of a request, to its last. Raises the error that ends it."""
     while True:
         chunks, error = await unread.take_unread()

@@ -16,6 +16,7 @@ from ..values.errors import EngineError, InvalidField
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
 from ..values.token_logprobs import TokenLogprobs
+from .streams.stream_pace import HasUnread, StreamPace
 
 EACH_BYTES = 4096  # counted for a submission beside its results
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them
@@ -90,7 +91,7 @@ class Submission:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
     on_end: Callable[["Submission"], None] = lambda submission: None
-    readers: set[asyncio.Event] = field(default_factory=set)  # each is set when there is more
+    readers: set[HasUnread] = field(default_factory=set)  # each is told when there is more
     has_client: bool = True  # it need not wait for one: it was submitted, or its client has come
     is_stream: bool = False  # taken over from a Generate call: it ends with its client
     ended_at: float = 0.0
@@ -107,7 +108,7 @@ class Submission:
                 self.usage = chunk.usage
                 self._end()
         for reader in self.readers:
-            reader.set()
+            reader.tell(at_once=self.ended.is_set())
 
     def wait_for_client(self, seconds: float) -> None:
         """The request is a stream whose client has to find it here first; it is cancelled when that takes too long."""
@@ -118,11 +119,11 @@ class Submission:
         if not self.has_client and self.generation is not None:
             self.generation.cancel()
 
-    def add_reader(self, has_more: asyncio.Event) -> None:
+    def add_reader(self, has_more: HasUnread) -> None:
         self.has_client = True
         self.readers.add(has_more)
 
-    def drop_reader(self, has_more: asyncio.Event) -> None:
+    def drop_reader(self, has_more: HasUnread) -> None:
         self.readers.discard(has_more)
         if self.is_stream and not self.readers and self.generation is not None:
             self.generation.cancel()
@@ -149,11 +150,11 @@ class Received:
 class SubmissionReader:
     """Reads one submission from where its client has it to its end. Use it as a context."""
 
-    def __init__(self, submission: Submission, received: list[Received]) -> None:
+    def __init__(self, submission: Submission, received: list[Received], pace: StreamPace) -> None:
         """Raises InvalidField where the client cannot have what it says."""
         self._submission = submission
-        self._has_more = asyncio.Event()
-        self._has_more.set()
+        self._has_more = HasUnread(pace)
+        self._has_more.tell(at_once=True)
         self._num_read: dict[int, int] = {}  # chunks by continuation
         for place, one in enumerate(received):
             output = submission.outputs.get(one.index, Output())
@@ -173,7 +174,6 @@ class SubmissionReader:
     async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
         """What is new, one chunk for each continuation; the last chunk of the request has its usage. Then its error."""
         await self._has_more.wait()
-        self._has_more.clear()
         submission, chunks = self._submission, []
         for index, output in sorted(submission.outputs.items()):
             if (num_read := self._num_read.get(index, 0)) < output.num_chunks:

@@ -16,6 +16,7 @@ NAMES = (
     "flat",
     "crowd",
     "delay",
+    "host",
     "generate",
     "serve",
     "beams",

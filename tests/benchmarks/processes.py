@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def process(*args: str, ready_on: str = "stderr") -> AsyncIterator[None]:
+async def process(
+    *args: str, ready_on: str = "stderr", python: str = sys.executable
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """`python ARGS`, which has said "ready" on one of its streams by the time the body runs, and is gone after it."""
     pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe, stderr=pipe)
+    child = await asyncio.create_subprocess_exec(python, *args, stdin=pipe, stdout=pipe, stderr=pipe)
     assert child.stdout is not None and child.stderr is not None
     told = child.stderr if ready_on == "stderr" else child.stdout
     last = b""
@@ -20,7 +22,7 @@ async def process(*args: str, ready_on: str = "stderr") -> AsyncIterator[None]:
                 raise RuntimeError(f"{' '.join(args)} ended before it was ready: {last.decode(errors='replace')}")
             last = line
         drained = asyncio.gather(_drain(child.stderr), _drain(child.stdout))
-        yield
+        yield child
     finally:
         if child.returncode is None:
             child.terminate()

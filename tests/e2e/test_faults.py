@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling, transport
+from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, KvkeeperError, Sampling, transport
+from kvkeeper.client.engine.calls import generate_request
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.rpc import stream_buffer
+from kvkeeper.engine_service.rpc.streams import stream_buffer
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
@@ -35,9 +37,12 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
     no_large_windows = ("grpc.http2.bdp_probe", 0)
     monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, no_large_windows))
     await world.start_cache(num_blocks=1024)
-    client = await world.client(await world.start_engine())
+    engine = await world.start_engine()
+    client = await world.client(engine)
     much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)
-    stuck = client.generate([7, 8, 9], GenerateOptions(n=4, sampling=much))
+    own = transport.AsyncTransport(engine.address, CallOptions(), pb_grpc.EngineServiceStub)
+    world.defer(own.close)
+    stuck = own.stream(own.stub.Generate, generate_request([7, 8, 9], GenerateOptions(n=4, sampling=much)))
     await anext(stuck)
     good = await generate(client, [1, 2], 40)
 

@@ -22,7 +22,7 @@ from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.client.engine.calls import generate_request, submit_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.rpc.methods import CONTRACT
+from kvkeeper.engine_service.rpc.methods import router_of
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.service import methods
 from tests.soak.row import Counts
@@ -208,7 +208,7 @@ class _Cancels:
         raise AssertionError("the call does not end")
 
     async def _handled(self, method: str, request: Message) -> None:
-        handler: Any = methods.MethodRouter(CONTRACT, self._engine.service).service(_Details(_PREFIX + method))
+        handler: Any = router_of(self._engine.service).service(_Details(_PREFIX + method))
         run = handler.unary_stream or handler.unary_unary
         with contextlib.suppress(_Refused):
             await run(request.SerializeToString(), _Context())

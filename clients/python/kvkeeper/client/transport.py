@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from kvkeeper import tracing
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import KvkeeperError, error_of
 from kvkeeper.client.retry import CallOptions, Patience
 
 _CHANNEL_OPTIONS = (
@@ -176,6 +176,14 @@ class AsyncStream:
         self._received = self._is_cancelled = False
         self._start()
 
+    async def _start_again(self, error: KvkeeperError) -> None:
+        """After a pause. Raises the error where that is no use."""
+        pause = None if self._received else self._patience.pause_after(error, time.monotonic())
+        if pause is None:
+            raise error from None
+        await asyncio.sleep(pause)
+        self._start()
+
     def _start(self) -> None:
         self._call = self._make_call()
         self._messages = self._call.__aiter__()  # not read(), which skips messages that came before an error status
@@ -188,12 +196,9 @@ class AsyncStream:
             try:
                 message = await self._messages.__anext__()
             except grpc.RpcError as failure:
-                error = error_of(failure, is_ours=self._is_cancelled)
-                pause = None if self._received else self._patience.pause_after(error, time.monotonic())
-                if pause is None:
-                    raise error from None
-                await asyncio.sleep(pause)
-                self._start()
+                await self._start_again(error_of(failure, is_ours=self._is_cancelled))
+            except KvkeeperError as error:  # of a call that shares one with others
+                await self._start_again(error)
             except BaseException:
                 self.cancel()
                 raise

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from kvkeeper.engine_service.rpc import stream_buffer
-from kvkeeper.engine_service.rpc.stream_buffer import StreamBuffer
+from kvkeeper.engine_service.rpc.streams import stream_buffer
+from kvkeeper.engine_service.rpc.streams.stream_buffer import PacedBuffer, StreamBuffer
+from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
@@ -16,9 +17,14 @@ USAGE = Usage(1, 0, LIMIT, 0, 0)
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> StreamBuffer:
+def paced(monkeypatch: pytest.MonkeyPatch) -> PacedBuffer:
     monkeypatch.setattr(stream_buffer, "MAX_UNREAD", LIMIT)
-    return StreamBuffer()
+    return PacedBuffer(StreamPace(0))
+
+
+@pytest.fixture
+def box(paced: PacedBuffer) -> StreamBuffer:
+    return paced.buffer
 
 
 def token(place: int) -> OutputChunk:
@@ -34,7 +40,7 @@ async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: StreamBu
     failure = RequestFailed("no more")
     for output in (token(1), token(2), failure):
         box.put(output)
-    assert await box.take_unread() == ([OutputChunk(0, "12", (1, 2))], failure)
+    assert box.take() == ([OutputChunk(0, "12", (1, 2))], failure)
 
 
 async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer) -> None:
@@ -50,13 +56,13 @@ async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer
     (error,) = told
     assert isinstance(error, NotRead)
     assert error.metadata == {"limit": str(LIMIT)}
-    assert await box.take_unread() == ([], error), "what was not read is dropped"
+    assert box.take() == ([], error), "what was not read is dropped"
 
 
-async def test_much_at_once_is_no_fault_while_the_client_reads(box: StreamBuffer) -> None:
+async def test_much_at_once_is_no_fault_while_the_client_reads(paced: PacedBuffer, box: StreamBuffer) -> None:
     told: list[EngineError] = []
     box.on_full = told.append
-    reading = asyncio.create_task(box.take_unread())
+    reading = asyncio.create_task(paced.take_unread())
     await turns()
     for place in range(5 * LIMIT):
         box.put(token(place))
@@ -81,5 +87,5 @@ async def test_an_end_that_is_not_read_is_dropped_too(box: StreamBuffer) -> None
         box.put(token(place))
     box.put(OutputChunk(0, "", (), FinishReason.LENGTH, USAGE))
     await turns()
-    chunks, error = await box.take_unread()
+    chunks, error = box.take()
     assert (chunks, isinstance(error, NotRead)) == ([], True)

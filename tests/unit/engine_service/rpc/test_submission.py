@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.engine_service.rpc.submission import Received, Submission, SubmissionReader
 from kvkeeper.engine_service.values.errors import InvalidField, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
 from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
+AT_ONCE = StreamPace(0)
 TEXTS = ["", "a", "bc", "é"]  # of token i, by i % 4: text runs behind tokens
 USAGE = Usage(1, 0, 2, 0, 0)
 
@@ -62,7 +64,7 @@ def test_what_follows_is_sent_once_wherever_the_stream_broke(made: list[tuple[in
             if cut
         ]
         found: list[OutputChunk] = []
-        with SubmissionReader(submission, received) as reader:
+        with SubmissionReader(submission, received, AT_ONCE) as reader:
             found += (await reader.take_unread())[0]
             for chunk in later:
                 submission.add_output(chunk)
@@ -94,9 +96,9 @@ async def test_a_place_that_no_message_led_to_is_refused() -> None:
         Received(2, 0, has_ended=True),
     ):
         with pytest.raises(InvalidField):
-            SubmissionReader(submission, [received])
+            SubmissionReader(submission, [received], AT_ONCE)
     ok = [Received(0, 3, has_ended=False), Received(1, 1, has_ended=True), Received(2, 0, has_ended=False)]
-    with SubmissionReader(submission, ok) as reader:
+    with SubmissionReader(submission, ok, AT_ONCE) as reader:
         assert await reader.take_unread() == ([], None)
 
 
@@ -104,5 +106,5 @@ async def test_an_error_comes_behind_what_was_given_before_it() -> None:
     failure = RequestFailed("no more")
     submission = await submission_of([OutputChunk(0, "a", (1,))])
     submission.add_output(failure)
-    with SubmissionReader(submission, []) as reader:
+    with SubmissionReader(submission, [], AT_ONCE) as reader:
         assert await reader.take_unread() == ([OutputChunk(0, "a", (1,))], failure)

@@ -28,6 +28,7 @@ from kvkeeper.client.engine.calls import (
     submit_request,
     usage_of,
 )
+from kvkeeper.client.engine.many import ManyStreams
 from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
@@ -221,6 +222,7 @@ class AsyncEngineClient:
     def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
         self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
         self._others: dict[str, AsyncTransport] = {}  # by address, to engines that took over from the first
+        self._many: dict[AsyncTransport, ManyStreams] = {}
         self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
         self._tasks: set[asyncio.Task[None]] = set()  # of call_back
 
@@ -321,6 +323,8 @@ class AsyncEngineClient:
                 return tuple(rows)
 
     async def close(self) -> None:
+        for streams in self._many.values():
+            streams.close()
         for transport in (self._transport, *self._others.values()):
             await transport.close()
 
@@ -340,7 +344,9 @@ class AsyncEngineClient:
         if received.is_followed or request is None:
             rest = stream_request(received.request_id, received.outputs())
             return transport.stream(transport.stub.StreamRequest, rest, patience, span.metadata)
-        return transport.stream(transport.stub.Generate, request, patience, span.metadata)
+        if transport not in self._many:
+            self._many[transport] = ManyStreams(transport)
+        return transport.stream(self._many[transport].method, request, patience, span.metadata)
 
     async def _call(self, method: str, request: Any) -> Any:
         return await self._transport.call(getattr(self._transport.stub, method), request)
@@ -382,7 +388,7 @@ class AsyncGeneration:
                 await asyncio.sleep(PAUSE_S)
                 self._stream = self._start(self._received)
                 continue
-            self.request_id = message.request_id
+            self.request_id = message.request_id or self.request_id
             self.usage = usage_of(message) or self.usage
             self._span.record_answer(message)
             chunk = self._received.new_part(chunk_of(message))

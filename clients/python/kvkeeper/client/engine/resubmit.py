@@ -67,13 +67,15 @@ class Received:
         prompt_logprobs = () if self._has_prompt_logprobs else chunk.prompt_logprobs
         self._has_prompt_logprobs |= bool(chunk.prompt_logprobs)
         self._give_up_at = 0.0
-        new = replace(
-            chunk,
-            text=chunk.text[old_chars:],
-            token_ids=chunk.token_ids[old_tokens:],
-            logprobs=chunk.logprobs[old_tokens:],
-            prompt_logprobs=prompt_logprobs,
-        )
+        new = chunk
+        if old_tokens or old_chars or prompt_logprobs != chunk.prompt_logprobs:
+            new = replace(
+                chunk,
+                text=chunk.text[old_chars:],
+                token_ids=chunk.token_ids[old_tokens:],
+                logprobs=chunk.logprobs[old_tokens:],
+                prompt_logprobs=prompt_logprobs,
+            )
         return new if new.text or new.token_ids or new.prompt_logprobs or new.finish_reason is not None else None
 
     def outputs(self) -> list[pb.ReceivedOutput]:

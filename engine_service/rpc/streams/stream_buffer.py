@@ -7,11 +7,19 @@ unread chunks are dropped and the request is to end. Much that comes at once is 
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
-from ..values.errors import EngineError, NotRead
-from ..values.output_chunk import OutputChunk, coalesce
+from ...values.errors import EngineError, NotRead
+from ...values.output_chunk import OutputChunk, coalesce
+from .stream_pace import HasUnread, StreamPace
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
+
+
+class Tell(Protocol):
+    """Says that there is something unread; at_once: it does not wait for a round of writes."""
+
+    def __call__(self, *, at_once: bool) -> None: ...
 
 
 class StreamBuffer:
@@ -20,12 +28,12 @@ class StreamBuffer:
     on_full is called once, outside of put, with the error of a client that does not read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Tell) -> None:
         self.on_full: Callable[[EngineError], None] = lambda error: None
+        self._tell = tell
         self._chunks: list[OutputChunk] = []
         self._num_unread = 0
         self._error: EngineError | None = None
-        self._has_unread = asyncio.Event()
         self._is_checked = False
         self._is_full = False
 
@@ -35,15 +43,14 @@ class StreamBuffer:
         elif not self._is_full:
             self._chunks.append(output)
             self._num_unread += len(output.token_ids) + sum(1 + len(one.top_token_ids) for one in output.logprobs)
-        self._has_unread.set()
+        is_last = isinstance(output, EngineError) or output.usage is not None
+        self._tell(at_once=is_last or self._num_unread > MAX_UNREAD)
         if self._num_unread > MAX_UNREAD and not self._is_checked:
             self._is_checked = True
             asyncio.get_running_loop().call_soon(self._check)  # after the stream's task, if that is waiting
 
-    async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
+    def take(self) -> tuple[list[OutputChunk], EngineError | None]:
         """Everything that has come, neighbouring chunks joined, and the error after which nothing more comes."""
-        await self._has_unread.wait()
-        self._has_unread.clear()
         chunks, self._chunks, self._num_unread = self._chunks, [], 0
         return coalesce(chunks), self._error
 
@@ -55,3 +62,16 @@ class StreamBuffer:
             error = NotRead(f"the client left more than {MAX_UNREAD} tokens unread", limit=MAX_UNREAD)
             self.put(error)  # also where the request has ended meanwhile: its client must not miss that chunks were dropped
             self.on_full(error)
+
+
+class PacedBuffer:
+    """A stream buffer that is read with the rounds of a pace."""
+
+    def __init__(self, pace: StreamPace) -> None:
+        self._has_unread = HasUnread(pace)
+        self.buffer = StreamBuffer(self._has_unread.tell)
+
+    async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
+        """What StreamBuffer.take answers, once there is something."""
+        await self._has_unread.wait()
+        return self.buffer.take()

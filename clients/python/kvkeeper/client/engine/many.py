@@ -1,0 +1,231 @@
+"""ManyStreams: the Generate streams of one asyncio client over one call (GenerateMany).
+
+A stream each costs client and engine more than the tokens in it. Requests that begin together leave in one message, and their
+answers come in common ones. Where an engine has no such call, or none left, a request is sent in a call of its own. The call is
+opened with the first request and ended once there has been none for a while.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvkeeper import tracing
+from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
+from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+_IDLE_S = 2.0  # without a request, after which the call ends
+_MOST_BYTES = 1 << 20  # of requests in one message, and of a request that is sent with others
+_MOST_UNREAD = 1 << 16  # tokens and log probabilities of one stream, as the engine has it
+
+
+class ManyStreams:
+    """The streams to one engine. method() makes one, as a stub's method makes a call."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+        self._is_unknown = False  # the engine has no such call
+        self._call: _Call | None = None
+
+    def method(self, request: pb.GenerateRequest, timeout: float | None, metadata: tracing.Metadata | None) -> Any:
+        """The answers of a Generate. It has what AsyncStream needs of a call; timeout: seconds."""
+        if self._is_unknown or metadata is not None or request.ByteSize() > _MOST_BYTES:
+            return self._transport.stub.Generate(request, timeout=timeout, metadata=metadata)
+        if self._call is None or self._call.has_ended:
+            self._call = _Call(self._transport.stub.GenerateMany())
+        return _Numbered(self, self._call, request, timeout)
+
+    def own_call(self, error: KvkeeperError, request: pb.GenerateRequest, timeout: float | None) -> Any | None:
+        """A call of the request alone, where the error says that there is no common one; None: the error says another thing."""
+        if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
+            self._is_unknown = True
+        elif error.reason != "QUEUE_FULL" or error.metadata.get("flag") != "--many-calls":
+            return None
+        return self._transport.stub.Generate(request, timeout=timeout)
+
+    def close(self) -> None:
+        """End the call, and with it its requests."""
+        if self._call is not None:
+            self._call.close()
+
+
+class _Call:
+    """One GenerateMany call and its open streams."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._streams: dict[int, _Numbered] = {}
+        self._last_number = 0
+        self._to_begin: list[pb.NumberedRequest] = []
+        self._to_cancel: list[int] = []
+        self._has_news = asyncio.Event()  # for the service
+        self._idle: asyncio.TimerHandle | None = None
+        self.has_ended = False
+        self._tasks = [asyncio.ensure_future(work) for work in (self._write(), self._read())]
+
+    def begin(self, stream: "_Numbered", request: pb.GenerateRequest) -> int:
+        """The number of the stream."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        self._last_number += 1
+        self._streams[self._last_number] = stream
+        self._to_begin.append(pb.NumberedRequest(number=self._last_number, request=request))
+        self._has_news.set()
+        return self._last_number
+
+    def drop(self, number: int, *, is_over: bool) -> None:
+        """Nothing more of a stream is wanted; is_over: nothing comes."""
+        if self._streams.pop(number, None) is None:
+            return
+        if not is_over:
+            self._to_cancel.append(number)
+            self._has_news.set()
+        if not self._streams and not self.has_ended:
+            self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._end)
+
+    def close(self) -> None:
+        """End the call and what is open on it."""
+        self._end()
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+
+    def _end(self) -> None:
+        """No stream begins on it any more. The writing task ends the client's side."""
+        self.has_ended = True
+        self._has_news.set()
+        if self._idle is not None:
+            self._idle.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._has_news.wait()
+                self._has_news.clear()
+                while self._to_begin or self._to_cancel:
+                    await self._call.write(self._next_message())
+                if self.has_ended:
+                    await self._call.done_writing()
+                    return
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the reading task is told why
+
+    def _next_message(self) -> pb.GenerateManyRequest:
+        message = pb.GenerateManyRequest(cancel=self._to_cancel)
+        self._to_cancel = []
+        num_bytes = 0
+        while self._to_begin and num_bytes <= _MOST_BYTES:
+            one = self._to_begin.pop(0)
+            if one.number in self._streams:
+                message.begin.append(one)
+                num_bytes += one.ByteSize()
+        return message
+
+    async def _read(self) -> None:
+        error = KvkeeperError(grpc.StatusCode.UNAVAILABLE, message="the engine ended the call")
+        try:
+            async for message in self._call:
+                for one in message.responses:
+                    if (stream := self._streams.get(one.number)) is not None:
+                        stream.take(one)
+        except grpc.RpcError as failure:
+            error = error_of(failure)
+        finally:
+            self._end()
+            streams, self._streams = self._streams, {}
+            for stream in streams.values():
+                stream.fail(error)
+
+
+class _Numbered:
+    """The answers to one request, as a call gives them."""
+
+    def __init__(self, streams: ManyStreams, call: _Call, request: pb.GenerateRequest, timeout: float | None) -> None:
+        """timeout: seconds; None: none."""
+        self._streams, self._call, self._request = streams, call, request
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._unread: deque[pb.GenerateResponse] = deque()
+        self._num_unread = 0
+        self._error: KvkeeperError | None = None
+        self._has_unread = asyncio.Event()
+        self._is_cancelled = self._has_begun = self._has_ended = False
+        self._own: Any = None  # a call of its own
+        self._number = call.begin(self, request)
+
+    def take(self, one: pb.NumberedResponse) -> None:
+        """What came for it. It is not to wait: others' answers follow."""
+        self._has_begun = True
+        if one.HasField("error"):
+            self.fail(error_of_status(one.error))
+            return
+        response = one.response
+        self._unread.append(response)
+        self._num_unread += len(response.token_ids) + sum(1 + len(each.top_token_ids) for each in response.logprobs)
+        self._has_unread.set()
+        if response.HasField("usage"):
+            self._has_ended = True
+            self._call.drop(self._number, is_over=True)
+        elif self._num_unread > _MOST_UNREAD:
+            self._unread.clear()
+            self._call.drop(self._number, is_over=False)
+            text = f"the client left more than {_MOST_UNREAD} tokens unread"
+            self._error = KvkeeperError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "NOT_READ", text, metadata={"limit": str(_MOST_UNREAD)}
+            )
+
+    def fail(self, error: KvkeeperError) -> None:
+        self._error = error
+        self._call.drop(self._number, is_over=True)
+        self._has_unread.set()
+
+    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        return self._answers()
+
+    async def _answers(self) -> AsyncIterator[pb.GenerateResponse]:
+        while True:
+            while self._unread:
+                response = self._unread.popleft()
+                self._num_unread -= len(response.token_ids) + sum(1 + len(each.top_token_ids) for each in response.logprobs)
+                yield response
+            if self._has_ended:
+                return
+            if self._error is not None:
+                break
+            await self._wait()
+        own = None if self._has_begun else self._streams.own_call(self._error, self._request, self.time_remaining())
+        if own is None:
+            raise self._error
+        self._own = own
+        async for response in own:
+            yield response
+
+    async def _wait(self) -> None:
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+        self._has_unread.clear()
+        try:
+            async with asyncio.timeout(self.time_remaining()):
+                await self._has_unread.wait()
+        except TimeoutError:
+            self._call.drop(self._number, is_over=False)
+            raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded") from None
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+
+    def time_remaining(self) -> float | None:
+        """Seconds until its deadline; None: it has none."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def cancel(self) -> None:
+        """Nothing more of it is wanted. Idempotent."""
+        self._is_cancelled = True
+        self._has_unread.set()
+        self._call.drop(self._number, is_over=False)
+        if self._own is not None:
+            self._own.cancel()

@@ -1,0 +1,189 @@
+"""GenerateMany: the requests of one process over one call, so that what is written does not grow with the number of streams.
+
+One task reads the client's messages and has each request begin in its turn, as if it were a call of its own. Another one, the
+call's own, writes what is new of all requests as one message. An error ends its request alone. A client that does not read is
+dealt with request by request, as with Generate.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.fair_queue import TooManyWaiting
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, peer
+from kvkeeper.service.turns import Turns
+
+from ...outputs.generation import Generation
+from ...values.errors import EngineError, InvalidField, QueueFull
+from ..admission import Send
+from ..encode_response import response_of
+from ..status import REFUSALS
+from .stream_buffer import StreamBuffer
+from .stream_pace import HasUnread, StreamPace
+
+_MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
+
+Admit = Callable[[pb.GenerateRequest, Send], Awaitable[Generation]]
+Read = AsyncIterator[pb.GenerateManyRequest]
+Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
+
+
+class _Numbered:
+    """One request of the call, from its message to the last that is written of it."""
+
+    def __init__(self, number: int, tell: Callable[[int, bool], None], counted: AbstractContextManager[None]) -> None:
+        self.buffer = StreamBuffer(self._tell)
+        self.starting: asyncio.Task[None] | None = None
+        self.generation: Generation | None = None
+        self.has_told_id = False
+        self._number, self._tell_call = number, tell
+        self._counted = ExitStack()
+        self._counted.enter_context(counted)
+
+    def _tell(self, *, at_once: bool) -> None:
+        self._tell_call(self._number, at_once or not self.has_told_id)
+
+    def end(self) -> None:
+        """Nothing more is written of it. One that goes on is cancelled."""
+        self._counted.close()
+        if self.starting is not None:
+            self.starting.cancel()
+        if self.generation is not None:
+            self.generation.cancel()
+
+
+class ManyRequests:
+    """The requests of one call. Serve once."""
+
+    def __init__(
+        self,
+        admit: Admit,
+        turns: Turns,
+        pace: StreamPace,
+        counted: Callable[[], AbstractContextManager[None]],
+        hide_bug: Callable[[], EngineError],
+    ) -> None:
+        """counted: a context for as long as a request is not answered to its end.
+
+        hide_bug: logs the exception that is being handled, a bug; the refusal that its client gets.
+        """
+        self._admit, self._turns, self._counted, self._hide_bug = admit, turns, counted, hide_bug
+        self._requests: dict[int, _Numbered] = {}
+        self._unread: dict[int, None] = {}  # numbers, in order
+        self._has_unread = HasUnread(pace)
+        self._starting_bytes = 0
+        self._has_started = asyncio.Event()  # set when a request is no longer about to begin
+
+    async def serve(self, read: Read, write: Write) -> None:
+        """Returns when the client has ended its side and its requests have ended. Raises InvalidField."""
+        reading = asyncio.create_task(self._read(read))
+        reading.add_done_callback(lambda _: self._has_unread.tell(at_once=True))
+        try:
+            while True:
+                await self._has_unread.wait()
+                for message in self._take():
+                    await write(message)
+                if reading.done():
+                    reading.result()
+                    if not self._requests:
+                        return
+        finally:
+            reading.cancel()
+            for request in self._requests.values():
+                request.end()
+
+    async def _read(self, read: Read) -> None:
+        async for message in read:
+            for one in message.begin:
+                await self._begin(one.number, one.request)
+            for number in message.cancel:
+                if (request := self._requests.pop(number, None)) is not None:
+                    request.end()
+
+    async def _begin(self, number: int, message: pb.GenerateRequest) -> None:
+        if number in self._requests:
+            raise InvalidField("begin: another request of the call has this number", field="begin")
+        size = message.ByteSize()
+        while self._starting_bytes and self._starting_bytes + size > MAX_PROMPT_MESSAGE_BYTES:
+            self._has_started.clear()
+            await self._has_started.wait()
+        request = self._requests[number] = _Numbered(number, self._tell, self._counted())
+        self._starting_bytes += size
+        request.starting = asyncio.create_task(self._start(request, message))
+        request.starting.add_done_callback(lambda _: self._note_start(size))
+
+    def _note_start(self, size: int) -> None:
+        self._starting_bytes -= size
+        self._has_started.set()
+
+    async def _start(self, request: _Numbered, message: pb.GenerateRequest) -> None:
+        try:
+            async with self._turns.turn(peer.get()):
+                request.generation = await self._admit(message, request.buffer.put)
+            request.buffer.on_full = request.generation.fail
+        except EngineError as error:
+            request.buffer.put(error)
+        except TooManyWaiting as error:
+            text = f"{error.limit} calls wait for their turn, the most that may"
+            request.buffer.put(QueueFull(text, limit=error.limit, flag="--connection-calls"))
+        except Exception:
+            request.buffer.put(self._hide_bug())
+        finally:
+            request.starting = None
+
+    def _tell(self, number: int, at_once: bool) -> None:
+        self._unread[number] = None
+        self._has_unread.tell(at_once=at_once)
+
+    def _take(self) -> Iterator[pb.GenerateManyResponse]:
+        """What is new, in messages of a bounded size."""
+        unread, self._unread = self._unread, {}
+        message, num_units, ended = pb.GenerateManyResponse(), 0, []
+        for number in unread:
+            if (request := self._requests.get(number)) is None:
+                continue
+            chunks, error = request.buffer.take()
+            for chunk in chunks:
+                request_id = ""
+                if not request.has_told_id:
+                    assert request.generation is not None
+                    request_id, request.has_told_id = request.generation.request.request_id, True
+                message.responses.add(number=number, response=response_of(request_id, chunk))
+                num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
+            if error is not None:
+                message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())
+            if error is not None or (chunks and chunks[-1].usage is not None):
+                ended.append(number)
+            if num_units >= _MOST_UNITS:
+                yield message
+                message, num_units = pb.GenerateManyResponse(), 0
+        if message.responses:
+            yield message
+        for number in ended:
+            if (request := self._requests.pop(number, None)) is not None:
+                request.end()
+
+
+class ManyCalls:
+    """How many GenerateMany calls are open. Each may hold a message that is on its way in for as long as it is open."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num_of: Counter[str] = Counter()  # by connection
+
+    @contextmanager
+    def opened(self, connection: str) -> Iterator[None]:
+        """A call of a connection. Raises QueueFull; one connection has a quarter of the limit, a Unix socket all of it."""
+        limit_each = self._limit if connection.startswith("unix:") else max(1, self._limit // 4)
+        if self._num_of[connection] >= limit_each or self._num_of.total() >= self._limit:
+            limit = limit_each if self._num_of[connection] >= limit_each else self._limit
+            raise QueueFull(f"{limit} such calls are open, the most that may", limit=limit, flag="--many-calls")
+        self._num_of[connection] += 1
+        try:
+            yield
+        finally:
+            self._num_of[connection] -= 1
+            if not self._num_of[connection]:
+                del self._num_of[connection]
