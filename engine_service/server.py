@@ -8,6 +8,7 @@ StartError of one line, with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -23,6 +24,7 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
+from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.served_model import ServedModel, load_served_model
@@ -35,6 +37,7 @@ from .model.checkpoint.errors import ModelError, NoDeviceError
 from .rpc.admission import connection_of
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import CONTRACT, intake_of
+from .rpc.metrics import PREFIX as METRICS_PREFIX
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -143,9 +146,11 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     metrics: MetricsServer | None = None
     try:
         # Before the long load, so that a taken address is refused at once.
-        intake = intake_of(config)
+        guard, intake = Guard(config), intake_of(config)
         opened = endpoint = await Endpoint.open(
-            config.listen, admission=Admission(config.connections, config.connection_calls, (intake,))
+            config.listen,
+            admission=Admission(config.connections, config.connection_calls, (intake,)),
+            guard=guard,
         )
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
@@ -167,7 +172,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
         service = EngineService(config, served, engine, text_work, leave)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, service.metrics)
+            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), guard.metrics(METRICS_PREFIX)))
         routers = [MethodRouter(CONTRACT, service), *_gateway_routers(config, service, engine, served)]
         await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:

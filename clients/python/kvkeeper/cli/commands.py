@@ -32,6 +32,7 @@ COMMANDS = {
     "sequences": "list live sequences",
     "bench": "measure the cache on a trace of requests",
     "config": "show the settings of both services, and where each stands",
+    "token": "make a token for --auth-tokens",
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
@@ -41,7 +42,8 @@ _FOLDERS = {
     "benchmark": ("bench",),
 }
 MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {
-    "completion": "kvkeeper.cli.completion"
+    "completion": "kvkeeper.cli.completion",
+    "token": "kvkeeper.cli.token",
 }
 
 
