@@ -8,6 +8,7 @@ StartError of one line, with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.service.endpoint import Admission, Endpoint
 from kvkeeper.service.extras import missing
@@ -144,6 +146,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         torch.set_num_threads(config.threads)
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
+    credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
         guard, intake = Guard(config), intake_of(config)
@@ -170,9 +173,10 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             engine.stop()
             await opened.drain()
 
-        service = EngineService(config, served, engine, text_work, leave)
+        service = EngineService(config, served, engine, text_work, leave, credentials)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), guard.metrics(METRICS_PREFIX)))
+            refused = partial(guard.metrics, METRICS_PREFIX, model=served.model_id)
+            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), refused()))
         routers = [MethodRouter(CONTRACT, service), *_gateway_routers(config, service, engine, served)]
         await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
@@ -211,7 +215,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if not config.take_over:
         has_taken_over.set()
 
-    client = AsyncCacheClient(config.cache, call_options(config))
+    client = AsyncCacheClient(config.cache, call_options(config), credentials)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
@@ -226,6 +230,16 @@ def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engin
     from .rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
     return [MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text is not None))]
+
+
+def credentials_of(config: EngineConfig) -> Credentials:
+    """That this engine shows the cache service and other engines."""
+    return Credentials(
+        token_file=config.cache_token_file,
+        tls_ca=config.cache_tls_ca,
+        tls_cert=config.cache_tls_cert,
+        tls_key=config.cache_tls_key,
+    )
 
 
 def call_options(config: EngineConfig) -> CallOptions:

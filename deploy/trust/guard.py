@@ -67,5 +67,6 @@ class Guard:
         """None: connections are not encrypted."""
         return None if self._tls is None else self._tls.credentials()
 
-    def metrics(self, prefix: str) -> Iterator[Metric]:
-        return self.refused.metrics(prefix)
+    def metrics(self, prefix: str, **labels: str) -> Iterator[Metric]:
+        """labels: that each sample has beside its reason."""
+        return self.refused.metrics(prefix, labels)

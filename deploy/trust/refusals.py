@@ -6,7 +6,7 @@ each reason and then of one a second at most, with the number of those between, 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import grpc
@@ -69,9 +69,10 @@ class RefusedCalls:
             self._told[reason] = now, count
             log.warning("call_refused", reason=reason, method=method, caller=caller, num_calls=count - told_count)
 
-    def metrics(self, prefix: str) -> Iterator[Metric]:
+    def metrics(self, prefix: str, labels: Mapping[str, str]) -> Iterator[Metric]:
         """A family with each reason, also of those that never came."""
-        family = CounterMetricFamily(prefix + "refused_calls", "Calls that were not let in, by reason.", labels=["reason"])
+        text = "Calls that were not let in, by reason."
+        family = CounterMetricFamily(prefix + "refused_calls", text, labels=[*labels, "reason"])
         for reason in CODES:
-            family.add_metric([reason.lower()], self.counts[reason])
+            family.add_metric([*labels.values(), reason.lower()], self.counts[reason])
         yield family

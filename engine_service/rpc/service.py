@@ -12,6 +12,7 @@ from functools import partial
 
 from prometheus_client import Metric
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import peer
@@ -54,15 +55,19 @@ class EngineService:
         engine: Engine,
         text_work: TextWork,
         leave: Callable[[], Awaitable[None]],
+        credentials: Credentials,
     ) -> None:
-        """leave: stops the engine once its last request has ended; another one has taken its place."""
-        self._config = config
+        """leave: stops the engine once its last request has ended; another one has taken its place.
+
+        credentials: that this engine shows other engines.
+        """
+        self._config, self._credentials = config, credentials
         self._model = model
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
         self._prompts = PromptsByOthers(
-            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine
+            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine, credentials
         )
         self._admission = Admission(config, model, engine, text_work, self._prompts)
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
@@ -83,7 +88,7 @@ class EngineService:
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
         taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        await take_over(target, hand_over_request(self._model, address), taker)
+        await take_over(target, hand_over_request(self._model, address), taker, self._credentials)
 
     async def close(self) -> None:
         """End the connections to other engines."""

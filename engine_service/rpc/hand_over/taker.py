@@ -10,6 +10,7 @@ from functools import partial
 
 import structlog
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.transport import AsyncTransport
@@ -66,9 +67,9 @@ class Taker:
         return True
 
 
-async def take_over(target: str, identity: pb.HandOverRequest, taker: Taker) -> None:
+async def take_over(target: str, identity: pb.HandOverRequest, taker: Taker, credentials: Credentials) -> None:
     """Take over what the engine at target has. Raises TakeOverRefused; an engine that is gone has nothing."""
-    transport = AsyncTransport(target, _CALL, pb_grpc.EngineServiceStub)
+    transport = AsyncTransport(target, _CALL, pb_grpc.EngineServiceStub, credentials)
     hand_over_id, num_taken = "", 0
     try:
         answers = transport.stream(transport.stub.HandOver, identity, replace(_CALL, timeout_s=math.inf, retry_s=_PATIENCE_S))

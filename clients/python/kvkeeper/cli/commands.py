@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
+from kvkeeper.cli.console.addresses import set_credentials
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.usage import Parser, did_you_mean
 from kvkeeper.cli.start import services
@@ -52,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in services.NAMES:
         return services.run(argv[0], argv[1:])
     args = _parse(argv)
+    set_credentials(args)
     from kvkeeper.client import KvkeeperError  # --help and wrong usage do without
 
     try:
