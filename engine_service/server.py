@@ -65,6 +65,7 @@ class RunningServer:
     service: EngineService
     text_work: TextWork
     intake: Intake
+    guard: Guard
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -219,7 +220,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
-    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls, taking)
+    return RunningServer(
+        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking
+    )
 
 
 def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:

@@ -16,6 +16,8 @@ from typing import Protocol
 
 import structlog
 
+from kvkeeper.trust.caller import ANY_TENANT
+
 from ..core.calls.sessions import CloseResult
 from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
@@ -93,6 +95,7 @@ class LiveSession:
     core: Session
     pool: Pool
     attach_token: str
+    tenant: str  # of the caller that opened it, or ANY_TENANT
     stream: StepCarrier | None = None  # that carried the last step
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
@@ -106,6 +109,7 @@ class _Ended:
     """A session that ended; live is set only while it has a quarantine."""
 
     epoch: int
+    tenant: str
     live: LiveSession | None
     drained: bool
 
@@ -137,8 +141,10 @@ class SessionManager:
     def sessions(self) -> list[LiveSession]:
         return list(self._live.values())
 
-    async def open(self, spec: KvSpec, executor: Executor, ttl: float, client_name: str) -> LiveSession:
-        """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
+    async def open(
+        self, spec: KvSpec, executor: Executor, ttl: float, client_name: str, tenant: str = ANY_TENANT
+    ) -> LiveSession:
+        """tenant: that its caller acts for. Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
         if self.is_draining:
             raise Draining("the service is stopping")
         self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
@@ -147,7 +153,7 @@ class SessionManager:
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
         pool.manager.tick(self.now())
         pool.manager.open_session(session_id, executor)
-        live = LiveSession(core, pool, secrets.token_hex(16))
+        live = LiveSession(core, pool, secrets.token_hex(16), tenant)
         pool.sessions.add(session_id)
         self._live[session_id] = live
         self._tokens[live.attach_token] = live
@@ -176,6 +182,15 @@ class SessionManager:
     def find(self, session_id: str) -> LiveSession | None:
         """The session of this id, not renewed."""
         return self._live.get(SessionId(session_id))
+
+    def tenant_of(self, session_id: str) -> str | None:
+        """Of a session, live or ended; None of one that is not known."""
+        known = self._live.get(SessionId(session_id)) or self._ended.get(SessionId(session_id))
+        return None if known is None else known.tenant
+
+    def refuse_as_unknown(self, epoch: int) -> None:
+        """Raises what a message with this epoch gets whose session is not known."""
+        self.table.require(SessionId(""), epoch, self._clock.time())
 
     def forget_foretold(self, session_id: SessionId) -> None:
         """Its next step is read the usual way."""
@@ -263,7 +278,7 @@ class SessionManager:
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
         live.pool.sessions.discard(session_id)
-        ended = self._ended[session_id] = _Ended(live.core.epoch, live if may_still_write else None, drained)
+        ended = self._ended[session_id] = _Ended(live.core.epoch, live.tenant, live if may_still_write else None, drained)
         if may_still_write:
             live.pool.quarantines.add(session_id)
             if copying is not None:

@@ -38,6 +38,7 @@ from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import hand_over_request
 from .metrics import engine_metrics
+from .ownership import is_own, known_id, require_all_tenants, shown_id
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
 from .stream_buffer import StreamBuffer
@@ -105,14 +106,15 @@ class EngineService:
         stream_buffer.on_full = generation.fail
         with self._streaming():
             try:
-                async for response in _responses(generation.request.request_id, stream_buffer):
+                request_id = request.request_id or shown_id(generation.request.request_id)
+                async for response in _responses(request_id, stream_buffer):
                     yield response
             finally:
                 generation.cancel()
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
-        submission = await self._submissions.admitted(request.request_id)
+        submission = await self._submissions.admitted(known_id(request.request_id))
         with self._streaming(), SubmissionReader(submission, received) as reader:
             async for response in _responses(request.request_id, reader):
                 yield response
@@ -133,13 +135,14 @@ class EngineService:
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)
         await self._submissions.submit(request_id, digest, partial(self._admission.admit, request.request))
-        return pb.SubmitRequestResponse(request_id=request_id)
+        return pb.SubmitRequestResponse(request_id=request.request.request_id)
 
     async def get_request(self, request: pb.GetRequestRequest) -> pb.GetRequestResponse:
-        generation, submission = await self._submissions.wait(request.request_id, wait_of(request))
+        generation, submission = await self._submissions.wait(known_id(request.request_id), wait_of(request))
         return results_of(generation, submission, time.monotonic())
 
     def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
+        require_all_tenants()
         return self._hand_overs.hand_over(request)
 
     async def _settle_prompts(self) -> None:
@@ -151,14 +154,16 @@ class EngineService:
         return self._prompts_for_others.prefill(request)
 
     async def confirm_hand_over(self, request: pb.ConfirmHandOverRequest) -> pb.ConfirmHandOverResponse:
+        require_all_tenants()
         return await self._hand_overs.confirm_hand_over(request)
 
     async def get_iteration_plan(self, request: pb.GetIterationPlanRequest) -> pb.GetIterationPlanResponse:
+        require_all_tenants()
         last = self._engine.last_iteration
         return pb.GetIterationPlanResponse() if last is None else iteration_plan(last)
 
     async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
-        self._engine.requests.cancel(request.request_id)
+        self._engine.requests.cancel(known_id(request.request_id))
         return pb.CancelRequestResponse()
 
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
@@ -168,7 +173,7 @@ class EngineService:
         later = [
             other
             for other in self._engine.requests.generations.values()
-            if other.request.arrival > after and wanted in ("", other.session_id)
+            if other.request.arrival > after and wanted in ("", other.session_id) and is_own(other.request.request_id)
         ]
         rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""
