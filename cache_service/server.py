@@ -58,6 +58,7 @@ class RunningServer:
     attach_path: Path
     session_manager: SessionManager
     drain_timeout: float
+    guard: Guard
     _endpoint: Endpoint
     _attach: AttachServer
     metrics: MetricsServer | None = None
@@ -162,7 +163,9 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock, directory)
+    return RunningServer(
+        attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, directory
+    )
 
 
 def _groups_of_calls(

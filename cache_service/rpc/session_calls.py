@@ -15,7 +15,7 @@ from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .convert.versions import SPOKEN
 from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
-from .ownership import check_own
+from .ownership import check_own, require_all_tenants
 
 _EXECUTORS = {
     pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
@@ -59,7 +59,14 @@ class SessionCalls:
         if request.executor not in _EXECUTORS:
             raise InvalidField("executor is one of Executor", field="executor")
         spec, executor = kv_spec(request.spec), _EXECUTORS[request.executor]
-        live = await self._session_manager.open(spec, executor, ttl_ms / 1000, request.client_name, calling().tenant)
+        if executor is Executor.ENGINE:
+            require_all_tenants()  # it writes the memory of all, and runs copies of all
+        read_only = request.read_only_memory
+        if read_only and executor is Executor.ENGINE:
+            raise InvalidField("read_only_memory: an engine writes", field="read_only_memory")
+        live = await self._session_manager.open(
+            spec, executor, ttl_ms / 1000, request.client_name, calling().tenant, read_only_memory=read_only
+        )
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,

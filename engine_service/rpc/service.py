@@ -36,7 +36,7 @@ from .decode_request import (
 from .encode_response import iteration_plan, request_info, response_of, results_of
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
-from .identity import hand_over_request
+from .identity import identity
 from .metrics import engine_metrics
 from .ownership import is_own, known_id, require_all_tenants, shown_id
 from .prefill.by_others import PromptsByOthers
@@ -89,7 +89,8 @@ class EngineService:
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
         taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        await take_over(target, hand_over_request(self._model, address), taker, self._credentials)
+        request = pb.HandOverRequest(address=address, engine=identity(self._model))
+        await take_over(target, request, taker, self._credentials)
 
     async def close(self) -> None:
         """End the connections to other engines."""

@@ -4,6 +4,7 @@ Every probe is made three times: of another tenant's, of something that does not
 the tenant itself, which has to succeed.
 """
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,8 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.attaching import attaching
+from kvkeeper.client.errors import KvkeeperError, error_of
 from kvkeeper.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving
@@ -180,7 +182,8 @@ async def test_no_step_in_anothers_session(tmp_path: Path, method: str, owner: s
     shown = {tenant: tokens.add(Caller(f"e{tenant}", tenant, Role.ENGINE)) for tenant in ("a", "b", "*")}
     async with serving(auth_tokens=tokens.path) as api:
         probers = {tenant: Prober(api, token) for tenant, token in shown.items()}
-        opened = await probers[owner].ask("OpenSession", pb.OpenSessionRequest(spec=SPEC, executor=pb.EXECUTOR_ENGINE))
+        executor = pb.EXECUTOR_ENGINE if owner == "*" else pb.EXECUTOR_CACHE
+        opened = await probers[owner].ask("OpenSession", pb.OpenSessionRequest(spec=SPEC, executor=executor))
         step = pb.StepRequest(session_id=opened.session_id, epoch=opened.epoch, step_id=1, completed_step_id=0)
         raw = step.SerializeToString()
         metadata = bearer(shown["b"])
@@ -264,6 +267,46 @@ async def test_the_audit_needs_a_credential_for_all(world: World) -> None:
     assert answer[1] == "TENANT_NOT_ALLOWED"
     control = await world.prober(Role.OPERATOR, "*").ask("CheckInvariants", pb.CheckInvariantsRequest())
     assert not control.violations
+
+
+@pytest.mark.parametrize("role", [Role.ENGINE, Role.OPERATOR])
+async def test_memory_is_handed_to_callers_for_all_tenants_alone(world: World, role: Role) -> None:
+    one, of_all = world.prober(role, "a"), world.prober(role, "*")
+    by_engine = pb.OpenSessionRequest(spec=SPEC, executor=pb.EXECUTOR_ENGINE)
+    answer = await one.ask("OpenSession", by_engine)
+    assert answer[:2] == ("PERMISSION_DENIED", "TENANT_NOT_ALLOWED")
+    assert isinstance(await of_all.ask("OpenSession", by_engine), pb.OpenSessionResponse)
+    for read_only in (False, True):
+        request = pb.OpenSessionRequest(spec=SPEC, read_only_memory=read_only)
+        opened, control = await one.ask("OpenSession", request), await of_all.ask("OpenSession", request)
+        for parts in (("memory",), ("memory", "step-lane"), ()):  # none: memory
+            with pytest.raises(KvkeeperError, match="TENANT_NOT_ALLOWED"):
+                await asyncio.to_thread(attached, opened, *parts)
+        assert await asyncio.to_thread(attached, opened, "step-lane") == {"step_lane": True}  # it carries its own steps alone
+        assert (await asyncio.to_thread(attached, control, "memory"))["kind"] == "memfd"
+
+
+def attached(opened: pb.OpenSessionResponse, *parts: str) -> dict[str, object]:
+    """What the attach socket hands over."""
+    with attaching(opened.attach_socket_path, opened.attach_token, DEADLINE, *parts) as handed_over:
+        handed_over.connection.close()
+        return handed_over.fields
+
+
+async def test_a_caller_of_one_tenant_replaces_no_pool(tmp_path: Path) -> None:
+    tokens = TokenFile(tmp_path / "tokens")
+    shown = {tenant: tokens.add(Caller(f"e{tenant}", tenant, Role.ENGINE)) for tenant in ("a", "*")}
+    specs = [pb.KvSpec.FromString(SPEC.SerializeToString() + pb.KvSpec(revision=name).SerializeToString()) for name in "123"]
+    async with serving(auth_tokens=tokens.path, num_pools=2) as api:
+        one, of_all = (Prober(api, shown[tenant]) for tenant in ("a", "*"))
+        for prober, spec in zip((one, of_all), specs, strict=False):
+            opened = await prober.ask("OpenSession", pb.OpenSessionRequest(spec=spec))
+            ids = {"session_id": opened.session_id, "epoch": opened.epoch}
+            await prober.ask("CloseSession", pb.CloseSessionRequest(**ids))
+        answer = await one.ask("OpenSession", pb.OpenSessionRequest(spec=specs[2]))
+        assert answer[:2] == ("RESOURCE_EXHAUSTED", "OUT_OF_POOLS") and answer[3] == (("flag", "--num-pools"),)
+        assert isinstance(await one.ask("OpenSession", pb.OpenSessionRequest(spec=specs[1])), pb.OpenSessionResponse)
+        assert isinstance(await of_all.ask("OpenSession", pb.OpenSessionRequest(spec=specs[2])), pb.OpenSessionResponse)
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2**62])

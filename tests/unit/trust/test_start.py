@@ -2,10 +2,12 @@
 
 import itertools
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from kvkeeper.cache_service.__main__ import main as cache_main
 from kvkeeper.cache_service.config import SOURCE as CACHE
@@ -153,14 +155,20 @@ def test_the_folders_of_memory_are_for_one_user(tmp_path: Path, mode: int) -> No
         private_directory(folder)
 
 
-def test_the_program_says_it_in_one_line_and_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def said_on_stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
+    yield capsys
+    structlog.reset_defaults()  # main sent the log to a stream that ends with this test
+
+
+def test_the_program_says_it_in_one_line_and_ends(said_on_stderr: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cache_main(["--listen", "0.0.0.0:0"]) == 2
-    said = capsys.readouterr().err
+    said = said_on_stderr.readouterr().err
     assert said.startswith("kvkeeper cache: --listen: only loopback addresses and Unix sockets are served without credentials")
     assert said.count("\n") == 1
     given = files(tmp_path)
     given["tls_key"].chmod(0o644)
     argv = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", str(path))]
     assert cache_main(["--listen", "0.0.0.0:0", "--pool-memory", "64KiB", "--runtime-dir", str(tmp_path / "run"), *argv]) == 1
-    said = capsys.readouterr().err
+    said = said_on_stderr.readouterr().err
     assert said.startswith("kvkeeper cache: --tls-cert: ") and "chmod 600" in said and said.count("\n") == 1
