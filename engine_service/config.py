@@ -390,7 +390,7 @@ class EngineConfig:
         group="Trust",
         help="file with the token that this engine shows the cache service and other engines",
         default_text="none",
-        details="Its role is engine. A file that changes is read again.",
+        details="Its role is engine, its tenant *. A file that changes is read again.",
     )
     metrics_listen: str = metrics_listen_setting()
     trace_endpoint: str = trace_endpoint_setting()

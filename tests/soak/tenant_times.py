@@ -2,7 +2,7 @@
 
 A spy looks up prompts that its victim has cached, prompts that it has cached itself, and prompts that are nowhere, in random
 order. From the times of two kinds the AUC is made: how often a look-up of one took longer than one of the other, which is 1/2
-where the times tell nothing. The control: the spy tells its own prompts from those that are nowhere. What is counted is the time
+where they tell nothing. The control: the spy tells its own prompts from those that are nowhere. What is counted is the time
 that the thread of service and spy computes, with messages made before: what a busy machine adds, or where the spy's own lists
 happen to lie, would only hide a difference or feign one.
 """
