@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError
+from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError
+from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.trust.caller import Role
 from tests.support.processes.service_pair import GREEDY, generate, toy_output
@@ -129,9 +132,19 @@ async def test_requests_keep_their_tenant_when_an_engine_takes_over(world: World
     assert (await generate(other, PROMPT)).usage.cached_tokens == 0
 
 
-async def test_an_engine_for_one_tenant_takes_over_nothing(world: World) -> None:
+async def test_an_engine_for_one_tenant_takes_over_nothing_and_gets_no_memory(world: World) -> None:
+    shown = world.services.credentials(Role.ENGINE, "a")
+    transport = AsyncTransport(world.engine.address, CallOptions(retry_s=0), pb_grpc.EngineServiceStub, shown)
+    for call, request in (("HandOver", pb.HandOverRequest()), ("ConfirmHandOver", pb.ConfirmHandOverRequest())):
+        method = getattr(transport.stub, call)
+        if call == "HandOver":
+            asked = anext(aiter(transport.stream(method, request, CallOptions(retry_s=0))))
+        else:
+            asked = transport.call(method, request)
+        assert (await refused(asked))[0] == "TENANT_NOT_ALLOWED"
+    await transport.close()
     token = world.services.token_file(Role.ENGINE, "a")
     second = await world.services.start_engine(take_over=world.engine.address, cache_token_file=token)
-    with pytest.raises(Exception, match="take-over"):
+    with pytest.raises(Exception, match="TENANT_NOT_ALLOWED"):
         await second.wait_ready()
     assert (await generate(world.clients["a"], PROMPT)).token_ids == [toy_output(PROMPT, 8)]
