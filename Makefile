@@ -58,7 +58,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks
 	$(BIN)/mypy -p docs.generate
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing -p kvkeeper.vllm
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing -p kvkeeper.trust -p kvkeeper.vllm
 	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format

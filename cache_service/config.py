@@ -30,6 +30,13 @@ from kvkeeper.service.settings import (
     trace_endpoint_setting,
 )
 from kvkeeper.service.sizes import parse_size
+from kvkeeper.trust.settings import (
+    auth_tokens_setting,
+    check_trust,
+    tls_cert_setting,
+    tls_client_ca_setting,
+    tls_key_setting,
+)
 
 from .core.blocks.pressure import PressureGauge
 from .core.eviction import POLICY_NAMES
@@ -279,6 +286,10 @@ class CacheConfig:
         check=Check(f"0, or 2 to {MAX_POOL_BLOCKS}", lambda number: between(2, MAX_POOL_BLOCKS).refusal(number or 2)),
         details="The null block is one of them.",
     )
+    tls_cert: Path | None = tls_cert_setting()
+    tls_key: Path | None = tls_key_setting()
+    tls_client_ca: Path | None = tls_client_ca_setting()
+    auth_tokens: Path | None = auth_tokens_setting()
     metrics_listen: str = metrics_listen_setting()
     trace_endpoint: str = trace_endpoint_setting()
     reflection: bool = reflection_setting()
@@ -293,6 +304,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        check_trust(self)
         if self.max_tokens_per_sequence and self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
             raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
         if self.keep and self.memory_dir is None:

@@ -9,6 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvkeeper.service.metrics import build_info
+from kvkeeper.trust.guard import Guard
 
 from .rpc.convert.reports import POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
 from .runtime.session_manager import SessionManager
@@ -16,7 +17,7 @@ from .runtime.session_manager import SessionManager
 _PREFIX = "kvkeeper_cache_"
 
 
-def cache_metrics(session_manager: SessionManager) -> Iterator[Metric]:
+def cache_metrics(session_manager: SessionManager, guard: Guard) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that owns the core."""
     pools = session_manager.registry.pools
     rows = [((pool.info.spec.model_id, str(place)), pool_stats(pool)) for place, pool in enumerate(pools)]
@@ -34,6 +35,7 @@ def cache_metrics(session_manager: SessionManager) -> Iterator[Metric]:
     }
     for number in SERVICE_NUMBERS:
         yield CounterMetricFamily(_name(number.name), number.text, value=counts[number.name])
+    yield from guard.metrics(_PREFIX)
     yield build_info(_PREFIX)
 
 

@@ -22,6 +22,7 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
+from kvkeeper.trust.guard import Guard
 
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
@@ -57,6 +58,7 @@ class RunningServer:
     attach_path: Path
     session_manager: SessionManager
     drain_timeout: float
+    guard: Guard
     _endpoint: Endpoint
     _attach: AttachServer
     metrics: MetricsServer | None = None
@@ -123,14 +125,15 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             directory = MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
         registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced, directory)
         most_bytes = max_message_bytes(config.max_sequences)
-        endpoint = await Endpoint.open(config.listen, most_bytes)
+        guard = Guard(config)
+        endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
         step_handler = StepHandler(session_manager, most_bytes)
         lanes = StepLanes(session_manager, step_handler, most_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager))
+            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
         groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
         methods = register([step_handler, *groups], most_bytes)
@@ -160,7 +163,9 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(attach.path, session_manager, config.drain_timeout, endpoint, attach, metrics, own_clock, directory)
+    return RunningServer(
+        attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, directory
+    )
 
 
 def _groups_of_calls(

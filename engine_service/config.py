@@ -7,11 +7,12 @@ be had is found out at start.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvkeeper.service.config import ConfigSource
 from kvkeeper.service.settings import (
-    ADDRESS,
     DEVICE,
+    TARGET_ADDRESS,
     Check,
     ConfigError,
     between,
@@ -25,6 +26,14 @@ from kvkeeper.service.settings import (
     trace_endpoint_setting,
 )
 from kvkeeper.service.sizes import parse_size
+from kvkeeper.trust.settings import (
+    auth_tokens_setting,
+    check_targets,
+    check_trust,
+    tls_cert_setting,
+    tls_client_ca_setting,
+    tls_key_setting,
+)
 
 from .model.demo_model import DEMO_MODEL_DIR
 from .scheduler.state.policies import POLICY_NAMES
@@ -40,7 +49,7 @@ _CPU_KERNELS = ("auto", "compiled", "torch")
 
 
 def _addresses_refusal(addresses: str) -> str | None:
-    return next(filter(None, map(ADDRESS.refusal, addresses.split(",") if addresses else ())), None)
+    return next(filter(None, map(TARGET_ADDRESS.refusal, addresses.split(",") if addresses else ())), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class EngineConfig:
         default_text="the embedded demo model",
         check=Check("a folder", lambda model: None if model else "a folder with config.json, weights and tokenizer.json"),
     )
-    cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=ADDRESS)
+    cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=TARGET_ADDRESS)
     listen: str = listen_setting("127.0.0.1:7411")
     role: str = setting(
         "both",
@@ -345,7 +354,7 @@ class EngineConfig:
         group="Addresses",
         help="address of an engine whose requests this one goes on with, once it is ready itself",
         default_text="none",
-        check=Check("host:port, unix:/path, or empty", lambda address: ADDRESS.refusal(address) if address else None),
+        check=Check("host:port, unix:/path, or empty", lambda address: TARGET_ADDRESS.refusal(address) if address else None),
         details="That engine then stops. It has to serve the same model. Where none answers, there is nothing to take over.",
     )
     stream_interval_ms: float = setting(
@@ -371,6 +380,34 @@ class EngineConfig:
         check=between(0, 3600),
         unit="seconds",
     )
+    tls_cert: Path | None = tls_cert_setting()
+    tls_key: Path | None = tls_key_setting()
+    tls_client_ca: Path | None = tls_client_ca_setting()
+    auth_tokens: Path | None = auth_tokens_setting()
+    cache_tls_ca: Path | None = setting(
+        None,
+        group="Trust",
+        help="file with the authority in PEM that signs the certificate of the cache service, which switches TLS on",
+        default_text="no TLS",
+        details="It goes for the engines of --prefill and --take-over as well. Unix sockets do without.",
+    )
+    cache_tls_cert: Path | None = setting(
+        None,
+        group="Trust",
+        help="file with the certificate in PEM that this engine shows the cache service and other engines",
+        default_text="none",
+        details="With --cache-tls-key and --cache-tls-ca.",
+    )
+    cache_tls_key: Path | None = setting(
+        None, group="Trust", help="file with the key of --cache-tls-cert in PEM", default_text="none"
+    )
+    cache_token_file: Path | None = setting(
+        None,
+        group="Trust",
+        help="file with the token that this engine shows the cache service and other engines",
+        default_text="none",
+        details="Its role is engine, its tenant *. A file that changes is read again.",
+    )
     metrics_listen: str = metrics_listen_setting()
     trace_endpoint: str = trace_endpoint_setting()
     gateway: str = setting(
@@ -394,10 +431,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        check_trust(self)
         if self.prefill and self.role != "decode":
             raise ConfigError("--prefill: with --role decode, and only with it")
         if (self.speculation == "draft-model") != bool(self.draft_model):
             raise ConfigError("--draft-model: a folder, with --speculation draft-model and only with it")
+        for flag, addresses in (
+            ("--cache", [self.cache]),
+            ("--prefill", self.prefill_targets),
+            ("--take-over", [self.take_over] if self.take_over else []),
+        ):
+            check_targets(flag, addresses, self.cache_tls_ca, "--cache-tls-ca")
+        if (self.cache_tls_cert is None) != (self.cache_tls_key is None):
+            raise ConfigError("--cache-tls-cert: goes with --cache-tls-key, and the other way round")
+        if self.cache_tls_cert is not None and self.cache_tls_ca is None:
+            raise ConfigError("--cache-tls-cert: goes with --cache-tls-ca, which is missing")
         if self.model == HASH_TOY and self.device != "cpu":
             raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
 

@@ -8,6 +8,8 @@ StartError of one line, with everything undone.
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -15,6 +17,7 @@ import torch
 
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.service.endpoint import Admission, Endpoint
 from kvkeeper.service.extras import missing
@@ -23,6 +26,7 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
+from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.served_model import ServedModel, load_served_model
@@ -35,6 +39,7 @@ from .model.checkpoint.errors import ModelError, NoDeviceError
 from .rpc.admission import connection_of
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of, router_of
+from .rpc.metrics import PREFIX as METRICS_PREFIX
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -60,6 +65,7 @@ class RunningServer:
     service: EngineService
     text_work: TextWork
     intake: Intake
+    guard: Guard
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
     _endpoint: Endpoint
@@ -141,11 +147,14 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         torch.set_num_threads(config.threads)
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
+    credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
-        intake = intake_of(config)
+        guard, intake = Guard(config), intake_of(config)
         opened = endpoint = await Endpoint.open(
-            config.listen, admission=Admission(config.connections, config.connection_calls, (intake,))
+            config.listen,
+            admission=Admission(config.connections, config.connection_calls, (intake,)),
+            guard=guard,
         )
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
@@ -165,9 +174,10 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             engine.stop()
             await opened.drain()
 
-        service = EngineService(config, served, engine, text_work, intake.turns, leave)
+        service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, service.metrics)
+            refused = partial(guard.metrics, METRICS_PREFIX, model=served.model_id)
+            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), refused()))
         routers = [router_of(service), *_gateway_routers(config, service, engine, served)]
         await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
@@ -206,11 +216,13 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if not config.take_over:
         has_taken_over.set()
 
-    client = AsyncCacheClient(config.cache, call_options(config))
+    client = AsyncCacheClient(config.cache, call_options(config), credentials)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
-    return RunningServer(engine, config, service, text_work, intake, serving, ready, endpoint, client, metrics, stalls, taking)
+    return RunningServer(
+        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking
+    )
 
 
 def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:
@@ -223,6 +235,16 @@ def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engin
     return [
         MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))
     ]
+
+
+def credentials_of(config: EngineConfig) -> Credentials:
+    """That this engine shows the cache service and other engines."""
+    return Credentials(
+        token_file=config.cache_token_file,
+        tls_ca=config.cache_tls_ca,
+        tls_cert=config.cache_tls_cert,
+        tls_key=config.cache_tls_key,
+    )
 
 
 def call_options(config: EngineConfig) -> CallOptions:

@@ -292,6 +292,12 @@ class PoolManager:
     def sequence_ids(self, session: SessionId) -> Int64Array:
         return self._queries.sequence_ids(session)
 
+    def sequence_ids_of(self, session: SessionId, tenant: str) -> Int64Array:
+        return self._queries.sequence_ids_of(session, tenant)
+
+    def check_tenant(self, session: SessionId, sequence_id: int, tenant: str) -> None:
+        self._queries.check_tenant(session, sequence_id, tenant)
+
     def num_sequences(self, session: SessionId | None) -> int:
         return self._queries.num_sequences(session)
 

@@ -95,7 +95,7 @@ class PoolState:
         owner = self.session(session)
         slot = owner.ids.get(sequence_id)
         if slot is None:
-            raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
+            raise unknown_sequence(sequence_id)
         return owner, slot
 
     # Blocks
@@ -145,3 +145,8 @@ def _check_config(config: PoolConfig) -> None:
         raise InvalidField("soon_share is a share from 0 to 1", field="soon_share", limit=1)
     if not 0 < config.evict_above <= 1:
         raise InvalidField("evict_above is a share above 0 and up to 1", field="evict_above", limit=1)
+
+
+def unknown_sequence(sequence_id: int) -> UnknownSequence:
+    """What a sequence id that a session does not have is answered with."""
+    return UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)

@@ -9,6 +9,7 @@ from ..runtime.turns import Turns
 from .convert import checks, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
+from .ownership import own_session, readable_session, require_all_tenants
 
 _SLICE_BLOCKS = 128  # evicted in less than a millisecond
 
@@ -21,7 +22,7 @@ class EvictionCalls:
         self._one_item = one_item
 
     async def check_admission(self, request: pb.CheckAdmissionRequest) -> pb.CheckAdmissionResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         tokens = sequences.token_ids(request.token_ids) if request.token_ids else None
         if tokens is None:
             check_range("num_prompt_tokens", request.num_prompt_tokens, 1, MAX_INT32)
@@ -43,7 +44,7 @@ class EvictionCalls:
         )
 
     async def select_victims(self, request: pb.SelectVictimsRequest) -> pb.SelectVictimsResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         checks.check_one_target(request)
         policy = checks.victim_policy(request.policy)
         share = request.max_utilization if request.HasField("max_utilization") else None
@@ -52,12 +53,14 @@ class EvictionCalls:
         return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
 
     async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        require_all_tenants()
+        live = own_session(self._session_manager, request)
         return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
 
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
         """In slices, each with the copies of what it demotes; at most as many blocks as could be evicted at the beginning."""
-        pool = self._session_manager.require(request.session_id, request.epoch).pool
+        require_all_tenants()
+        pool = own_session(self._session_manager, request).pool
         checks.check_one_target(request)
         num_left, num_evicted, num_demoted = pool.stats().num_cached_blocks, 0, 0
         turns = Turns()

@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator, Callable
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.trust.caller import calling
 
 from ..core.values.errors import Draining
 from ..runtime.session_manager import SessionManager
 from ..runtime.turns import Turns
 from .convert import checks, reports
 from .convert.checks import MAX_INT32, check_range
+from .ownership import readable_session, require_all_tenants
 from .watch_streams import WatchStreams
 
 
@@ -23,7 +25,7 @@ class InspectionCalls:
         self._started = time()
 
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
-        manager = self._session_manager
+        manager, own = self._session_manager, calling()
         for pool in manager.registry.pools:
             await pool.published()
         now = manager.now()
@@ -40,6 +42,7 @@ class InspectionCalls:
                     None if live.stream is None else live.stream.kind,
                 )
                 for live in manager.sessions
+                if own.owns(live.tenant)
             ],
             num_opened_sessions=manager.num_opened,
             num_reaped_sessions=manager.num_reaped,
@@ -47,6 +50,7 @@ class InspectionCalls:
         )
 
     async def check_invariants(self, _: pb.CheckInvariantsRequest) -> pb.CheckInvariantsResponse:
+        require_all_tenants()
         response, turns = pb.CheckInvariantsResponse(), Turns()
         for pool in self._session_manager.registry.pools:
             for wrong in pool.manager.audit():
@@ -57,12 +61,13 @@ class InspectionCalls:
         return response
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        require_all_tenants()
+        live = readable_session(self._session_manager, request)
         check_range("block_id", request.block_id, 1, MAX_INT32)
         return reports.block_info(live.pool.manager.block_view(request.block_id))
 
     def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.WatchEventsResponse]:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         if self._session_manager.is_draining:
             raise Draining("the service is stopping")
         return self._watch_streams.watch(live, checks.tenant(request.tenant), wants_tokens=request.include_token_ids)

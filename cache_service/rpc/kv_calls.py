@@ -20,6 +20,7 @@ from ..runtime.session_manager import SessionManager
 from .convert import checks
 from .convert.checks import check_range
 from .one_item_session import OneItemSessions
+from .ownership import check_sequence, readable_session
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
 _KEY, _VALUE = 0, 1
@@ -35,9 +36,10 @@ class KvCalls:
         self._one_item = one_item
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         _require_rows(live.pool)
         sequence_id = checks.sequence_id(request.sequence_id)
+        check_sequence(live, sequence_id)
         num_layers = live.pool.info.spec.num_layers
         if len(request.layer_idx) > num_layers:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)

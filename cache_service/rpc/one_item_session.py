@@ -7,7 +7,6 @@ calls belong to sessions whose copies the cache service executes.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..core.values.copies import Copies
 from ..core.values.errors import WrongMode
@@ -15,13 +14,7 @@ from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
 from ..runtime.pool import Pool
 from ..runtime.session_manager import LiveSession, SessionManager
-
-
-class SessionRequest(Protocol):
-    """A request that names its session."""
-
-    session_id: str
-    epoch: int
+from .ownership import SessionRequest, own_session, readable_session
 
 
 class OneItemSessions:
@@ -33,7 +26,7 @@ class OneItemSessions:
     @contextmanager
     def session(self, request: SessionRequest) -> Iterator[LiveSession]:
         """The session that the call changes. The first such call that succeeds fixes the session's mode. Raises WrongMode."""
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         if live.core.executor is Executor.ENGINE:
             raise WrongMode("an engine that executes its own copies changes sequences by steps only", mode="steps")
         mode = live.core.mode
@@ -47,7 +40,7 @@ class OneItemSessions:
 
     async def wait_for_copies(self, request: SessionRequest) -> None:
         """Waits until no large copy runs in the session's pool; see Pool.copy."""
-        while (copying := self._session_manager.require(request.session_id, request.epoch).pool.copying) is not None:
+        while (copying := readable_session(self._session_manager, request).pool.copying) is not None:
             await asyncio.shield(copying)
 
 

@@ -10,6 +10,7 @@ from ..runtime.turns import Turns
 from .convert import checks, sequences
 from .convert.checks import check_range
 from .convert.reports import explanation
+from .ownership import check_sequence, own_session, readable_session, require_all_tenants
 
 _SLICE_BLOCKS = 128  # forgotten in less than a millisecond
 
@@ -21,19 +22,19 @@ class PrefixCalls:
         self._session_manager = session_manager
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         blocks = live.pool.manager.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
         return pb.MatchPrefixResponse(
             num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks[blocks > 0].tolist()
         )
 
     async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
         return explanation(live.pool.manager.explain_match(tenant, tokens))
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
         tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
         ttl = request.ttl_ms / 1000
@@ -41,23 +42,25 @@ class PrefixCalls:
         return pb.PinPrefixResponse(pin_id=result.pin_id, num_pinned_tokens=result.num_tokens)
 
     async def unpin_prefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         live.pool.manager.unpin_prefix(live.core.id, request.pin_id)
         return pb.UnpinPrefixResponse()
 
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
         live.pool.manager.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
         return pb.StoreLogitsResponse()
 
     async def read_logits(self, request: pb.ReadLogitsRequest) -> pb.ReadLogitsResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
+        check_sequence(live, sequence_id)
         return pb.ReadLogitsResponse(logits=live.pool.manager.read_logits(live.core.id, sequence_id))
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        require_all_tenants()
+        live = own_session(self._session_manager, request)
         clearing, turns = live.pool.manager.begin_clearing(), Turns()
         try:
             while clearing.clear_some(_SLICE_BLOCKS):

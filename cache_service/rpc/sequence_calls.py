@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.trust.caller import ANY_TENANT, calling
 
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
@@ -15,6 +16,7 @@ from ..runtime.turns import Turns
 from .convert import checks, pagination, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
+from .ownership import check_sequence, own_session, readable_session, require_all_tenants
 
 _OFFER_BYTES = 16
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
@@ -32,7 +34,7 @@ class SequenceCalls:
         self._prepare_soon = prepare_soon
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         args = sequences.sequence_args(request)
         num_matched = live.pool.manager.create_sequence(live.core.id, args)
         start_number = live.pool.manager.start_number(live.core.id, args.sequence_id)
@@ -71,7 +73,7 @@ class SequenceCalls:
         return pb.TruncateSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def update_sequence(self, request: pb.UpdateSequenceRequest) -> pb.UpdateSequenceResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
         priority = request.priority if request.HasField("priority") else None
         retention = sequences.retention(request)
@@ -85,14 +87,15 @@ class SequenceCalls:
         return pb.ReleaseSequenceResponse(num_dropped_blocks=num_dropped)
 
     async def hand_off_sequence(self, request: pb.HandOffSequenceRequest) -> pb.HandOffSequenceResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
         offer = live.pool.manager.offer_sequence(live.core.id, sequence_id, secrets.token_bytes(_OFFER_BYTES))
         return pb.HandOffSequenceResponse(offer=offer)
 
     async def take_sequence(self, request: pb.TakeSequenceRequest) -> pb.TakeSequenceResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
+        require_all_tenants()  # what is offered may be of any tenant
         if len(request.offer) != _OFFER_BYTES:
             raise InvalidField(f"an offer has {_OFFER_BYTES} bytes", field="offer", limit=_OFFER_BYTES)
         giver = live.pool.manager.take_sequence(live.core.id, request.offer, sequence_id)
@@ -101,7 +104,7 @@ class SequenceCalls:
         return pb.TakeSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def withdraw_hand_off(self, request: pb.WithdrawHandOffRequest) -> pb.WithdrawHandOffResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = own_session(self._session_manager, request)
         live.pool.manager.withdraw_offer(live.core.id, checks.sequence_id(request.sequence_id))
         return pb.WithdrawHandOffResponse()
 
@@ -112,8 +115,9 @@ class SequenceCalls:
         return pb.SwapInSequenceResponse(sequence=await self._swap(request, PoolManager.swap_in))
 
     async def get_sequence(self, request: pb.GetSequenceRequest) -> pb.GetSequenceResponse:
-        live = self._session_manager.require(request.session_id, request.epoch)
+        live = readable_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
+        check_sequence(live, sequence_id)
         view = live.pool.manager.view(live.core.id, sequence_id)
         if not request.include_tokens:
             return pb.GetSequenceResponse(sequence=sequences.sequence_info(view))
@@ -123,8 +127,10 @@ class SequenceCalls:
     async def list_sequences(self, request: pb.ListSequencesRequest) -> pb.ListSequencesResponse:
         check_range("page_size", request.page_size, 0, _MAX_PAGE)
         size = request.page_size or _DEFAULT_PAGE
-        sessions = self._listed(request.session_id)
+        sessions, own = self._listed(request.session_id), calling()
         ids = ((live.core.id, live.pool.manager.sequence_ids(live.core.id)) for live in sessions)
+        if not own.is_for_all:
+            ids = ((live.core.id, live.pool.manager.sequence_ids_of(live.core.id, own.tenant)) for live in sessions)
         positions, next_page_token = pagination.page(ids, size, request.page_token)
         pools = {live.core.id: live.pool for live in sessions}
         rows, turns = list[pb.SequenceInfo](), Turns()
@@ -149,7 +155,9 @@ class SequenceCalls:
 
     def _listed(self, session_id: str) -> list[LiveSession]:
         """The session, or all of them in order. Raises UnknownSession."""
-        sessions = [live for live in self._session_manager.sessions if session_id in ("", live.core.id)]
+        own = calling()
+        visible = [live for live in self._session_manager.sessions if own.owns(live.tenant) or live.tenant == ANY_TENANT]
+        sessions = [live for live in visible if session_id in ("", live.core.id)]
         if session_id and not sessions:
             raise UnknownSession("no live session has this id")
         return sorted(sessions, key=lambda live: live.core.id)

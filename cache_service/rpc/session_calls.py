@@ -3,6 +3,7 @@
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES
+from kvkeeper.trust.caller import calling
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField
@@ -12,8 +13,9 @@ from .convert.checks import check_range, check_text
 from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
+from .convert.versions import SPOKEN
 from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
-from .versions import SPOKEN
+from .ownership import check_own, require_all_tenants
 
 _EXECUTORS = {
     pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
@@ -57,10 +59,14 @@ class SessionCalls:
         if request.executor not in _EXECUTORS:
             raise InvalidField("executor is one of Executor", field="executor")
         spec, executor = kv_spec(request.spec), _EXECUTORS[request.executor]
+        if executor is Executor.ENGINE:
+            require_all_tenants()  # it writes the memory of all, and runs copies of all
         read_only = request.read_only_memory
         if read_only and executor is Executor.ENGINE:
             raise InvalidField("read_only_memory: an engine writes", field="read_only_memory")
-        live = await self._session_manager.open(spec, executor, ttl_ms / 1000, request.client_name, read_only_memory=read_only)
+        live = await self._session_manager.open(
+            spec, executor, ttl_ms / 1000, request.client_name, calling().tenant, read_only_memory=read_only
+        )
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,
@@ -74,6 +80,7 @@ class SessionCalls:
 
     async def renew_session(self, request: pb.RenewSessionRequest) -> pb.RenewSessionResponse:
         report = transfer_report(request)
+        check_own(self._session_manager, request)
         live = self._session_manager.require(request.session_id, request.epoch, published=False)
         live.core.check_complete(request.completed_step_id)
         if request.completed_step_id or len(report[0]) or len(report[1]):
@@ -87,6 +94,7 @@ class SessionCalls:
         )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+        check_own(self._session_manager, request)
         live = self._session_manager.find(request.session_id)
         if live is not None:
             await live.pool.published()  # in slices, so that nothing of it is left for the end

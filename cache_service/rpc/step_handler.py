@@ -26,6 +26,7 @@ from ..runtime.session_manager import CarrierKind, ForetoldRequest, LiveSession,
 from .convert.step import step_batch, step_response
 from .foretold import ForetoldBytes
 from .methods import EOF
+from .ownership import check_own
 
 _parse = pb.StepRequest.FromString
 _STEP = "kvkeeper.cache.v1.CacheService/Step"
@@ -150,6 +151,8 @@ class StepHandler:
     def _apply(
         self, request: pb.StepRequest, raw: bytes, bound: LiveSession | None
     ) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
+        if bound is None:  # a call by itself, or the first step of a stream
+            check_own(self._session_manager, request)
         live = self._session_manager.require(request.session_id, request.epoch, published=False)
         if live is not bound and bound is not None:
             raise InvalidField("a stream carries the steps of one session", field="session_id")

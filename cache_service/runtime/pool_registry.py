@@ -103,14 +103,17 @@ class PoolRegistry:
             raise OutOfMemory(f"{pools_text(self._config)}, lower one: {error}") from None
         self._is_ready = True
 
-    async def obtain(self, spec: KvSpec) -> Pool:
-        """The pool of a checked spec, made if there is none. Raises PoolNotReady, OutOfPools."""
+    async def obtain(self, spec: KvSpec, *, may_replace: bool = True) -> Pool:
+        """The pool of a checked spec, made if there is none. may_replace: an idle one, with what all tenants have cached there.
+
+        Raises PoolNotReady, OutOfPools.
+        """
         if not self._is_ready:
             raise PoolNotReady("the memory of the pools is being reserved")
         async with self._making:
             pool = self._pools.get(spec.key)
             if pool is None:
-                pool = self._pools[spec.key] = await self._make(spec)
+                pool = self._pools[spec.key] = await self._make(spec, may_replace=may_replace)
                 # The index of a large pool is a million objects: a collection of them would stop the loop for 0.2 s.
                 gc.freeze()
                 log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
@@ -143,10 +146,10 @@ class PoolRegistry:
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
-    async def _make(self, spec: KvSpec) -> Pool:
+    async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
-            self._replace_idle_pool(spec)
+            self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
         arena = await self._arena(num_bytes)
@@ -310,13 +313,16 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 
-    def _replace_idle_pool(self, spec: KvSpec) -> None:
+    def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
         idle = [pool for pool in self._pools.values() if pool.is_idle]
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
         if self._config.keep_idle_pools:
             text = "every pool has another KV spec, and idle pools are kept, see --keep-idle-pools and --num-pools"
             raise OutOfPools(text, flag="--keep-idle-pools")
+        if not may_replace:
+            text = "every pool has another KV spec, and a credential of one tenant replaces none, see --num-pools"
+            raise OutOfPools(text, flag="--num-pools")
         pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
         info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
         pool.close()

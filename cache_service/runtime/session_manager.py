@@ -16,6 +16,8 @@ from typing import Protocol
 
 import structlog
 
+from kvkeeper.trust.caller import ANY_TENANT
+
 from ..core.calls.sessions import CloseResult
 from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
@@ -93,6 +95,7 @@ class LiveSession:
     core: Session
     pool: Pool
     attach_token: str
+    tenant: str  # of the caller that opened it, or ANY_TENANT
     read_only_memory: bool  # its process may only read what it maps
     stream: StepCarrier | None = None  # that carried the last step
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
@@ -112,6 +115,7 @@ class _Ended:
     """A session that ended; live is set only while it has a quarantine."""
 
     epoch: int
+    tenant: str
     live: LiveSession | None
     drained: bool
 
@@ -144,9 +148,16 @@ class SessionManager:
         return list(self._live.values())
 
     async def open(
-        self, spec: KvSpec, executor: Executor, ttl: float, client_name: str, *, read_only_memory: bool = False
+        self,
+        spec: KvSpec,
+        executor: Executor,
+        ttl: float,
+        client_name: str,
+        tenant: str = ANY_TENANT,
+        *,
+        read_only_memory: bool = False,
     ) -> LiveSession:
-        """read_only_memory: where a process attaches, it may only read.
+        """tenant: that its caller acts for. read_only_memory: where a process attaches, it may only read.
 
         Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField.
         """
@@ -155,12 +166,12 @@ class SessionManager:
         self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
         if read_only_memory and self.registry.is_on_device:
             raise InvalidField("read_only_memory: memory on a device can be written, too", field="read_only_memory")
-        pool = await self.registry.obtain(spec)
+        pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
         pool.manager.tick(self.now())
         pool.manager.open_session(session_id, executor)
-        live = LiveSession(core, pool, secrets.token_hex(16), read_only_memory)
+        live = LiveSession(core, pool, secrets.token_hex(16), tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live
         self._tokens[live.attach_token] = live
@@ -189,6 +200,15 @@ class SessionManager:
     def find(self, session_id: str) -> LiveSession | None:
         """The session of this id, not renewed."""
         return self._live.get(SessionId(session_id))
+
+    def tenant_of(self, session_id: str) -> str | None:
+        """Of a session, live or ended; None of one that is not known."""
+        known = self._live.get(SessionId(session_id)) or self._ended.get(SessionId(session_id))
+        return None if known is None else known.tenant
+
+    def refuse_as_unknown(self, epoch: int) -> None:
+        """Raises what a message with this epoch gets whose session is not known."""
+        self.table.require(SessionId(""), epoch, self._clock.time())
 
     def forget_foretold(self, session_id: SessionId) -> None:
         """Its next step is read the usual way."""
@@ -234,6 +254,8 @@ class SessionManager:
         if live is None:
             raise AttachRefused("UNKNOWN_TOKEN")
         has_memory = Part.MEMORY in parts
+        if has_memory and live.tenant != ANY_TENANT:  # blocks of all tenants lie in it
+            raise AttachRefused("TENANT_NOT_ALLOWED")
         if has_memory and live.core.ttl > MAX_TTL:
             raise AttachRefused("LEASE_TOO_LONG")
         del self._tokens[token]
@@ -276,7 +298,7 @@ class SessionManager:
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
         live.pool.sessions.discard(session_id)
-        ended = self._ended[session_id] = _Ended(live.core.epoch, live if may_still_write else None, drained)
+        ended = self._ended[session_id] = _Ended(live.core.epoch, live.tenant, live if may_still_write else None, drained)
         if may_still_write:
             live.pool.quarantines.add(session_id)
             if copying is not None:

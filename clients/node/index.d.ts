@@ -17,6 +17,16 @@ export interface ClientOptions {
   timeoutMs?: number;
   /** For how long after its start a call is repeated while the service is unavailable; 3,000 by default. */
   retryMs?: number;
+  /** Shown to the service with each call; goes before tokenFile. */
+  token?: string;
+  /** File with the token, read anew for each call; KVKEEPER_TOKEN_FILE by default. */
+  tokenFile?: string;
+  /** Authority of the service's certificate, a file in PEM, which switches TLS on; KVKEEPER_TLS_CA by default. */
+  tlsCa?: string;
+  /** Certificate that is shown to the service, a file in PEM; KVKEEPER_TLS_CERT by default. */
+  tlsCert?: string;
+  /** Key of tlsCert; KVKEEPER_TLS_KEY by default. */
+  tlsKey?: string;
 }
 
 /** A call that failed. */

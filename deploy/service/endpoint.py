@@ -10,8 +10,9 @@ when nothing else of the service is left for a successor to collide with.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -56,6 +57,18 @@ class Admission:
         ]
 
 
+class Guard(Protocol):
+    """What stands between a server and its callers; kvkeeper.trust makes it."""
+
+    @property
+    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """That come before all others."""
+
+    @property
+    def tls(self) -> grpc.ServerCredentials | None:
+        """None: connections are not encrypted."""
+
+
 class Endpoint:
     """A server at an address. address is what a client's channel takes. Made by open."""
 
@@ -67,10 +80,12 @@ class Endpoint:
         self._service_name = ""
 
     @classmethod
-    async def open(cls, listen: str, max_message_bytes: int = 0, admission: Admission | None = None) -> "Endpoint":
+    async def open(
+        cls, listen: str, max_message_bytes: int = 0, admission: Admission | None = None, guard: Guard | None = None
+    ) -> "Endpoint":
         """Takes the address; no call is answered yet. max_message_bytes: of a message without a prompt, where it is large.
 
-        admission: None where all clients are trusted.
+        admission: None where all clients are trusted with the service's time. guard: None where every caller is let in.
 
         Raises StartError, AddressInUse.
         """
@@ -78,7 +93,7 @@ class Endpoint:
         lock: SocketLock | None = None
         most = max(MAX_PROMPT_MESSAGE_BYTES, max_message_bytes) + 4096  # above the limits in methods.py, which give a reason
         server = grpc.aio.server(
-            interceptors=None if admission is None else admission.interceptors,
+            interceptors=(*(guard.interceptors if guard else ()), *(admission.interceptors if admission else ())),
             options=[
                 *_OPTIONS,
                 ("grpc.max_receive_message_length", most),
@@ -88,7 +103,7 @@ class Endpoint:
         try:
             if path is not None:
                 lock = SocketLock(path)
-            return cls(_bind(server, listen), server, lock)
+            return cls(_bind(server, listen, guard.tls if guard else None), server, lock)
         except BaseException:
             await server.stop(grace=None)
             if lock is not None:
@@ -129,7 +144,7 @@ class Endpoint:
             self._lock.release()
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, tls: grpc.ServerCredentials | None) -> str:
     """The address; a Unix socket is for its owner only. Raises StartError, AddressInUse."""
     is_socket = socket_path(listen) is not None
     host, _, number = listen.rpartition(":")
@@ -137,7 +152,7 @@ def _bind(server: grpc.aio.Server, listen: str) -> str:
         check_port(host.strip("[]"), int(number))
     old_mask = os.umask(0o177)
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, tls)
     except RuntimeError:
         raise StartError(f"--listen {listen}: the address is in use or cannot be had") from None
     finally:

@@ -56,6 +56,7 @@ class SocketLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_folder(path.parent)
         self._lock_path = path.with_name(path.name + ".lock")
         self._descriptor = self._lock()
         try:
@@ -105,6 +106,16 @@ class SocketLock:
             except OSError as error:
                 raise AddressInUse(f"cannot make a socket at {self.path}: {error.strerror}") from None
         raise AddressInUse(f"another program listens on {self.path}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises AddressInUse where everybody may put another socket in the place of one there."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return  # told by what makes the socket
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise AddressInUse(f"everybody may replace files in {folder}: chmod o-w {folder}")
 
 
 def check_port(host: str, port: int) -> None:

@@ -162,7 +162,19 @@ def one_of(choices: Collection[str]) -> Check:
 DEVICE = must_be("cpu, cuda or cuda:N", lambda value: re.fullmatch(r"cpu|cuda(:\d{1,3})?", value) is not None)
 
 
-def _address_refusal(address: str, wanted: str) -> str | None:
+def is_local(address: str) -> bool:
+    """Whether only programs of this host reach an address, which has the right form."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0]
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _form_refusal(address: str, wanted: str, *, is_name_ok: bool) -> str | None:
+    """is_name_ok: of a host, as clients have it; a service listens at an IP address."""
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         if not path.startswith("/") or path.endswith("/"):
@@ -175,32 +187,39 @@ def _address_refusal(address: str, wanted: str) -> str | None:
         return f"{wanted}, not {address!r}"
     if int(port) > _MAX_PORT:
         return f"a port is at most {_MAX_PORT}, not {port}"
+    if host == "localhost" or (is_name_ok and re.fullmatch(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", host)):
+        return None
     try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return f"a loopback IP address or localhost, not the name {host!r}"
-    if not is_loopback:
-        return f"only loopback addresses and Unix sockets are served without credentials, not {address!r}"
+        return f"an IP address or localhost, not the name {host!r}"
     return None
+
+
+def _local_refusal(address: str, wanted: str) -> str | None:
+    refusal = _form_refusal(address, wanted, is_name_ok=False)
+    return refusal or (
+        None if is_local(address) else f"only loopback addresses are served without credentials, not {address!r}"
+    )
 
 
 def _metrics_address_refusal(address: str) -> str | None:
     wanted = "host:port such as 127.0.0.1:7412"
     if address.startswith("unix:"):
         return f"{wanted}, not {address!r}"
-    return _address_refusal(address, wanted) if address else None
+    return _local_refusal(address, wanted) if address else None
 
 
 def _holder_address_refusal(address: str) -> str | None:
     wanted = "unix:/path"
-    return _address_refusal(address, wanted) if address.startswith("unix:") else f"{wanted}, not {address!r}"
+    return _local_refusal(address, wanted) if address.startswith("unix:") else f"{wanted}, not {address!r}"
 
 
-# Until there are credentials, every program that can reach an address is trusted: so loopback or a Unix socket only.
-ADDRESS = Check(
-    "host:port, or unix:/path",
-    lambda address: _address_refusal(address, "host:port such as 127.0.0.1:7410, or unix:/path"),
-)
+_ADDRESS_WORDS = "host:port, or unix:/path"
+_ADDRESS_EXAMPLE = "host:port such as 127.0.0.1:7410, or unix:/path"
+# The form alone; kvkeeper.trust.settings says which of them need TLS and credentials.
+LISTEN_ADDRESS = Check(_ADDRESS_WORDS, lambda address: _form_refusal(address, _ADDRESS_EXAMPLE, is_name_ok=False))
+TARGET_ADDRESS = Check(_ADDRESS_WORDS, lambda address: _form_refusal(address, _ADDRESS_EXAMPLE, is_name_ok=True))
 HOLDER_ADDRESS = Check("unix:/path", _holder_address_refusal)
 OPTIONAL_HOLDER_ADDRESS = Check("unix:/path, or empty", lambda address: _holder_address_refusal(address) if address else None)
 # A Unix socket speaks no HTTP to Prometheus.
@@ -216,7 +235,13 @@ TRACE_ENDPOINT = Check(
 
 
 def listen_setting(default: str) -> Any:
-    return setting(default, group="Addresses", help="loopback host:port, or unix:/path", check=ADDRESS)
+    return setting(
+        default,
+        group="Addresses",
+        help="host:port, or unix:/path",
+        check=LISTEN_ADDRESS,
+        details="An address that other hosts reach needs --tls-cert, and --auth-tokens or --tls-client-ca.",
+    )
 
 
 def metrics_listen_setting() -> Any:

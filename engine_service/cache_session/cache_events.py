@@ -1,4 +1,4 @@
-"""What is cached for the default tenant, and every change of it, as the cache service tells a watch of this engine's session.
+"""What is cached for a tenant, and every change of it, as the cache service tells a watch of this engine's session.
 
 First all that is cached, parents before children. One message is held at a time: a reader that is slow here is slow there, and
 is cut off by the cache service, whose queue is bounded.
@@ -38,11 +38,11 @@ class RemovedBlocks:
 CacheEvent = StoredBlocks | RemovedBlocks
 
 
-async def cache_events(session: AsyncCacheSession) -> AsyncGenerator[list[CacheEvent], None]:
+async def cache_events(session: AsyncCacheSession, tenant: str) -> AsyncGenerator[list[CacheEvent], None]:
     """The events of each message that has some. Raises KvkeeperError when the watch or the session ends."""
     spec = session.pool.spec
-    first_parent = sha256(spec.SerializeToString(deterministic=True) + b"\0").digest()
-    stream = session.watch_events(timeout_s=math.inf, include_token_ids=True)
+    first_parent = sha256(spec.SerializeToString(deterministic=True) + b"\0" + tenant.encode()).digest()
+    stream = session.watch_events(tenant, timeout_s=math.inf, include_token_ids=True)
     try:
         async for message in stream:
             if events := list(_events(message, first_parent, spec.block_size)):

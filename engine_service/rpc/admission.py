@@ -87,7 +87,7 @@ class Admission:
         """The message of an open request, with what was drawn or depends on this engine alone filled in."""
         request, message = generation.request, pb.GenerateRequest()
         message.CopyFrom(self._messages[generation])
-        message.request_id = request.request_id
+        message.request_id, message.tenant = request.request_id, request.tenant
         message.token_ids.CopyFrom(pb.TokenIds(ids=request.prompt.tolist()))
         message.sampling.max_tokens = request.max_new_tokens
         message.sampling.seed = generation.seed - (1 << 64) * (generation.seed >= 1 << 63)

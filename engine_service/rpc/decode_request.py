@@ -22,6 +22,7 @@ from ..values.input_limits import InputLimits
 from ..values.request import Int32Array, ReuseHint
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
+from .ownership import known_id, own_tenant
 from .submission import Received
 
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
@@ -86,13 +87,13 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
     if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
         raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
     return RequestOptions(
-        request_id=request.request_id or str(uuid.uuid4()),
+        request_id=known_id(request.request_id or str(uuid.uuid4())),
         n=n,
         best_of=best_of,
         beams=_beams_of(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
         timeout_ms=timeout_ms,
-        tenant=request.tenant,
+        tenant=own_tenant(request.tenant),
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,
         params=_params_of(sampling, defaults),
@@ -184,7 +185,7 @@ def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
     _check_name("request.request_id", message.request.request_id)
     if not message.request.request_id:
         raise InvalidField("request.request_id: needed, to fetch the results by", field="request.request_id")
-    return message.request.request_id, hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
+    return known_id(message.request.request_id), hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
 
 
 def wait_of(message: pb.GetRequestRequest) -> float:

@@ -10,6 +10,7 @@ from ..outputs.generation import Generation
 from ..scheduler.work import Task
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.token_logprobs import TokenLogprobs
+from .ownership import shown_id
 from .submission import Submission
 
 
@@ -32,7 +33,7 @@ def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
 def request_info(generation: Generation, now: float) -> pb.RequestInfo:
     """A request as ListRequests shows it."""
     return pb.RequestInfo(
-        request_id=generation.request.request_id,
+        request_id=shown_id(generation.request.request_id),
         state=f"REQUEST_STATE_{generation.state.name}",
         prompt_tokens=len(generation.request.prompt),
         new_tokens=generation.request.num_new_tokens,

@@ -50,7 +50,7 @@ _COUNTERS = (
     "num_guessed_tokens",
     "num_kept_guesses",
 )
-_PREFIX = "kvkeeper_engine_"
+PREFIX = "kvkeeper_engine_"
 
 
 def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) -> Iterator[Metric]:
@@ -60,16 +60,16 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
         for name in names:
             text = COMMENTS[f"GetStatsResponse.{name}"]
-            yield _one(family(_PREFIX + name.removeprefix("num_"), text, labels=["model"]), label, counts[name])
+            yield _one(family(PREFIX + name.removeprefix("num_"), text, labels=["model"]), label, counts[name])
     policies = GaugeMetricFamily(
-        _PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
+        PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
     )
     for policy in POLICIES:
         policies.add_metric([model.model_id, policy], policy == engine.scheduler.waiting.ordering.policy.name)
     yield policies
     stats = engine.stats
     ended = CounterMetricFamily(
-        _PREFIX + "ended_requests",
+        PREFIX + "ended_requests",
         "Requests that ended, by the finish reason of their last continuation.",
         labels=[*label, "finish_reason"],
     )
@@ -80,7 +80,7 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         ("prompt_length_tokens", "Prompt tokens of a request that ended.", stats.prompt_lens),
         ("output_length_tokens", "New tokens of a request that ended, of all its continuations.", stats.output_lens),
     ):
-        yield _histogram(_PREFIX + name, text, lens, label)
+        yield _histogram(PREFIX + name, text, lens, label)
     for timings, own, standard, text in (
         (
             stats.first_token,
@@ -98,17 +98,17 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         (stats.steps, "step_duration", None, "Time of one turn of the loop."),
         (stats.cache_waits, "cache_wait", None, "Time that a turn of the loop waited for the cache service."),
     ):
-        yield _histogram(f"{_PREFIX}{own}_seconds", text, timings.histogram, label)
+        yield _histogram(f"{PREFIX}{own}_seconds", text, timings.histogram, label)
         if standard is not None:
             yield _histogram(f"{standard}_seconds", text, timings.histogram, {"gen_ai_request_model": model.model_id})
         for percentile in (50, 99):
             gauge = GaugeMetricFamily(
-                f"{_PREFIX}{own}_p{percentile}_seconds", f"{text} Over the latest 4,096 values.", labels=["model"]
+                f"{PREFIX}{own}_p{percentile}_seconds", f"{text} Over the latest 4,096 values.", labels=["model"]
             )
             yield _one(gauge, label, timings.percentile_ms(percentile) / 1000)
     facts = {**label, "revision": model.revision, "architecture": model.architecture, "compute_dtype": model.compute_dtype}
-    yield InfoMetricFamily(_PREFIX + "model", "The model that is served.", facts)
-    yield build_info(_PREFIX)
+    yield InfoMetricFamily(PREFIX + "model", "The model that is served.", facts)
+    yield build_info(PREFIX)
 
 
 def _one(family: Metric, labels: Mapping[str, str], value: float) -> Metric:

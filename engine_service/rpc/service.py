@@ -12,6 +12,7 @@ from functools import partial
 
 from prometheus_client import Metric
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import peer
@@ -39,6 +40,7 @@ from .hand_over.taker import Taker, take_over
 from .identity import identity
 from .methods import CONTRACT
 from .metrics import engine_metrics
+from .ownership import is_own, known_id, require_all_tenants, shown_id
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
 from .streams.many import ManyCalls, ManyRequests, Read, Write
@@ -59,18 +61,20 @@ class EngineService:
         text_work: TextWork,
         turns: Turns,
         leave: Callable[[], Awaitable[None]],
+        credentials: Credentials,
     ) -> None:
         """turns: of calls, in which the requests of a GenerateMany call begin, too.
 
         leave: stops the engine once its last request has ended; another one has taken its place.
+        credentials: that this engine shows other engines.
         """
-        self._config = config
+        self._config, self._credentials = config, credentials
         self._model = model
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
         self._prompts = PromptsByOthers(
-            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine
+            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine, credentials
         )
         self._admission = Admission(config, model, engine, text_work, self._prompts)
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
@@ -94,7 +98,8 @@ class EngineService:
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
         taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        await take_over(target, pb.HandOverRequest(address=address, engine=identity(self._model)), taker)
+        request = pb.HandOverRequest(address=address, engine=identity(self._model))
+        await take_over(target, request, taker, self._credentials)
 
     async def close(self) -> None:
         """End the connections to other engines."""
@@ -111,7 +116,8 @@ class EngineService:
         unread.buffer.on_full = generation.fail
         with self._streaming():
             try:
-                async for response in _responses(generation.request.request_id, unread):
+                request_id = request.request_id or shown_id(generation.request.request_id)
+                async for response in _responses(request_id, unread):
                     yield response
             finally:
                 generation.cancel()
@@ -123,7 +129,7 @@ class EngineService:
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
-        submission = await self._submissions.admitted(request.request_id)
+        submission = await self._submissions.admitted(known_id(request.request_id))
         with self._streaming(), SubmissionReader(submission, received, self._pace) as reader:
             async for response in _responses(request.request_id, reader):
                 yield response
@@ -144,13 +150,14 @@ class EngineService:
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)
         await self._submissions.submit(request_id, digest, partial(self._admission.admit, request.request))
-        return pb.SubmitRequestResponse(request_id=request_id)
+        return pb.SubmitRequestResponse(request_id=request.request.request_id)
 
     async def get_request(self, request: pb.GetRequestRequest) -> pb.GetRequestResponse:
-        generation, submission = await self._submissions.wait(request.request_id, wait_of(request))
+        generation, submission = await self._submissions.wait(known_id(request.request_id), wait_of(request))
         return results_of(generation, submission, time.monotonic())
 
     def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
+        require_all_tenants()
         return self._hand_overs.hand_over(request)
 
     async def _settle_prompts(self) -> None:
@@ -162,14 +169,16 @@ class EngineService:
         return self._prompts_for_others.prefill(request)
 
     async def confirm_hand_over(self, request: pb.ConfirmHandOverRequest) -> pb.ConfirmHandOverResponse:
+        require_all_tenants()
         return await self._hand_overs.confirm_hand_over(request)
 
     async def get_iteration_plan(self, request: pb.GetIterationPlanRequest) -> pb.GetIterationPlanResponse:
+        require_all_tenants()
         last = self._engine.last_iteration
         return pb.GetIterationPlanResponse() if last is None else iteration_plan(last)
 
     async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
-        self._engine.requests.cancel(request.request_id)
+        self._engine.requests.cancel(known_id(request.request_id))
         return pb.CancelRequestResponse()
 
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
@@ -179,7 +188,7 @@ class EngineService:
         later = [
             other
             for other in self._engine.requests.generations.values()
-            if other.request.arrival > after and wanted in ("", other.session_id)
+            if other.request.arrival > after and wanted in ("", other.session_id) and is_own(other.request.request_id)
         ]
         rows = [request_info(generation, now) for generation in later[:page_size]]
         token = str(later[page_size - 1].request.arrival) if len(later) > page_size else ""

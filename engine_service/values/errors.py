@@ -138,3 +138,9 @@ class BrokenInvariant(EngineError):
     """The service found itself inconsistent."""
 
     reason = "BROKEN_INVARIANT"
+
+
+class TenantNotAllowed(EngineError):
+    """The caller acts for one tenant, and names another or all of them. Metadata: field, where one names it."""
+
+    reason = "TENANT_NOT_ALLOWED"

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values import errors
 from kvkeeper.cache_service.rpc.status import REFUSALS
+from kvkeeper.trust.refusals import CODES
 from tests.support.worlds.cache_api import DEADLINE, Api, refusal
 
 PROTO = Path(pb.__file__).with_name("cache_service.proto")
@@ -29,8 +30,8 @@ def refusals() -> list[type[errors.CacheError]]:
 
 def test_every_reason_of_the_protocol_has_an_error_and_its_documented_code() -> None:
     names = {name.removeprefix("ERROR_REASON_") for name in pb.ErrorReason.keys()} - {"UNSPECIFIED"}  # noqa: SIM118
-    assert {error.reason for error in refusals()} == names
-    codes = {}
+    assert {error.reason for error in refusals()} | CODES.keys() == names
+    codes = {reason: code.name for reason, code in CODES.items()}  # of the gate, which refuses before a handler runs
     for error in refusals():
         made = REFUSALS.to_status(error("text", some="data"))
         codes[error.reason] = next(code.name for code in grpc.StatusCode if code.value[0] == made.code)

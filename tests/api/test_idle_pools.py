@@ -33,7 +33,11 @@ async def test_the_log_the_stats_the_metrics_and_the_watches_tell(api: Api) -> N
     assert (told["log_level"], told["model_id"], told["by_model_id"]) == ("warning", "old", "new")
     assert (told["num_blocks"], told["num_cached_blocks"]) == (watched.opened.pool.num_blocks, 0)
     assert (await api.stats()).num_replaced_pools == 1
-    (family,) = [each for each in cache_metrics(api.server.session_manager) if each.name == "kvkeeper_cache_replaced_pools"]
+    (family,) = [
+        each
+        for each in cache_metrics(api.server.session_manager, api.server.guard)
+        if each.name == "kvkeeper_cache_replaced_pools"
+    ]
     assert family.samples[0].value == 1
     assert family.documentation
     assert await models(api) == ["other", "new"]

@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.errors import InvalidField, ProtocolVersionUnsupported
 from kvkeeper.cache_service.rpc import session_calls
-from kvkeeper.cache_service.rpc.versions import SPOKEN, Versions
+from kvkeeper.cache_service.rpc.convert.versions import SPOKEN, Versions
 from kvkeeper.client import AsyncCacheClient, KvkeeperError, cache_calls
 from kvkeeper.engine_service.server import StartError
 from tests.support.processes.service_pair import Services, generate, services, toy_output

@@ -210,7 +210,7 @@ async def test_a_gateway_that_is_too_slow_starts_again_and_nothing_piles_up(
     client = await world.client(engine)
     session = await (await world.cache_client()).open_session(engine.engine.memory.session.pool.spec)  # type: ignore[union-attr]
     prompt: list[int] = []
-    async with aclosing(kv_events.batches(engine.engine, 0)) as batches:
+    async with aclosing(kv_events.batches(engine.engine, "", 0)) as batches:
         index = Index(batches)
         await index.next()
         await generate(client, PROMPT, 1)

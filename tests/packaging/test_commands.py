@@ -141,6 +141,8 @@ def check(line: str) -> None:
             return _require((ROOT / folder / "buf.yaml").exists(), "nothing to lint")
         case "sed", rest:
             return _check_files(rest)
+        case "openssl", ["req", *rest]:
+            return _require({"-x509", "-nodes", "-keyout", "-out", "-addext"} <= set(rest), "not a certificate and its key")
         case "git", ["checkout", *rest]:
             return _check_files(rest)
         case name, _:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..pool_state import PoolState
+from ..pool_state import PoolState, unknown_sequence
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
@@ -36,6 +36,17 @@ class Queries:
     def sequence_ids(self, session: SessionId) -> Int64Array:
         """[n] ids of the session's sequences, ascending; to be read before the session changes. Raises UnknownSession."""
         return self._state.session(session).ids.items()[0]
+
+    def sequence_ids_of(self, session: SessionId, tenant: str) -> Int64Array:
+        """[n] those of one tenant, ascending. Raises UnknownSession."""
+        ids, slots = self._state.session(session).ids.items()
+        return ids[self._sequences.roots[slots] == self._state.index.find_root(tenant)]
+
+    def check_tenant(self, session: SessionId, sequence_id: int, tenant: str) -> None:
+        """Raises UnknownSession, and UnknownSequence also for a sequence of another tenant."""
+        _, slot = self._state.find_sequence(session, sequence_id)
+        if self._sequences.roots[slot] != self._state.index.find_root(tenant):
+            raise unknown_sequence(sequence_id)
 
     def num_sequences(self, session: SessionId | None) -> int:
         """Of one session or of all. Raises UnknownSession."""

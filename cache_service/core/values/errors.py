@@ -193,3 +193,9 @@ class BrokenInvariant(CacheError):
     """The service found itself inconsistent."""
 
     reason = "BROKEN_INVARIANT"
+
+
+class TenantNotAllowed(CacheError):
+    """The caller acts for one tenant, and names another or all of them. Metadata: field, where one names it."""
+
+    reason = "TENANT_NOT_ALLOWED"

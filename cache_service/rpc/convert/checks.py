@@ -4,6 +4,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField
 from ...core.values.types import MAX_ID, SequenceId
+from ..ownership import own_tenant
 
 MAX_INT32 = 2**31 - 1
 
@@ -21,9 +22,9 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
 
 
 def tenant(value: str) -> str:
-    """Raises InvalidField."""
+    """The tenant that the call is about: the one that it names, or its credential's. Raises InvalidField, TenantNotAllowed."""
     check_text("tenant", value, 64)
-    return value
+    return own_tenant(value)
 
 
 def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:

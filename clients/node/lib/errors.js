@@ -26,6 +26,7 @@ export class KvkeeperError extends Error {
 
 /** @param {grpc.ServiceError} error */
 export function errorOf(error) {
+  if (error instanceof KvkeeperError) return error; // it could not be sent
   let reason = '';
   let metadata = {};
   let retryAfterMs = null;

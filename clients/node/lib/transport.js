@@ -5,6 +5,7 @@
 import { setTimeout as pause } from 'node:timers/promises';
 import grpc from '@grpc/grpc-js';
 import { checkedMessage, checkedOptions, kindOf } from './checked.js';
+import { Credentials } from './credentials.js';
 import { errorOf } from './errors.js';
 import { requestTypeOf } from './protos.js';
 
@@ -20,6 +21,7 @@ const CHANNEL_OPTIONS = {
   'grpc.keepalive_time_ms': 20_000,
   'grpc.keepalive_timeout_ms': 20_000,
 };
+const CREDENTIALS = { token: '', tokenFile: '', tlsCa: '', tlsCert: '', tlsKey: '' };
 const FIRST_PAUSE_MS = 20;
 const LONGEST_PAUSE_MS = 500;
 
@@ -27,12 +29,15 @@ export class Transport {
   /**
    * @param {Function} Service a service of protos.js
    * @param {string} address host:port or unix:/path
-   * @param {{timeoutMs?: number, retryMs?: number}} options bounds of a whole call, and of its repeats
+   * @param {{timeoutMs?: number, retryMs?: number, token?: string, tokenFile?: string, tlsCa?: string, tlsCert?: string,
+   *   tlsKey?: string}} options bounds of a whole call, and of its repeats; and what is shown to the service, see credentials.js
    */
   constructor(Service, address, options = {}) {
     if (typeof address !== 'string') throw new TypeError(`address: a string, not ${kindOf(address)}`);
-    const { timeoutMs, retryMs } = checkedOptions(options, { timeoutMs: 10_000, retryMs: 3_000 });
-    this.client = new Service(address, grpc.credentials.createInsecure(), CHANNEL_OPTIONS);
+    const { timeoutMs, retryMs, ...shown } = checkedOptions(options, { timeoutMs: 10_000, retryMs: 3_000, ...CREDENTIALS });
+    const credentials = new Credentials(shown);
+    const channelOptions = { ...CHANNEL_OPTIONS, interceptors: credentials.interceptors };
+    this.client = new Service(address, credentials.channel(address), channelOptions);
     this.service = Service.service;
     this.timeoutMs = timeoutMs;
     this.retryMs = retryMs;

@@ -19,6 +19,7 @@ from kvkeeper.service import VERSION
 from ...config import EngineConfig
 from ...loop.engine import Engine
 from ...values.errors import NotImplementedYet, UnknownRequest
+from ..ownership import known_id, own_tenant
 from ..service import EngineService
 from . import kv_events
 from .answers import Answer
@@ -49,7 +50,7 @@ class VllmEngine:
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         for request_id in request.request_ids:
             with contextlib.suppress(UnknownRequest):
-                self._engine.requests.cancel(own_id(request_id))
+                self._engine.requests.cancel(known_id(own_id(request_id)))
         return pb.AbortResponse()
 
     async def health_check(self, request: pb.HealthCheckRequest) -> pb.HealthCheckResponse:
@@ -101,7 +102,7 @@ class VllmEngine:
         )
 
     def subscribe_kv_events(self, request: common_pb2.SubscribeKvEventsRequest) -> AsyncIterator[common_pb2.KvEventBatch]:
-        return kv_events.batches(self._engine, request.start_sequence_number)
+        return kv_events.batches(self._engine, own_tenant(""), request.start_sequence_number)
 
     async def get_tokenizer(self, request: common_pb2.GetTokenizerRequest) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         if not self._has_tokenizer:

@@ -27,8 +27,11 @@ _CLEARED = pb.KvCacheEvent(cleared=pb.KvCacheCleared())
 _MAX_NUMBER = 2**63  # of the last batch that a gateway may name: as many follow
 
 
-async def batches(engine: Engine, last_number: int) -> AsyncGenerator[pb.KvEventBatch, None]:
-    """Until the engine stops. last_number: of the last batch that the gateway had, 0 for none. Raises InvalidField."""
+async def batches(engine: Engine, tenant: str, last_number: int) -> AsyncGenerator[pb.KvEventBatch, None]:
+    """Until the engine stops. tenant: whose cache it is about. last_number: of the last batch that the gateway had, or 0.
+
+    Raises InvalidField.
+    """
     if last_number > _MAX_NUMBER:
         text = f"start_sequence_number: at most {_MAX_NUMBER}"
         raise InvalidField(text, field="start_sequence_number", limit=_MAX_NUMBER)
@@ -36,7 +39,7 @@ async def batches(engine: Engine, last_number: int) -> AsyncGenerator[pb.KvEvent
     yield _batch(number, [_CLEARED])  # at once, because a gateway waits for an answer for seconds only
     while (memory := await engine.wait_memory()) is not None:
         try:
-            async with contextlib.aclosing(cache_events(memory.session)) as messages:
+            async with contextlib.aclosing(cache_events(memory.session, tenant)) as messages:
                 async for events in messages:
                     number, pause, has_told = number + 1, _FIRST_PAUSE_S, True
                     yield _batch(number, map(_told, events))

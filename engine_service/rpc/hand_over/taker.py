@@ -10,6 +10,7 @@ from functools import partial
 
 import structlog
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.transport import AsyncTransport
@@ -66,12 +67,12 @@ class Taker:
         return True
 
 
-async def take_over(target: str, request: pb.HandOverRequest, taker: Taker) -> None:
+async def take_over(target: str, request: pb.HandOverRequest, taker: Taker, credentials: Credentials) -> None:
     """Take over what the engine at target has; one that is gone has nothing. Raises TakeOverRefused.
 
     request: tells that engine of this one.
     """
-    transport = AsyncTransport(target, _CALL, pb_grpc.EngineServiceStub)
+    transport = AsyncTransport(target, _CALL, pb_grpc.EngineServiceStub, credentials)
     hand_over_id, num_taken = "", 0
     try:
         answers = transport.stream(transport.stub.HandOver, request, replace(_CALL, timeout_s=math.inf, retry_s=_PATIENCE_S))

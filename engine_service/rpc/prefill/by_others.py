@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.transport import AsyncTransport
@@ -59,11 +60,20 @@ class _Asked:
 class PromptsByOthers:
     """The prompts that other engines compute for this one now."""
 
-    def __init__(self, targets: Sequence[str], min_tokens: int, timeout_s: float, model: ServedModel, engine: Engine) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        min_tokens: int,
+        timeout_s: float,
+        model: ServedModel,
+        engine: Engine,
+        credentials: Credentials,
+    ) -> None:
         """targets: engines to ask; none: all prompts are computed here. min_tokens: of a prompt that is worth asking for."""
         self._min_tokens, self._model, self._engine = min_tokens, model, engine
         self._options = CallOptions(timeout_s=timeout_s, retry_s=0.0)
-        self._helpers = [_Helper(AsyncTransport(target, self._options, pb_grpc.EngineServiceStub)) for target in targets]
+        stub = pb_grpc.EngineServiceStub
+        self._helpers = [_Helper(AsyncTransport(target, self._options, stub, credentials)) for target in targets]
         self._asked: dict[Generation, _Asked] = {}
 
     def ask(self, generation: Generation, message_of: Callable[[Generation], pb.GenerateRequest]) -> bool:

@@ -19,6 +19,7 @@ from ...outputs.generation import Generation
 from ...values.errors import EngineError, InvalidField, QueueFull
 from ..admission import Send
 from ..encode_response import response_of
+from ..ownership import shown_id
 from ..status import REFUSALS
 from .stream_buffer import StreamBuffer
 from .stream_pace import HasUnread, StreamPace
@@ -33,11 +34,14 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(self, number: int, tell: Callable[[int, bool], None], counted: AbstractContextManager[None]) -> None:
+    def __init__(
+        self, number: int, asked_id: str, tell: Callable[[int, bool], None], counted: AbstractContextManager[None]
+    ) -> None:
+        """asked_id: that its client gave it, or empty."""
         self.buffer = StreamBuffer(self._tell)
         self.starting: asyncio.Task[None] | None = None
         self.generation: Generation | None = None
-        self.has_told_id = False
+        self.asked_id, self.has_told_id = asked_id, False
         self._number, self._tell_call = number, tell
         self._counted = ExitStack()
         self._counted.enter_context(counted)
@@ -109,7 +113,7 @@ class ManyRequests:
         while self._starting_bytes and self._starting_bytes + size > MAX_PROMPT_MESSAGE_BYTES:
             self._has_started.clear()
             await self._has_started.wait()
-        request = self._requests[number] = _Numbered(number, self._tell, self._counted())
+        request = self._requests[number] = _Numbered(number, message.request_id, self._tell, self._counted())
         self._starting_bytes += size
         request.starting = asyncio.create_task(self._start(request, message))
         request.starting.add_done_callback(lambda _: self._note_start(size))
@@ -149,7 +153,8 @@ class ManyRequests:
                 request_id = ""
                 if not request.has_told_id:
                     assert request.generation is not None
-                    request_id, request.has_told_id = request.generation.request.request_id, True
+                    request_id = request.asked_id or shown_id(request.generation.request.request_id)
+                    request.has_told_id = True
                 message.responses.add(number=number, response=response_of(request_id, chunk))
                 num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
             if error is not None:

@@ -48,7 +48,7 @@ class Side:
         self.sessions = SessionManager(registry, self.clock, epoch=1, max_sessions=100)
         self.handler = StepHandler(self.sessions, MAX_MESSAGE_BYTES, foretells=foretells)
 
-    async def _obtain(self, spec: KvSpec) -> Pool:
+    async def _obtain(self, spec: KvSpec, **_: bool) -> Pool:
         return self.pool
 
     async def open(self) -> LiveSession:

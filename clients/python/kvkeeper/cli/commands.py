@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
+from kvkeeper.cli.console.addresses import set_credentials
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.usage import Parser, did_you_mean
 from kvkeeper.cli.start import services
@@ -32,6 +33,7 @@ COMMANDS = {
     "sequences": "list live sequences",
     "bench": "measure the cache on a trace of requests",
     "config": "show the settings of both services, and where each stands",
+    "token": "make a token for --auth-tokens",
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
@@ -41,7 +43,8 @@ _FOLDERS = {
     "benchmark": ("bench",),
 }
 MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {
-    "completion": "kvkeeper.cli.completion"
+    "completion": "kvkeeper.cli.completion",
+    "token": "kvkeeper.cli.token",
 }
 
 
@@ -50,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] in services.NAMES:
         return services.run(argv[0], argv[1:])
     args = _parse(argv)
+    set_credentials(args)
     from kvkeeper.client import KvkeeperError  # --help and wrong usage do without
 
     try:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena
     from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
     from kvkeeper.client.cache_sync import CacheClient
+    from kvkeeper.client.credentials import Credentials
     from kvkeeper.client.engine.calls import (
         BeamSearch,
         GenerateOptions,
@@ -40,6 +41,7 @@ __all__ = [
     "CacheClient",
     "CacheSession",
     "CallOptions",
+    "Credentials",
     "EngineClient",
     "GenerateOptions",
     "Generation",
@@ -61,6 +63,7 @@ _HOMES = {
     "arena": ("Arena",),
     "cache": ("AsyncCacheClient", "AsyncCacheSession"),
     "cache_sync": ("CacheClient",),
+    "credentials": ("Credentials",),
     "engine.client": ("AsyncEngineClient", "AsyncGeneration", "EngineClient", "Generation"),
     "engine.calls": (
         "BeamSearch",

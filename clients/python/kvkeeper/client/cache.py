@@ -18,6 +18,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.cache_calls import Call
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
@@ -34,8 +35,14 @@ T = TypeVar("T")
 class AsyncCacheClient:
     """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.CacheServiceStub)
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        options: CallOptions | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.CacheServiceStub, credentials)
 
     async def __aenter__(self) -> "AsyncCacheClient":
         return self

@@ -6,6 +6,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
 from kvkeeper.client.cache_calls import Call
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
 from kvkeeper.client.transport import Transport
@@ -19,8 +20,14 @@ T = TypeVar("T")
 class CacheClient:
     """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._transport = Transport(target, options or CallOptions(), pb_grpc.CacheServiceStub)
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        options: CallOptions | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        self._transport = Transport(target, options or CallOptions(), pb_grpc.CacheServiceStub, credentials)
 
     def __enter__(self) -> "CacheClient":
         return self

@@ -26,7 +26,7 @@ _UNARY_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
 class StepStream:
     """Not for use from two tasks at once. The stream opens with the first step and lives as long as the session."""
 
-    def __init__(self, channel: grpc.aio.Channel, options: CallOptions, lane: StepLane | None = None) -> None:
+    def __init__(self, channel: Any, options: CallOptions, lane: StepLane | None = None) -> None:
         """lane: taken over, and used for as long as it holds."""
         self._channel = channel
         self._options = options

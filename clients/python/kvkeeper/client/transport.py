@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from kvkeeper import tracing
+from kvkeeper.client.credentials import Credentials, TokenChannel
 from kvkeeper.client.errors import KvkeeperError, error_of
 from kvkeeper.client.retry import CallOptions, Patience
 
@@ -33,10 +34,17 @@ _CHANNEL_OPTIONS = (
 class Transport:
     """Calls to one service of one target from threads. Connects with the first call."""
 
-    def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:
+    def __init__(self, target: str, options: CallOptions, stub_class: Any, credentials: Credentials | None = None) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
         self.target = target
         self.options = options
-        self.channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self.credentials = Credentials.of_environment() if credentials is None else credentials
+        tls = self.credentials.tls_to(target)
+        if tls is None:
+            channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        else:
+            channel = grpc.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
+        self.channel: Any = TokenChannel(channel, self.credentials) if self.credentials.has_token else channel
         self.stub = stub_class(self.channel)
         self.is_closed = False
 
@@ -108,14 +116,21 @@ class Stream:
 class AsyncTransport:
     """Calls to one service of one target from one event loop. May be built before the loop runs."""
 
-    def __init__(self, target: str, options: CallOptions, stub_class: Any) -> None:
+    def __init__(self, target: str, options: CallOptions, stub_class: Any, credentials: Credentials | None = None) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
         self.target = target
         self.options = options
+        self.credentials = Credentials.of_environment() if credentials is None else credentials
+        self._tls = self.credentials.tls_to(target)
         self._stub_class = stub_class
 
     @cached_property
-    def channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+    def channel(self) -> Any:
+        if self._tls is None:
+            channel = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(self.target, self._tls, options=_CHANNEL_OPTIONS)
+        return TokenChannel(channel, self.credentials) if self.credentials.has_token else channel
 
     @cached_property
     def stub(self) -> Any:

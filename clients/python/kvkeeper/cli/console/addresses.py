@@ -5,6 +5,14 @@ import os
 
 from kvkeeper.client import targets
 
+_CREDENTIALS = "has_credentials_flags"
+_FLAGS = {
+    "--token-file": "file with the token to show the services",
+    "--tls-ca": "authority of the services' certificates in PEM, which switches TLS on",
+    "--tls-cert": "certificate to show the services, in PEM",
+    "--tls-key": "key of --tls-cert, in PEM",
+}
+
 
 def cache_address() -> str:
     return os.environ.get("KVKEEPER_CACHE_LISTEN") or targets.CACHE
@@ -21,6 +29,7 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
         default=cache_address(),
         help="cache service, host:port or unix:/path (default: %(default)s)",
     )
+    add_credentials_flags(parser)
 
 
 def add_engine_flag(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +39,27 @@ def add_engine_flag(parser: argparse.ArgumentParser) -> None:
         default=engine_address(),
         help="engine service, host:port or unix:/path (default: %(default)s)",
     )
+    add_credentials_flags(parser)
+
+
+def add_credentials_flags(parser: argparse.ArgumentParser) -> None:
+    """What the command shows the services; each flag stands for the variable of its name. Added once to a parser."""
+    if parser.get_default(_CREDENTIALS) is not None:
+        return
+    parser.set_defaults(**{_CREDENTIALS: True})
+    for flag, text in _FLAGS.items():
+        parser.add_argument(flag, metavar="FILE", help=f"{text} (or {_variable(flag)})")
+
+
+def set_credentials(args: argparse.Namespace) -> None:
+    """Flags over environment: the clients of this process, and of those that it starts, read the environment."""
+    if hasattr(args, _CREDENTIALS):
+        given = {flag: getattr(args, flag.removeprefix("--").replace("-", "_")) for flag in _FLAGS}
+        os.environ.update({_variable(flag): value for flag, value in given.items() if value})
+
+
+def _variable(flag: str) -> str:
+    return "KVKEEPER_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

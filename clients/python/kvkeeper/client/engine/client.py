@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.engine.calls import (
     GenerateOptions,
     OutputChunk,
@@ -42,8 +43,14 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 class EngineClient:
     """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        options: CallOptions | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub, credentials)
         self._others: dict[str, Transport] = {}  # by address, to engines that took over from the first
         self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
 
@@ -150,7 +157,9 @@ class EngineClient:
         if not address:
             return self._transport
         if address not in self._others:
-            self._others[address] = Transport(address, self._transport.options, pb_grpc.EngineServiceStub)
+            self._others[address] = Transport(
+                address, self._transport.options, pb_grpc.EngineServiceStub, self._transport.credentials
+            )
         return self._others[address]
 
     def _start(
@@ -219,8 +228,14 @@ class Generation:
 class AsyncEngineClient:
     """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
 
-    def __init__(self, target: str = DEFAULT_TARGET, options: CallOptions | None = None) -> None:
-        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub)
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        options: CallOptions | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub, credentials)
         self._others: dict[str, AsyncTransport] = {}  # by address, to engines that took over from the first
         self._many: dict[AsyncTransport, ManyStreams] = {}
         self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
@@ -333,7 +348,9 @@ class AsyncEngineClient:
         if not address:
             return self._transport
         if address not in self._others:
-            self._others[address] = AsyncTransport(address, self._transport.options, pb_grpc.EngineServiceStub)
+            self._others[address] = AsyncTransport(
+                address, self._transport.options, pb_grpc.EngineServiceStub, self._transport.credentials
+            )
         return self._others[address]
 
     def _start(

@@ -5,7 +5,7 @@ docs/protocol.md says what needs a new number. The range is handed in, so that t
 
 from dataclasses import dataclass
 
-from ..core.values.errors import InvalidField, ProtocolVersionUnsupported
+from ...core.values.errors import InvalidField, ProtocolVersionUnsupported
 
 _FIRST = 1  # of clients and services that name none
 _MAX_INT32 = 2**31 - 1

@@ -1,0 +1,48 @@
+"""`kvkeeper token`: a new token, printed once, and the entry of --auth-tokens that lets it in. It writes no file."""
+
+import argparse
+import json
+from typing import Any
+
+from kvkeeper.cli.console.addresses import add_json_flag
+from kvkeeper.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
+from kvkeeper.trust.credentials import entry_of, make_token
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser(
+        "token",
+        help=text,
+        description="Prints a new token, which nothing keeps, and the entry for the file of --auth-tokens, in which its SHA-256"
+        " stands. Give the token to the program that calls, in a file that only it may read (--token-file).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--name", type=_name, required=True, help="of the caller, as the log shows it")
+    parser.add_argument("--role", choices=[role.value for role in Role], required=True, help="what it may do")
+    parser.add_argument(
+        "--tenant", type=_tenant, default=ANY_TENANT, help="the tenant that it acts for, or * for all (default: %(default)s)"
+    )
+    add_json_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    token = make_token()
+    entry = entry_of(token, Caller(args.name, args.tenant, Role(args.role)))
+    if args.json:
+        print(json.dumps({"token": token, "entry": entry}))
+    else:
+        print(f"{token}\n\n{entry}", end="")
+    return 0
+
+
+def _name(text: str) -> str:
+    if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"1 to {MAX_NAME_CHARS} printable characters")
+    return text
+
+
+def _tenant(text: str) -> str:
+    if len(text) > MAX_NAME_CHARS or not text.isprintable() or (ANY_TENANT in text and text != ANY_TENANT):
+        raise argparse.ArgumentTypeError(f"at most {MAX_NAME_CHARS} printable characters, or * for all tenants")
+    return text
