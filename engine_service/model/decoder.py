@@ -152,10 +152,12 @@ class Decoder:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if layer.qk_norm is not None:
-            qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-        q_sink = None if at_sinks is None else rotary(qk[:, : config.num_heads], *at_sinks)
-        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store)
+        norm, q_sink = None if layer.qk_norm is None else (layer.qk_norm, config.rms_norm_eps), None
+        if at_sinks is not None:  # the normalised queries are rotated a second time
+            if norm is not None:
+                qk, norm = rms_norm(qk, *norm)[0], None
+            q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
+        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
         return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..scratch import Scratch
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .sizes import cdiv, power_of_2
 
 _MOST_SPLITS = 64
 _FEWEST_SPLIT_TOKENS = 256  # of a split: below that, merging costs more than it gains
@@ -58,7 +59,7 @@ def _take_tiles(
     return acc, most, total
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_splits"])
 def decode_kernel(
     q_ptr,
     q_sink_ptr,
@@ -219,8 +220,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def splits_for(num_seqs: int, num_kv_heads: int, most_tokens: int, num_multiprocessors: int) -> int:
     """How many splits fill the device, for sequences of at most so many visible tokens: known without their lengths."""
-    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_seqs * num_kv_heads)
-    return min(wanted, triton.cdiv(most_tokens, _FEWEST_SPLIT_TOKENS), _MOST_SPLITS)
+    wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_seqs * num_kv_heads)
+    return min(wanted, cdiv(most_tokens, _FEWEST_SPLIT_TOKENS), _MOST_SPLITS)
 
 
 def paged_attention_decode(
@@ -237,7 +238,7 @@ def paged_attention_decode(
     if num_seqs == 0:
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
-    group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
     tile = 64 if dims <= 128 else 32
     most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
     splits = splits_for(num_seqs, num_kv_heads, most_tokens, num_multiprocessors(q.device))
@@ -271,7 +272,7 @@ def paged_attention_decode(
         splits,
         HAS_CAP=options.soft_cap is not None,
         GROUP=group,
-        M=max(triton.next_power_of_2(group), 16),
+        M=max(power_of_2(group), 16),
         HEAD_DIM=head_dim,
         D=dims,
         SLOT_LEN=num_kv_heads * head_dim,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
 
@@ -84,7 +85,7 @@ def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.co
     return num_begun - 1
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_seqs"])
 def prefill_kernel(
     q_ptr,
     q_sink_ptr,
@@ -286,14 +287,14 @@ def paged_attention_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
-    group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
     # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
-    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, triton.next_power_of_2(group))
+    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, power_of_2(group))
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
     before, after = options.factors
-    prefill_kernel[triton.cdiv(num_tokens, rows // group) + num_seqs, num_kv_heads](
+    prefill_kernel[cdiv(num_tokens, rows // group) + num_seqs, num_kv_heads](
         q,
         q_sink,
         kv_layer,
