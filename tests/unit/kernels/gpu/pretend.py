@@ -41,7 +41,7 @@ def pretend_model_on_cuda(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(PackedUpload, "__call__", upload_all)
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

@@ -20,7 +20,7 @@ FAR = (1 << 31) // ELEMENTS + 1  # the first block wholly beyond
 
 @pytest.fixture
 def arena(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 1)
     num_bytes = (FAR + 3) * LAYOUT.block_bytes
     return LAYOUT.view(torch.from_file(str(tmp_path / "pool"), shared=True, size=num_bytes, dtype=torch.uint8))
 
