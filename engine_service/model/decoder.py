@@ -85,6 +85,14 @@ class Decoder:
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
+    def reserve_positions(self, num_positions: int) -> int:
+        """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
+
+        A forward pass with `max_position` below that moves no memory that an earlier one has read.
+        """
+        tables = [table for table in (self._rotary, self._local_rotary) if table is not None]
+        return min(table.reserve(num_positions) for table in tables)
+
     def forward(
         self,
         token_ids: torch.Tensor,

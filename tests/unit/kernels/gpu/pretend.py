@@ -2,6 +2,7 @@
 
 import torch
 
+from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.upload import PackedUpload
 from kvkeeper.engine_service.model import decoder
 
@@ -21,6 +22,16 @@ def on_cuda(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor of any size without memory, claiming to be on CUDA: for launches that are compiled, not run."""
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(PretendCuda)
+
+
+def pretend_inputs_on_cuda(monkeypatch):
+    """What captured decodes read claims to be on CUDA."""
+    tensors = DecodeInputs.tensors
+
+    def all_tensors(self, num_rows):
+        return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
+
+    monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
 
 
 _OPS = ("attend_stored", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
