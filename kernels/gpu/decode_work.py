@@ -16,7 +16,7 @@ from .attention_tiles import NO_WINDOW
 from .sizes import cdiv, power_of_2
 
 FEWEST_ITEM_TOKENS = 256  # below that, merging costs more than it gains
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = 2
 _SEQS_AT_ONCE = 256
 
 
@@ -40,7 +40,7 @@ def num_extra_items(num_seqs: int, num_kv_heads: int, most_tokens: int, num_mult
     """
     if most_tokens <= FEWEST_ITEM_TOKENS:
         return 0
-    wanted = cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_kv_heads)
+    wanted = cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_kv_heads)
     return min(wanted, num_seqs * cdiv(most_tokens, FEWEST_ITEM_TOKENS))
 
 

@@ -14,7 +14,7 @@ from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_he
 from .decode_work import DecodeWork, tile_tokens, visible_tiles
 from .sizes import power_of_2
 
-_MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 16
 
 
 @triton.jit
@@ -181,22 +181,28 @@ def decode_kernel(
         tl.store(out_ptr + out_heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_items_kernel(
     part_ptr,
     lse_ptr,
     runs_ptr,
     out_ptr,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge the items of one sequence, one head; the layout is decode_kernel's. A sequence of one item is in `out` already."""
+    """Merge the items of one sequence, one head; the layout is decode_kernel's. A sequence of one item is in `out` already.
+
+    Without runs each sequence, or query, has num_splits items, one behind the other.
+    """
     head, seq, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    num_items = tl.load(runs_ptr + seq * 2 + 1)
+    num_items, first = num_splits, seq.to(tl.int64) * num_splits
+    if runs_ptr is not None:
+        num_items = tl.load(runs_ptr + seq * 2 + 1)
+        first = tl.load(runs_ptr + seq * 2).to(tl.int64)
     if num_items <= 1:
         return
-    first = tl.load(runs_ptr + seq * 2).to(tl.int64)
     dims = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
     most, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
@@ -274,6 +280,6 @@ def paged_attention_decode(
     )
     if work is not None:
         merge_items_kernel[num_heads, num_seqs](
-            part, lse, work.runs, out, HEAD_DIM=head_dim, D=dims, AT_ONCE=_MERGED_AT_ONCE, num_warps=4
+            part, lse, work.runs, out, 0, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
         )
     return out

@@ -16,6 +16,7 @@ NAMES = (
     "flat",
     "crowd",
     "delay",
+    "graph_step",
     "generate",
     "serve",
     "beams",

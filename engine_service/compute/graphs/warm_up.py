@@ -12,17 +12,18 @@ from ...values.batch import Batch, BatchRetention
 from ...values.sampling_params import GREEDY, SamplingParams, SamplingRow
 from ..sampler import sample
 
-_SHORT_CONTEXT, _LONG_CONTEXT = 1, 1024  # tokens; the longer one is cut into items
+_SHORT_CONTEXT, _LONG_CONTEXT = 1, 4096  # tokens; the longer one is cut into items, and split where few queries see it
 _SHORT_PROMPT, _LONG_PROMPT = 2, 256
 
 
 def warm_up_batches(block_size: int, most_tokens: int, *, with_retention: bool) -> Iterator[Batch]:
     """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens."""
     kinds = [(False, [1], _SHORT_CONTEXT), (False, [1, 1], _LONG_CONTEXT)]
-    kinds += [(False, [_SHORT_PROMPT], 0), (False, [_LONG_PROMPT], 0)]
+    kinds += [(False, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (0, _LONG_CONTEXT)]
     kinds += [(False, [1, _SHORT_PROMPT], _LONG_CONTEXT), (False, [1, _LONG_PROMPT], 0)]
     if with_retention:
-        kinds += [(True, [1, 1], _LONG_CONTEXT), (True, [_SHORT_PROMPT], _LONG_CONTEXT), (True, [_LONG_PROMPT], _SHORT_CONTEXT)]
+        kinds += [(True, [1, 1], _LONG_CONTEXT)]
+        kinds += [(True, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (2, _LONG_CONTEXT)]
     for is_cut, query_lens, context_len in kinds:
         lens = [min(count, most_tokens) for count in query_lens]
         yield _batch(lens, min(context_len, most_tokens - max(lens)), block_size, is_cut=is_cut)

@@ -13,6 +13,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_de
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.gpu import decode_work
+from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
@@ -95,7 +96,7 @@ def _add(name: str, launch: Callable[..., object], *args: object, **options: obj
 
 
 # Every head dim with every block size and dtype; every set of features where registers are scarcest.
-decode_work.num_multiprocessors = lambda device: 132
+decode_work.num_multiprocessors = paged_attention_prefill_kernels.num_multiprocessors = lambda device: 132
 for head_dim in (64, 80, 96, 128, 256):
     for label, dtype in DTYPES.items():
         for num_tokens in (64, 4096):
@@ -105,7 +106,8 @@ for head_dim in (64, 80, 96, 128, 256):
             _add(f"prefill d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype, num_queries=8192)
     base = (head_dim, 16, torch.bfloat16)
     _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
-    _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64)
+    _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
+    _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
 _FEATURES: dict[str, dict] = {
     "cap": {"cap": 30.0},
     "sinks": {"sinks": True},
@@ -121,8 +123,8 @@ for head_dim in (128, 256):
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 16) for w in (1, 7, 16, 100)]),
-    "prefill": (2, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
-                    for n in (1, 16) for t in (17, 64, 999) for w in (1, 7, 16)]),
+    "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
 }  # fmt: skip

@@ -52,7 +52,8 @@ def pretend_model_on_cuda(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 2)
+    for kernels in ("decode_work", "paged_attention_prefill"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(PackedUpload, "__call__", upload_all)
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

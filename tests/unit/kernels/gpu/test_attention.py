@@ -7,6 +7,7 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.gpu.decode_work import num_extra_items, plan_work
+from kvkeeper.kernels.gpu.paged_attention_prefill import num_splits_for
 from kvkeeper.kernels.scratch import Scratch
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world, random_queries
@@ -23,6 +24,7 @@ def small_device(monkeypatch):
     module = "kvkeeper.kernels.gpu.decode_work."
     monkeypatch.setattr(module + "num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(module + "FEWEST_ITEM_TOKENS", TILE)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill.num_multiprocessors", lambda device: 2)
 
 
 def spare(monkeypatch, num_items):
@@ -169,6 +171,41 @@ def test_prefill_from_the_start_and_with_a_cached_prefix(group, block_size, dtyp
 def test_prefill_with_a_window_and_capped_scores(window, soft_cap):
     world = make_world([70, 3, 200], block_size=16, num_kv_heads=1)
     check_prefill(world, [70, 2, 50], 2, window=window, soft_cap=soft_cap)
+
+
+def split_prefill(monkeypatch, num_splits):
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill.num_splits_for", lambda *shapes: num_splits)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_number_of_splits_of_a_prefill_does_not_matter(monkeypatch, dtype):
+    world, found = make_world([270, 3, 65, 20 * TILE], block_size=16, num_kv_heads=1, dtype=dtype), []
+    for num_splits in (1, 2, 3, 20):
+        split_prefill(monkeypatch, num_splits)
+        found.append(check_prefill(world, [17, 3, 1, 2], 2))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=TOLERANCE[dtype] / 2)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (65, 0.5), (200, None)])
+def test_a_split_prefill_with_a_window(monkeypatch, window, soft_cap):
+    split_prefill(monkeypatch, 3)
+    world = make_world([170, 3, 300], block_size=16, num_kv_heads=1)
+    check_prefill(world, [40, 2, 9], 2, window=window, soft_cap=soft_cap)
+
+
+def test_a_split_prefill_with_sinks(monkeypatch):
+    split_prefill(monkeypatch, 3)
+    kept = [(4, 20), (0, 16), (16, 100), (0, 0), (70, 30)]
+    check_prefill(make_world([150, 40, 181, 50, 200], block_size=16, num_kv_heads=1), [10, 3, 17, 2, 66], 2, kept=kept)
+
+
+def test_few_queries_on_a_long_prefix_fill_the_device_and_no_more():
+    assert num_splits_for(17, 2 * 8, 32768, 132) == 16
+    assert num_splits_for(17, 2 * 8, 2048, 132) == 2
+    assert num_splits_for(17, 2 * 8, 256, 132) == 1
+    assert num_splits_for(512, 17 * 8, 32768, 132) == 1
+    assert num_splits_for(8192, 8, 1 << 20, 132) == 1
 
 
 def test_many_sequences_find_their_queries(monkeypatch):

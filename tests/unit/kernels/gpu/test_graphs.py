@@ -179,6 +179,12 @@ def variant(executor, args, kwargs):
 
 
 def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
+    for kernels in ("decode_work", "paged_attention_prefill"):  # items and splits of few tokens, as of many on a device
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", 32)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.tile_tokens", lambda head_dim: 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.tile_tokens", lambda head_dim: 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._FEWEST_SPLIT_TOKENS", 16)
     seen, run = Counter(), interpreter.GridExecutor.__call__
 
     def count(self, *args, **kwargs):
