@@ -69,6 +69,7 @@ def figures() -> Iterator[dict[str, object]]:
     runner = _Runner(graphed)
     for num_rows in (1, 16, 64, 256):
         work = _work(num_rows)
+        assert work.batch is not None
         inputs = _median_us(partial(graphed.forward, work.batch))
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB

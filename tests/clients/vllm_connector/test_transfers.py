@@ -11,6 +11,7 @@ import pytest
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.vllm.orders import Load, Orders, Store
+from kvkeeper.vllm.pages import Pages
 from kvkeeper.vllm.rounds import Job, Rounds
 from tests.support.processes.fleet import fleet
 from tests.support.stand_ins.vllm_worker import BLOCK_SIZE, DEADLINE_S, Gate, Worker, other_rank, tokens_of
@@ -32,11 +33,36 @@ async def on_threads(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.to_thread(work, *arguments)
 
 
+def gated(gates: list[Gate]) -> Callable[[Pages], Gate]:
+    """What puts a gate before pages, and notes it."""
+
+    def wrap(pages: Pages) -> Gate:
+        gates.append(Gate(pages))
+        return gates[-1]
+
+    return wrap
+
+
 def closing(*workers: Worker) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for worker in workers:
         stack.callback(worker.close)
     return stack
+
+
+class AnnouncedLock:
+    """A lock that tells that a thread is about to wait for it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 async def test_what_one_worker_stores_another_one_loads(cache_server: RunningServer, client: AsyncCacheClient) -> None:
@@ -160,7 +186,7 @@ async def test_a_pool_that_is_too_small_evicts_or_drops_and_goes_on(
 async def test_a_held_request_is_released_once_when_its_stores_have_ended(cache_server: RunningServer) -> None:
     def work() -> None:
         gates: list[Gate] = []
-        worker = Worker(cache_server.address, wrap=lambda pages: gates.append(Gate(pages)) or gates[0])  # type: ignore[func-returns-value]
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             worker.transfers.submit(Orders(held=["a", "b"]))
@@ -180,7 +206,7 @@ async def test_a_held_request_is_released_once_when_its_stores_have_ended(cache_
 async def test_vllm_waits_for_a_store_that_reads_blocks_which_it_takes_back(cache_server: RunningServer) -> None:
     def work() -> None:
         gates: list[Gate] = []
-        worker = Worker(cache_server.address, wrap=lambda pages: gates.append(Gate(pages)) or gates[0])  # type: ignore[func-returns-value]
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             while not gates:
@@ -189,14 +215,19 @@ async def test_vllm_waits_for_a_store_that_reads_blocks_which_it_takes_back(cach
             assert gate.reached.wait(DEADLINE_S)
             worker.order_store("queued", tokens_of(2, first=500), [0, 1])
 
+            worker.transfers.cancel_stores(["queued"])  # does not wait for the copy of another
+
             def take_back() -> None:
-                worker.transfers.cancel_stores(["a", "queued"])
+                worker.transfers.cancel_stores(["a"])
                 seen.append(gate.open.is_set())
                 worker.blocks[:] = 0  # what vLLM's next step writes
 
             seen: list[bool] = []
+            copying = AnnouncedLock(worker.rounds.copying)
+            worker.rounds.copying = copying  # type: ignore[assignment]
             taking = threading.Thread(target=take_back)
             taking.start()
+            assert copying.is_wanted.wait(DEADLINE_S)
             gate.open.set()
             taking.join(DEADLINE_S)
             assert seen == [True]
@@ -287,11 +318,7 @@ async def test_what_was_loaded_counts_only_if_the_session_lived_until_then(cache
     def work() -> None:
         gates: list[Gate] = []
 
-        def wrap(pages: Any) -> Gate:
-            gates.append(Gate(pages))
-            return gates[-1]
-
-        worker = Worker(cache_server.address, wrap=wrap)
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             while not gates:
