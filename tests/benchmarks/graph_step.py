@@ -1,7 +1,8 @@
 """The host's part of a captured decode step, in Python and torch: filling the inputs, the replay, drawing, reading the tokens.
 
 What a device would run is stubbed: a replay does nothing, and the kernel that draws answers zeros. The vocabulary is small, so
-that little but their launch is left of the other operations.
+that little but their launch is left of the other operations, and torch has one thread. Penalties are those of logits on the
+host.
 """
 
 import time
@@ -63,6 +64,7 @@ class _Runner:
 
 
 def figures() -> Iterator[dict[str, object]]:
+    torch.set_num_threads(1)
     shape, device = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE), torch.device("cpu")
     with torch.inference_mode():
         graphed = capture_decode(_logits, shape, device, _NoGraphs(), progress=False)
