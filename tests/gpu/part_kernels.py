@@ -6,8 +6,11 @@ they are for. A rehearsal takes the CPU's path in float32, at one shape.
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
+from kvkeeper.engine_service.compute.penalties import apply_penalties
+from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -69,6 +72,7 @@ def _cases(
         yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
         yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
     yield "sampling", lambda: _sampling(device)
+    yield "penalties", lambda: _penalties(device)
     yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
     yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
     long = [700, 40] if device == "cpu" else [5000, 1, 700, 3001]
@@ -80,6 +84,14 @@ def _cases(
     prefix = [300, 20] if device == "cpu" else [4017, 20]
     yield "prefill_short_suffix", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
     yield "prefill_one_token", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
+    wide = 200 if device == "cpu" else 3000
+    split = {"window": {"window": wide}, "retention": {"kept": [(16, wide), (0, 0)]}, "cap": {"soft_cap": 5.0}}
+    for label, options in split.items():
+        yield (
+            f"prefill_short_suffix_{label}",
+            lambda o=options: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **o),
+        )
+    yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
     for op in ("decode", "prefill", "store_kv", "copy_blocks"):
         yield f"{op}_far", lambda o=op: _far(dtype, device, o)
 
@@ -215,6 +227,16 @@ def _gates(dtype: torch.dtype, device: str, length: int) -> float:
     x = random_queries(40, 1, 2 * length, dtype).view(40, 2 * length)
     pairs = [(op(x.to(device)), getattr(reference, op.__name__)(x)) for op in (silu_and_mul, gelu_and_mul)]
     return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in pairs)
+
+
+def _penalties(device: str) -> float:
+    """Logits of histories that repeat themselves, penalised there and on the host, which have to be the same."""
+    rng, num_rows, vocab_size = np.random.default_rng(4), 16, 3000
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=-0.4)
+    histories = [rng.integers(0, vocab_size // 10, 40 * row).astype(np.int32) for row in range(num_rows)]
+    rows = [SamplingRow(params, 0, 0, history, len(history) // 2) for history in histories]
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 5
+    return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
 
 
 def _sampling(device: str) -> float:
