@@ -115,21 +115,23 @@ soak: $(VENV)/.dev $(GENERATED)  ## what both services promise, against its figu
 	    $(if $(SEED),--seed $(SEED))
 
 # On a host that can reach nothing, with the bundle beside the checkout: its own Python, torch and triton, and our wheels.
-gpu-check:  ## prove it on this machine's CUDA device; DRY=1 rehearses without one, PARTS=ab runs some
+GPU_FLAGS = $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS)) $(if $(RESULTS),--results $(RESULTS))
+
+gpu-check:  ## prove it on this machine's CUDA device; DRY=1 rehearses without one, PARTS=ab runs some, RESULTS=DIR takes the files
 ifneq ($(wildcard $(BUNDLE)/*.whl),)
 	rm -rf $(BUNDLE)/site && $(PYTHON) tests/gpu/bundle.py install $(BUNDLE) $(BUNDLE)/site
-	PYTHONPATH=$(CURDIR)/$(BUNDLE)/site $(PYTHON) -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
+	PYTHONPATH=$(CURDIR)/$(BUNDLE)/site $(PYTHON) -m tests.gpu $(GPU_FLAGS)
 else
 	$(MAKE) $(VENV)/.dev $(GENERATED)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cuda]'
-	$(BIN)/python -m tests.gpu $(if $(DRY),--dry) $(if $(PARTS),--parts $(PARTS))
+	$(BIN)/python -m tests.gpu $(GPU_FLAGS)
 endif
 
 vllm-check: $(VENV)/.run  ## real vLLM processes with the connector, in an environment of their own (about 2 GB)
 	PYTHONPATH=.:protos:clients/python $(BIN)/python -m tests.vllm_check
 
-gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, in one folder
-	$(BIN)/python -m tests.gpu.bundle $(BUNDLE)
+gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, for Python BUNDLE_PYTHON (3.12)
+	$(BIN)/python -m tests.gpu.bundle $(BUNDLE) $(BUNDLE_PYTHON)
 
 clean:  ## remove what was built
 	rm -rf $(VENV) $(BUNDLE) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -323,6 +323,13 @@ class EngineConfig:
         choices=_CPU_KERNELS,
         details="The compiled ones are for float32 and int8, and need the extra cpu; auto takes them where it is installed.",
     )
+    graphs: bool = setting(
+        True,
+        group="Model",
+        help="capture decodes as CUDA graphs, which spares the host most of a step",
+        details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
+        " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
+    )
     threads: int | None = setting(
         None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)
     )

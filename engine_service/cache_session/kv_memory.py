@@ -4,10 +4,13 @@ The engine keeps no K or V of its own: what is here is a view of the cache servi
 session is live and the memory mapped; close unmaps before it tells the cache service that nothing writes any more.
 """
 
+import asyncio
 import contextlib
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import grpc
 import numpy as np
@@ -20,7 +23,7 @@ from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
 
-from ..compute.model_runner import Runner
+from ..compute.model_runner import Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..scheduler.plan import Plan
@@ -28,11 +31,13 @@ from ..values.request import Sequence, TakenBlocks
 from .failures import is_unknown_sequence
 from .kv_spec import kv_spec_of
 from .lease import Lease
+from .pool_limits import limits_of
 from .transfer_runner import TransferRunner
 
 log = structlog.get_logger()
 
 _MAX_NAME_PART = 100  # of the 256 characters of a session's name; an address has at most 112
+_RENEWALS = 3  # in the time of a lease
 _COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
 
 
@@ -170,11 +175,32 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
         arena.pin_hosts()
         memory = arena_tensor(arena)
         transfers = TransferRunner(memory.view(-1, block_bytes), torch.from_numpy(arena.host_array).view(-1, block_bytes))
-        return KvMemory(session, arena, transfers, model.make_runner(layout.view(memory), layout))
+        made = KvMemory(session, arena, transfers, model.make_runner(layout.view(memory), layout))
     except BaseException:
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
+    if model.make_ready is not None:
+        limits = limits_of(session.pool, model, config)
+        try:
+            await _renewing(made, partial(model.make_ready, made.runner, StepBounds(limits.num_rows, limits.max_len)))
+        except BaseException:
+            await made.close()
+            raise
+    return made
+
+
+async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
+    """Run the work in a thread, and keep the session alive meanwhile. Raises KvkeeperError where it is lost, after the work."""
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        while not working.done():
+            await asyncio.wait({working}, timeout=memory.session.ttl_ms / 1000 / _RENEWALS)
+            if not working.done():
+                await memory.renew()
+    finally:
+        await asyncio.wait({working})  # until then it reads the arena
+    await working
 
 
 def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..values.beam_values import Candidates, SearchRow
-from .sampler import apply_penalties
+from .penalties import apply_penalties
 
 
 @torch.inference_mode()

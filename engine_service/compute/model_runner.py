@@ -4,11 +4,15 @@ Turns a Batch into tensors, runs the decoder on the arena that it was given, and
 its own and knows no sequence: the block tables say which blocks to read and write.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 import torch
+from tqdm import tqdm
 
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
@@ -16,8 +20,23 @@ from kvkeeper.kernels.scratch import Scratch
 
 from ..model.attention import AttentionMetadata, attention_arrays, build_attention_metadata
 from ..model.checkpoint.errors import ModelError
+from ..model.decoder import Decoder
 from ..values.batch import Batch
+from .graphs.graph_api import GraphApi
+from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
+from .graphs.sizes import MOST_ROWS
+from .graphs.warm_up import warm_up_batches, warm_up_sampling
 from .upload import upload_to
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """The largest step to make ready for: rows of it, and tokens of one sequence."""
+
+    most_rows: int
+    most_tokens: int
 
 
 class Runner(Protocol):
@@ -104,6 +123,8 @@ class ModelRunner:
         self._layout = layout
         self._scratch = Scratch(kv_view.device)
         self._upload = upload_to(kv_view)
+        self._num_positions = 0  # that the model has tables for, once it is made ready
+        self.graphed: GraphedDecode | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -114,12 +135,48 @@ class ModelRunner:
         return self._layout
 
     @torch.inference_mode()
+    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
+        """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
+
+        A decoder whose launches cannot be captured is told in the log, and computes plainly.
+
+        Args:
+            with_retention: whether steps will have rows with sink and window.
+            progress: show bars on stderr.
+        """
+        batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
+        for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
+            warm_up_sampling(self.forward(batch))
+        self.synchronize()
+        if graphs is None or not isinstance(self._model, Decoder):
+            return
+        self._num_positions = self._model.reserve_positions(bounds.most_tokens)
+        width = -(-bounds.most_tokens // self._layout.block_size)
+        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions)
+        try:
+            self.graphed = capture_decode(self._plain_decode, shape, self._kv_view.device, graphs, progress=progress)
+        except Exception:  # whatever a driver says of it, the engine can serve
+            log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
+            self.synchronize()
+
+    def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
+        """See graphed_decode.PlainDecode."""
+        windows, dtype = self._model.config.windows, self._model.dtype
+        metadata = build_attention_metadata(tensors, self._kv_view[:, 0], windows, dtype, scratch)
+        token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
+        return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"])
+
+    @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute the batch's tokens, writing their K and V into their slots.
 
         Returns:
-            Logits of batch.logit_rows, float32 [R, vocab_size].
+            Logits of batch.logit_rows, float32 [R, vocab_size], valid until the next call.
         """
+        if self.graphed is not None:
+            with self._current_device():
+                if (logits := self.graphed.forward(batch)) is not None:
+                    return logits
         windows, dtype = self._model.config.windows, self._model.dtype
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         with self._current_device():

@@ -7,7 +7,6 @@ whose logits are not finite is reported, and the others are sampled: the failure
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,8 @@ from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import SamplingRow
+from .penalties import apply_penalties
+from .upload import at_device
 
 log = structlog.get_logger()
 
@@ -79,9 +80,9 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
         return Drawn(logits.argmax(dim=1), is_finite, can_go_on)
     picked = np.flatnonzero(~greedy)
     chosen = [rows[index] for index in picked.tolist()]
-    where = None if len(picked) == len(rows) else _at(logits, picked)
+    where = None if len(picked) == len(rows) else at_device(picked, logits)
     own = logits if where is None else logits[where]
-    drawn = sample_rows(own, _tensors(chosen, logits), _at(logits, _uniforms(chosen)))
+    drawn = sample_rows(own, *_tensors(chosen, logits))
     if where is not None:
         drawn = logits.argmax(dim=1).index_copy_(0, where, drawn)
     return Drawn(drawn, is_finite, can_go_on)
@@ -94,16 +95,14 @@ def _with_sound_rows(logits: torch.Tensor, is_sound: torch.Tensor) -> torch.Tens
     return torch.where(is_sound[:, None], logits, 0.0)
 
 
-def _at(logits: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
-    """The array on the logits' device."""
-    return torch.from_numpy(array).to(logits.device, non_blocking=True)
-
-
-def _tensors(rows: Sequence[SamplingRow], logits: torch.Tensor) -> SamplingTensors:
-    def column(field: str) -> torch.Tensor:
-        return _at(logits, np.fromiter((getattr(row.params, field) for row in rows), np.float64, len(rows)))
-
-    return SamplingTensors(column("temperature"), column("top_k").long(), column("top_p"), column("min_p"), column("typical_p"))
+def _tensors(rows: Sequence[SamplingRow], logits: torch.Tensor) -> tuple[SamplingTensors, torch.Tensor]:
+    """Parameters of the rows and their uniform numbers, in one copy."""
+    columns = np.empty((6, len(rows)))
+    chosen = [row.params for row in rows]
+    columns[:5] = np.array([(it.temperature, it.top_k, it.top_p, it.min_p, it.typical_p) for it in chosen]).T
+    columns[5] = _uniforms(rows)
+    temperature, top_k, top_p, min_p, typical_p, drawn = at_device(columns, logits)
+    return SamplingTensors(temperature, top_k.long(), top_p, min_p, typical_p), drawn
 
 
 def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
@@ -112,30 +111,6 @@ def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
         np.array([row.sample_idx for row in rows], dtype=np.uint64),
         np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
     )
-
-
-def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Penalised logits: a copy if any row has a penalty. Tokens outside the vocabulary are not in the history."""
-    repeated = [index for index, row in enumerate(rows) if row.params.repetition_penalty != 1]
-    counted = [index for index, row in enumerate(rows) if row.params.frequency_penalty or row.params.presence_penalty]
-    if not repeated and not counted:
-        return logits
-    logits = logits.clone()
-    flat, vocab_size = logits.view(-1), logits.shape[1]
-    if repeated:
-        cells, owners = _history_cells(rows, repeated, vocab_size, with_prompt=True)
-        penalties = np.array([rows[index].params.repetition_penalty for index in repeated], np.float32)
-        penalty, where = _at(logits, penalties[owners]), _at(logits, cells)
-        seen = flat[where]
-        flat[where] = torch.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
-    if counted:
-        cells, owners = _history_cells(rows, counted, vocab_size, with_prompt=False)
-        named, counts = np.unique(cells, return_counts=True)
-        params = [rows[index].params for index in (named // vocab_size).tolist()]
-        frequency = np.array([own.frequency_penalty for own in params], np.float32)
-        presence = np.array([own.presence_penalty for own in params], np.float32)
-        flat[_at(logits, named)] -= _at(logits, (frequency * counts + presence).astype(np.float32))
-    return logits
 
 
 def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -152,16 +127,5 @@ def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tor
         except Exception:  # its request's fault alone: it may draw nothing
             log.exception("constraint_failed")
             allowed = np.zeros(logits.shape[1], np.bool_)
-        logits[index].masked_fill_(_at(logits, ~allowed), -torch.inf)
+        logits[index].masked_fill_(at_device(~allowed, logits), -torch.inf)
     return logits
-
-
-def _history_cells(
-    rows: Sequence[SamplingRow], picked: Sequence[int], vocab_size: int, *, with_prompt: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Cells of the flat logits that the histories of the picked rows name, and for each the index into `picked`."""
-    histories = [rows[i].token_ids[0 if with_prompt else rows[i].num_prompt_tokens :] for i in picked]
-    starts = np.asarray(picked, dtype=np.int64) * vocab_size
-    cells = np.concatenate([history + start for history, start in zip(histories, starts, strict=True)])
-    owners = np.repeat(np.arange(len(picked)), [len(history) for history in histories])
-    return cells.astype(np.int64), owners

@@ -31,7 +31,8 @@ from ..model.loader import load_model
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
-from .model_runner import Model, ModelRunner, Runner, kv_layout_of
+from .graphs.graph_api import CudaGraphs
+from .model_runner import Model, ModelRunner, Runner, StepBounds, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
 
@@ -52,6 +53,7 @@ class ServedModel:
     text: ModelText
     layout: Callable[[int], KvLayout]
     make_runner: Callable[[torch.Tensor, KvLayout], Runner]
+    make_ready: Callable[[Runner, StepBounds], None] | None = None  # before the runner's first step, in a thread; None: at once
     sliding_window: int = 0
     rope_parameters: str = ""
     sampling_defaults: SamplingParams = NEUTRAL  # where a request names no field
@@ -74,11 +76,27 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if _needs_library(raw):
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
-        return _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, model.config.rope_parameters)
+        ropes = model.config.rope_parameters
+        served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
+        return _ready_on_device(served, config, progress=progress)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
-    ropes = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
+    both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
-    return _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(ropes))
+    served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
+    return _ready_on_device(served, config, progress=progress)
+
+
+def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: bool) -> ServedModel:
+    """The same, with what is to be done on a device before the first step."""
+    if served.device.type != "cuda":
+        return served
+
+    def make_ready(runner: Runner, bounds: StepBounds) -> None:
+        assert isinstance(runner, ModelRunner), "made by this model"
+        graphs = CudaGraphs(served.device) if config.graphs else None
+        runner.make_ready(bounds, graphs, with_retention=not served.refuses_retention, progress=progress)
+
+    return dataclasses.replace(served, make_ready=make_ready)
 
 
 def _needs_library(raw: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ safe because each step ends by waiting for the tokens it has drawn.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ def upload_to(memory: torch.Tensor) -> Upload:
 def as_they_are(arrays: Arrays) -> dict[str, torch.Tensor]:
     """Tensors of the arrays' own memory."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def at_device(array: npt.NDArray[Any], beside: torch.Tensor) -> torch.Tensor:
+    """The array where the other tensor is; the host does not wait. Each call is a copy of its own, so put arrays together."""
+    tensor = torch.from_numpy(array)
+    if beside.device.type == "cuda":  # torch keeps the pinned memory until the copy has read it
+        tensor = tensor.pin_memory()
+    return tensor.to(beside.device, non_blocking=True)
 
 
 class PackedUpload:

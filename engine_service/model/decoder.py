@@ -85,6 +85,14 @@ class Decoder:
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
+    def reserve_positions(self, num_positions: int) -> int:
+        """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
+
+        A forward pass with `max_position` below that moves no memory that an earlier one has read.
+        """
+        tables = [table for table in (self._rotary, self._local_rotary) if table is not None]
+        return min(table.reserve(num_positions) for table in tables)
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -152,10 +160,12 @@ class Decoder:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if layer.qk_norm is not None:
-            qk, _ = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-        q_sink = None if at_sinks is None else rotary(qk[:, : config.num_heads], *at_sinks)
-        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store)
+        norm, q_sink = None if layer.qk_norm is None else (layer.qk_norm, config.rms_norm_eps), None
+        if at_sinks is not None:  # the normalised queries are rotated a second time
+            if norm is not None:
+                qk, norm = rms_norm(qk, *norm)[0], None
+            q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
+        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
         return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 

@@ -70,6 +70,12 @@ class RotaryTable:
         self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
 
+    def reserve(self, num_positions: int) -> int:
+        """Grow to at least so many positions, or to the model's last one. How many there are."""
+        if self._cos.shape[0] < min(num_positions, self._most):
+            self._fill(min(num_positions, self._most))
+        return self._cos.shape[0]
+
     def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, each [T, head_dim], for int64 positions [T], the highest of which is `max_position`."""
         if max_position >= self._cos.shape[0] and self._cos.shape[0] < self._most:

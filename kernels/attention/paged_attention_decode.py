@@ -8,6 +8,7 @@ because a group is padded to its longest.
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from .dense_attention import dense_attention
 from .paged_rows import Int64Array, kv_slot_rows, require_tables
 from .retention import Retention, kept_of, require_retention
 from .sparse_decode import SparseDecode, sparse_decode
+
+if TYPE_CHECKING:
+    from ..gpu.decode_work import DecodeWork
 
 _OP = "paged_attention_decode"
 
@@ -59,6 +63,7 @@ class DecodePlan:
         empty: int64 indices of sequences of length 0, whose output is zero, or None.
         scratch: memory to gather into.
         sparse, direct: read instead of groups, which are empty then; None: groups are read.
+        work: on CUDA, where there are no groups: which program takes what; None: each sequence has its own.
     """
 
     groups: tuple[DecodeGroup, ...]
@@ -68,6 +73,7 @@ class DecodePlan:
     scratch: Scratch
     sparse: SparseDecode | None = None
     direct: DirectDecode | None = None
+    work: "DecodeWork | None" = None
 
 
 def plan_decode(
@@ -82,13 +88,16 @@ def plan_decode(
     """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
 
     With retention, sequences that do not see all their keys have groups of their own, sinks before window, at no cost to the
-    others. On CUDA nothing is gathered, so the plan has only the scratch.
+    others. On CUDA nothing is gathered: the plan has the work list, which the device makes, and the scratch.
     """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_kv_layer(_OP, kv_layer)
     if on_cuda(_OP, seq_lens):
-        return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device))
+        from ..gpu.decode_work import plan_work
+
+        work = plan_work(block_tables, seq_lens, kv_layer, window, retention)
+        return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     kept = kept_of(_OP, retention, lens)
@@ -195,7 +204,7 @@ def paged_attention_decode(
 
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
         options = Options(scale, window, soft_cap, retention, q_sink)
-        return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch)
+        return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch, plan.work)
     if plan.direct is not None:
         q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
         return direct_decode(q, kv_layer, plan.direct, scale=scale, soft_cap=soft_cap)

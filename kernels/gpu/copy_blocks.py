@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 _CHUNK_BYTES = 8192  # of one program
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -35,7 +37,7 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     blocks = _as_words(arena)
     block_words = blocks.shape[1]
     chunk = _CHUNK_BYTES // blocks.element_size()
-    num_chunks = triton.cdiv(block_words, chunk)
+    num_chunks = cdiv(block_words, chunk)
     copy_blocks_kernel[(len(pairs) * num_chunks,)](blocks, ids[0], ids[1], block_words, num_chunks, CHUNK=chunk, num_warps=4)
 
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .warps import warps_for
+from .sizes import cdiv, power_of_2, warps_for
 
 _MOST_COLS = 2048
 
@@ -33,8 +33,8 @@ def gate(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     if out.numel() == 0:
         return out
     rows = gate_up.view(-1, 2 * length)
-    cols = min(triton.next_power_of_2(length), _MOST_COLS)
-    gate_kernel[rows.shape[0], triton.cdiv(length, cols)](
+    cols = min(power_of_2(length), _MOST_COLS)
+    gate_kernel[rows.shape[0], cdiv(length, cols)](
         rows, out, rows.stride(0), LEN=length, GELU=gelu, COLS=cols, num_warps=warps_for(cols)
     )
     return out

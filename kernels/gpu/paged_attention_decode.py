@@ -1,11 +1,9 @@
 """paged_attention_decode on CUDA: split-KV attention of one query per sequence, its heads of one KV head as one matrix.
 
 Decode is bound by reading K and V. The query heads of a KV head are packed into the rows of one 16-row matrix product, so
-that K and V are read once; and a sequence is cut into splits, so that few long sequences fill the device too. Each split writes
-its part and its log-sum-exp, and a second kernel merges the parts (Flash-Decoding; FlashInfer, arXiv 2501.01005).
+that K and V are read once; and long sequences are cut into items (decode_work), so that few of them fill the device too. Each
+item writes its part and its log-sum-exp, and a second kernel merges the parts (Flash-Decoding; FlashInfer, arXiv 2501.01005).
 """
-
-import functools
 
 import torch
 import triton
@@ -13,11 +11,10 @@ import triton.language as tl
 
 from ..scratch import Scratch
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .decode_work import DecodeWork, tile_tokens, visible_tiles
+from .sizes import power_of_2
 
-_MOST_SPLITS = 64
-_FEWEST_SPLIT_TOKENS = 256  # of a split: below that, merging costs more than it gains
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-_MERGED_AT_ONCE = 16
+MERGED_AT_ONCE = 16
 
 
 @triton.jit
@@ -58,7 +55,7 @@ def _take_tiles(
     return acc, most, total
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def decode_kernel(
     q_ptr,
     q_sink_ptr,
@@ -67,6 +64,7 @@ def decode_kernel(
     len_ptr,
     sink_len_ptr,
     window_len_ptr,
+    items_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -78,7 +76,6 @@ def decode_kernel(
     scale,
     cap,
     window,
-    num_splits,
     HAS_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
@@ -87,40 +84,39 @@ def decode_kernel(
     SLOT_LEN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     T: tl.constexpr,
-    FEWEST_TILES: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """One KV head, one sequence, one split. Writes to `part` and `lse` where they are given, else to `out`.
+    """One KV head, one item of the work list, or one sequence where there is no list.
 
-    part: float32 [S, H, num_splits, HEAD_DIM], the normalised output of the split; lse: float32 [S, H, num_splits], the
-    logarithm to base 2 of its sum, -inf for a split without tokens, whose part is not written.
+    Writes to `part` and `lse` where its sequence has other items, else to `out`. part: float32 [W, H, HEAD_DIM], the normalised
+    output of the item; lse: float32 [W, H], the logarithm to base 2 of its sum.
     """
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    seq = item
+    if items_ptr is not None:
+        seq = tl.load(items_ptr + item * 4)
+        if seq < 0:
+            return
     seq_len = tl.load(len_ptr + seq)
-    num_sinks = 0
+    sink_len, own_window = seq_len * 0, seq_len * 0
     if sink_len_ptr is not None:
-        own_window = tl.load(window_len_ptr + seq)
-        if own_window > 0:
-            window = own_window
-            num_sinks = tl.minimum(tl.load(sink_len_ptr + seq), tl.maximum(seq_len - window, 0))
-    first = tl.maximum(seq_len - window, 0)
+        sink_len, own_window = tl.load(sink_len_ptr + seq), tl.load(window_len_ptr + seq)
     # Tiles in the order they are taken: those of the sinks that the window has left, then those of the window.
+    first, num_sinks, num_tiles = visible_tiles(seq_len, sink_len, own_window, window, T)
     num_sink_tiles = tl.cdiv(num_sinks, T)
     first_tile = first // T
-    num_tiles = num_sink_tiles + tl.cdiv(seq_len, T) - first_tile
-    per_split = tl.maximum(tl.cdiv(num_tiles, num_splits), FEWEST_TILES)
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, num_tiles)
+    begin, end, is_part = num_tiles * 0, num_tiles, num_tiles < 0
+    if items_ptr is not None:
+        begin, end = tl.load(items_ptr + item * 4 + 1), tl.load(items_ptr + item * 4 + 2)
+        is_part = tl.load(items_ptr + item * 4 + 3) > 0
 
     rows, dims = tl.arange(0, M), tl.arange(0, D)
-    heads = (seq * tl.num_programs(0) + kv_head).to(tl.int64) * GROUP + rows  # of all heads of all sequences
-    if lse_ptr is not None and begin >= end:
-        tl.store(lse_ptr + heads * num_splits + split, tl.full([M], float("-inf"), tl.float32), mask=rows < GROUP)
-        return
+    num_heads = tl.num_programs(0) * GROUP
+    heads = kv_head * GROUP + rows
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr = layer_ptr + kv_head * HEAD_DIM
     wanted = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = (kv_head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     acc = tl.zeros([M, D], tl.float32)
     most = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -175,52 +171,55 @@ def decode_kernel(
         COMPUTE,
     )
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if lse_ptr is not None:
-        tl.store(part_ptr + (heads * num_splits + split)[:, None] * HEAD_DIM + dims[None, :], out, mask=wanted)
-        tl.store(lse_ptr + heads * num_splits + split, most + tl.log2(total), mask=rows < GROUP)
-    else:
-        tl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
+    if lse_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled; the next one is not
+        if is_part:
+            part_heads = item.to(tl.int64) * num_heads + heads
+            tl.store(part_ptr + part_heads[:, None] * HEAD_DIM + dims[None, :], out, mask=wanted)
+            tl.store(lse_ptr + part_heads, most + tl.log2(total), mask=rows < GROUP)
+    if not is_part:
+        out_heads = seq.to(tl.int64) * num_heads + heads
+        tl.store(out_ptr + out_heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_splits_kernel(
+def merge_items_kernel(
     part_ptr,
     lse_ptr,
+    runs_ptr,
     out_ptr,
     num_splits,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge the splits of one head of one sequence; the layout is decode_kernel's. No split has tokens: zeros."""
-    head = tl.program_id(0).to(tl.int64)
-    lse_ptr += head * num_splits
-    part_ptr += head * num_splits * HEAD_DIM
-    splits, dims = tl.arange(0, MOST_SPLITS), tl.arange(0, D)
-    lse = tl.load(lse_ptr + splits, mask=splits < num_splits, other=float("-inf"))
-    most = tl.maximum(tl.max(lse, 0), LOWEST)
-    total = tl.sum(tl.exp2(lse - most), 0)
-    acc = tl.zeros([AT_ONCE, D], tl.float32)
-    for begin in range(0, num_splits, AT_ONCE):
-        chunk = begin + tl.arange(0, AT_ONCE)
-        weights = tl.exp2(tl.load(lse_ptr + chunk, mask=chunk < num_splits, other=float("-inf")) - most)
+    """Merge the items of one sequence, one head; the layout is decode_kernel's. A sequence of one item is in `out` already.
+
+    Without runs each sequence, or query, has num_splits items, one behind the other.
+    """
+    head, seq, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    num_items, first = num_splits, seq.to(tl.int64) * num_splits
+    if runs_ptr is not None:
+        num_items = tl.load(runs_ptr + seq * 2 + 1)
+        first = tl.load(runs_ptr + seq * 2).to(tl.int64)
+    if num_items <= 1:
+        return
+    dims = tl.arange(0, D)
+    acc = tl.zeros([D], tl.float32)
+    most, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
+    for begin in range(0, num_items, AT_ONCE):
+        items = begin + tl.arange(0, AT_ONCE)
+        rows = (first + items) * num_heads + head
+        lse = tl.load(lse_ptr + rows, mask=items < num_items, other=float("-inf"))
+        new_most = tl.maximum(most, tl.max(lse, 0))
+        weights, decay = tl.exp2(lse - new_most), tl.exp2(most - new_most)
         wanted = (weights > 0)[:, None] & (dims < HEAD_DIM)[None, :]
-        acc += weights[:, None] * tl.load(part_ptr + chunk[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
-    out = tl.sum(acc, 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def splits_for(num_seqs: int, num_kv_heads: int, most_tokens: int, num_multiprocessors: int) -> int:
-    """How many splits fill the device, for sequences of at most so many visible tokens: known without their lengths."""
-    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_seqs * num_kv_heads)
-    return min(wanted, triton.cdiv(most_tokens, _FEWEST_SPLIT_TOKENS), _MOST_SPLITS)
+        parts = tl.load(part_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=wanted, other=0.0)
+        acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
+        total = total * decay + tl.sum(weights, 0)
+        most = new_most
+    out = acc / tl.where(total > 0, total, 1.0)
+    out_row = seq.to(tl.int64) * num_heads + head
+    tl.store(out_ptr + out_row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def paged_attention_decode(
@@ -230,6 +229,7 @@ def paged_attention_decode(
     seq_lens: torch.Tensor,
     options: Options,
     scratch: Scratch,
+    work: DecodeWork | None,
 ) -> torch.Tensor:
     """The CUDA path of kernels.attention.paged_attention_decode, with its arguments."""
     num_seqs, num_heads, head_dim = q.shape
@@ -237,19 +237,16 @@ def paged_attention_decode(
     if num_seqs == 0:
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
-    group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
-    tile = 64 if dims <= 128 else 32
-    most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
-    splits = splits_for(num_seqs, num_kv_heads, most_tokens, num_multiprocessors(q.device))
+    group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
     part, lse = None, None
-    if splits > 1:
-        num_parts = num_seqs * num_heads * splits
+    if work is not None:
+        num_parts = work.items.shape[0] * num_heads
         part, lse = scratch.take(num_parts * (head_dim + 1), torch.float32).split([num_parts * head_dim, num_parts])
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
     before, after = options.factors
-    decode_kernel[num_kv_heads, num_seqs, splits](
+    decode_kernel[num_kv_heads, num_seqs if work is None else work.items.shape[0]](
         q,
         q_sink,
         kv_layer,
@@ -257,6 +254,7 @@ def paged_attention_decode(
         seq_lens,
         sink_lens,
         window_lens,
+        None if work is None else work.items,
         out,
         part,
         lse,
@@ -268,30 +266,20 @@ def paged_attention_decode(
         before,
         after,
         options.window or NO_WINDOW,
-        splits,
         HAS_CAP=options.soft_cap is not None,
         GROUP=group,
-        M=max(triton.next_power_of_2(group), 16),
+        M=max(power_of_2(group), 16),
         HEAD_DIM=head_dim,
         D=dims,
         SLOT_LEN=num_kv_heads * head_dim,
         BLOCK_SIZE=block_size,
-        T=tile,
-        FEWEST_TILES=_FEWEST_SPLIT_TOKENS // tile,
+        T=tile_tokens(head_dim),
         COMPUTE=COMPUTE_TYPES[q.dtype],
         num_warps=4,
         num_stages=5,  # a block is looked up before it is read: with five, two tiles are on their way
     )
-    if splits > 1:
-        merge_splits_kernel[(num_seqs * num_heads,)](
-            part,
-            lse,
-            out,
-            splits,
-            HEAD_DIM=head_dim,
-            D=dims,
-            MOST_SPLITS=_MOST_SPLITS,
-            AT_ONCE=_MERGED_AT_ONCE,
-            num_warps=4,
+    if work is not None:
+        merge_items_kernel[num_heads, num_seqs](
+            part, lse, work.runs, out, 0, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
         )
     return out

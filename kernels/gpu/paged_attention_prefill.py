@@ -2,7 +2,8 @@
 
 A program takes the queries of several tokens, all heads of one KV head as the rows of one matrix. Tiles that all its rows see
 whole come first, without a mask; tiles on the diagonal and at the edge of a window are masked (FlashAttention-2, arXiv
-2307.08691).
+2307.08691). Few queries on a long cached prefix are too few programs: then the keys of each are split over several, whose parts
+are merged as those of decode are.
 """
 
 import torch
@@ -10,8 +11,13 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
+from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
+_FEWEST_SPLIT_TOKENS = 1024  # visible keys: below that, merging costs more than it gains
+_MOST_SPLIT_QUERIES = 512  # tokens: more of them fill the device, and their parts would take much memory
 
 
 @triton.jit
@@ -84,7 +90,7 @@ def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.co
     return num_begun - 1
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_seqs", "num_splits"])
 def prefill_kernel(
     q_ptr,
     q_sink_ptr,
@@ -95,7 +101,10 @@ def prefill_kernel(
     sink_len_ptr,
     window_len_ptr,
     out_ptr,
+    part_ptr,
+    lse_ptr,
     num_seqs,
+    num_splits,
     q_stride,
     q_sink_stride,
     table_stride,
@@ -117,7 +126,12 @@ def prefill_kernel(
     SEQS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first."""
+    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first.
+
+    Writes to `part` and `lse` where they are given, one split of the tiles, else to `out`. part: float32 [T, num_splits,
+    NUM_HEADS, HEAD_DIM], normalised; lse: float32 [T, num_splits, NUM_HEADS], the logarithm to base 2 of its sum, -inf without
+    keys.
+    """
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
@@ -142,6 +156,7 @@ def prefill_kernel(
     most = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
 
+    split = tl.program_id(2)
     if sink_len_ptr is not None:
         own_window = tl.load(window_len_ptr + seq)
         if own_window > 0:
@@ -157,7 +172,7 @@ def prefill_kernel(
                 k_ptr,
                 table_ptr,
                 0,
-                tl.cdiv(num_sinks, T),
+                tl.where(split == 0, tl.cdiv(num_sinks, T), 0),
                 0,
                 num_sinks,
                 window,
@@ -179,6 +194,12 @@ def prefill_kernel(
     q = tl.load(q_ptr + q_rows[:, None] * q_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
     first = tl.maximum(low - window + 1, 0)
     first_whole, end_whole = 0, (low + 1) // T  # tiles that all rows see whole
+    begin, end = 0, tl.cdiv(high + 1, T)  # tiles of this split
+    if part_ptr is not None:
+        first_seen = first // T
+        per_split = tl.cdiv(end - first_seen, num_splits)
+        begin = first_seen + split * per_split
+        end = tl.minimum(begin + per_split, end)
     if HAS_WINDOW:
         first_tile = first // T
         first_whole = tl.minimum(tl.cdiv(tl.maximum(high - window + 1, 0), T), end_whole)
@@ -190,8 +211,8 @@ def prefill_kernel(
             positions,
             k_ptr,
             table_ptr,
-            first_tile,
-            first_whole,
+            tl.maximum(first_tile, begin),
+            tl.minimum(first_whole, end),
             first,
             high + 1,
             window,
@@ -218,8 +239,8 @@ def prefill_kernel(
         positions,
         k_ptr,
         table_ptr,
-        first_whole,
-        end_whole,
+        tl.maximum(first_whole, begin),
+        tl.minimum(end_whole, end),
         first,
         high + 1,
         window,
@@ -246,8 +267,8 @@ def prefill_kernel(
         positions,
         k_ptr,
         table_ptr,
-        end_whole,
-        tl.cdiv(high + 1, T),
+        tl.maximum(end_whole, begin),
+        end,
         first,
         high + 1,
         window,
@@ -267,8 +288,22 @@ def prefill_kernel(
         COMPUTE,
     )
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    out_offsets = q_rows[:, None] * NUM_HEADS * HEAD_DIM + q_offsets
-    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=wanted)
+    if part_ptr is not None:
+        part_rows = (q_rows * num_splits + split) * NUM_HEADS
+        tl.store(part_ptr + part_rows[:, None] * HEAD_DIM + q_offsets, out, mask=wanted)
+        is_live = (row_tokens < query_len) & (rows < TOKENS * GROUP)
+        lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + part_rows + heads, lse, mask=is_live)
+    else:
+        out_offsets = q_rows[:, None] * NUM_HEADS * HEAD_DIM + q_offsets
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def num_splits_for(num_queries: int, num_programs: int, most_tokens: int, multiprocessors: int) -> int:
+    """Over how many programs the keys of each query are split, where a sequence has most_tokens visible ones; 1: not at all."""
+    if num_queries > _MOST_SPLIT_QUERIES:
+        return 1
+    return max(min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs, most_tokens // _FEWEST_SPLIT_TOKENS), 1)
 
 
 def paged_attention_prefill(
@@ -286,14 +321,21 @@ def paged_attention_prefill(
     if num_tokens == 0 or num_seqs == 0:
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
-    group, dims = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
     # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
-    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, triton.next_power_of_2(group))
+    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, power_of_2(group))
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
     before, after = options.factors
-    prefill_kernel[triton.cdiv(num_tokens, rows // group) + num_seqs, num_kv_heads](
+    programs = cdiv(num_tokens, rows // group) + num_seqs
+    most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
+    splits = num_splits_for(num_tokens, programs * num_kv_heads, most_tokens, num_multiprocessors(q.device))
+    part, lse = None, None
+    if splits > 1:
+        part = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_tokens, splits, num_heads), dtype=torch.float32, device=q.device)
+    prefill_kernel[programs, num_kv_heads, splits](
         q,
         q_sink,
         kv_layer,
@@ -303,7 +345,10 @@ def paged_attention_prefill(
         sink_lens,
         window_lens,
         out,
+        part,
+        lse,
         num_seqs,
+        splits,
         q.stride(0),
         0 if q_sink is None else q_sink.stride(0),
         block_tables.stride(0),
@@ -327,4 +372,8 @@ def paged_attention_prefill(
         num_warps=4 if rows == 64 else 8,
         num_stages=5,  # see paged_attention_decode
     )
+    if splits > 1:
+        merge_items_kernel[num_heads, num_tokens](
+            part, lse, None, out, splits, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
+        )
     return out

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, power_of_2
+
 _PROGRAM_ELEMENTS = 2048  # of short rows
 _THREAD_ELEMENTS = 16
 
@@ -56,10 +58,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     rows = _as_heads(x)
     num_tokens, num_heads, length = rows.shape
     added = rows if residual is None else _as_heads(residual)
-    cols = triton.next_power_of_2(length)
+    cols = power_of_2(length)
     rows_at_once = max(_PROGRAM_ELEMENTS // cols, 1)
     num_rows = num_tokens * num_heads
-    rms_norm_kernel[(triton.cdiv(num_rows, rows_at_once),)](
+    rms_norm_kernel[(cdiv(num_rows, rows_at_once),)](
         rows,
         None if residual is None else added,
         weight,

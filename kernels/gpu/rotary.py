@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .warps import warps_for
+from .sizes import cdiv, power_of_2, warps_for
 
 _MOST_HEADS = 16  # of one program
 
@@ -52,9 +52,9 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
-    heads = min(triton.next_power_of_2(num_heads), _MOST_HEADS)
+    heads = min(power_of_2(num_heads), _MOST_HEADS)
     half = head_dim // 2
-    rotary_kernel[num_tokens, triton.cdiv(num_heads, heads)](
+    rotary_kernel[num_tokens, cdiv(num_heads, heads)](
         x,
         cos,
         sin,
@@ -64,7 +64,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         NUM_HEADS=num_heads,
         HALF=half,
         HEADS=heads,
-        COLS=(cols := triton.next_power_of_2(half)),
+        COLS=(cols := power_of_2(half)),
         num_warps=warps_for(heads * cols),
     )
     return out

@@ -1,4 +1,4 @@
-"""rotary_store_kv on CUDA: queries and keys are rotated, and keys and values stored, while they are read once."""
+"""rotary_store_kv on CUDA: queries and keys are normalised and rotated, keys and values stored, while they are read once."""
 
 import math
 
@@ -7,9 +7,19 @@ import triton
 import triton.language as tl
 
 from .rotary import rotate
-from .warps import warps_for
+from .sizes import power_of_2, warps_for
 
 _MOST_HEADS = 16  # of one program
+
+
+@triton.jit
+def _normed(a, b, weight_ptrs, live, eps, HALF: tl.constexpr):
+    """Halves a, b [n, COLS] of heads, divided by their root mean square and weighted, in the type they came in."""
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)) / (2 * HALF) + eps)[:, None]
+    weight_a = tl.load(weight_ptrs, mask=live, other=0.0).to(tl.float32)
+    weight_b = tl.load(weight_ptrs + HALF, mask=live, other=0.0).to(tl.float32)
+    return (wide_a * scale * weight_a).to(a.dtype), (wide_b * scale * weight_b).to(b.dtype)
 
 
 @triton.jit
@@ -21,12 +31,14 @@ def rotary_store_kv_kernel(
     q_out_ptr,
     layer_ptr,
     slot_ptr,
+    norm_ptr,
     qk_stride,
     qk_head_stride,
     v_stride,
     v_head_stride,
     block_stride,
     kv_stride,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -34,7 +46,11 @@ def rotary_store_kv_kernel(
     HEADS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """HEADS heads of one token, all of them queries, keys or values: HEADS divides the number of each."""
+    """HEADS heads of one token, all of them queries, keys or values: HEADS divides the number of each.
+
+    norm: the weight of every query and key head [NUM_HEADS + NUM_KV_HEADS, 2 * HALF], or None. Normalised heads are rounded
+    before they are rotated, as they are where the norm is a pass of its own.
+    """
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -55,6 +71,8 @@ def rotary_store_kv_kernel(
     else:
         x_ptrs = qk_ptr + token * qk_stride + (first_head + heads)[:, None] * qk_head_stride + cols[None, :]
         a, b = tl.load(x_ptrs, mask=live, other=0.0), tl.load(x_ptrs + HALF, mask=live, other=0.0)
+        if norm_ptr is not None:
+            a, b = _normed(a, b, norm_ptr + first_head * (2 * HALF) + dense, live, eps, HALF)
         a, b = rotate(a, b, cos_ptr, sin_ptr, token, HALF, COLS)
         a, b = a.to(q_out_ptr.dtype.element_ty), b.to(q_out_ptr.dtype.element_ty)
         if first_head < NUM_HEADS:
@@ -74,6 +92,7 @@ def rotary_store_kv(
     sin: torch.Tensor,
     kv_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
+    norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor:
     """The CUDA path of kernels.rotary_store_kv, with its arguments."""
     num_tokens, num_kv_heads, head_dim = v.shape
@@ -83,6 +102,7 @@ def rotary_store_kv(
         return q
     heads = math.gcd(num_heads, num_kv_heads, _MOST_HEADS)
     half = head_dim // 2
+    weight, eps = norm or (None, 0.0)
     rotary_store_kv_kernel[num_tokens, (num_heads + 2 * num_kv_heads) // heads](
         qk,
         v,
@@ -91,18 +111,20 @@ def rotary_store_kv(
         q,
         kv_layer,
         slot_mapping,
+        weight,
         qk.stride(0),
         qk.stride(1),
         v.stride(0),
         v.stride(1),
         kv_layer.stride(0),
         kv_layer.stride(1),
+        eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         BLOCK_SIZE=kv_layer.shape[2],
         HEADS=heads,
-        COLS=(cols := triton.next_power_of_2(half)),
+        COLS=(cols := power_of_2(half)),
         num_warps=warps_for(heads * cols),
     )
     return q

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, power_of_2
+
 _CHUNK = 4096
 _PIVOTS = 4
 
@@ -198,7 +200,7 @@ def sample_rows(
         logits.stride(0),
         vocab_size,
         PIVOTS=_PIVOTS,
-        NUM_CHUNKS=triton.next_power_of_2(triton.cdiv(vocab_size, _CHUNK)),
+        NUM_CHUNKS=power_of_2(cdiv(vocab_size, _CHUNK)),
         CHUNK=_CHUNK,
         num_warps=16,
     )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .warps import warps_for
+from .sizes import cdiv, power_of_2, warps_for
 
 _MOST_COLS = 1024  # elements of a slot that one program moves
 _MANY_TOKENS = 1024  # from here on a program takes several tokens: there are programs enough to fill the device
@@ -47,9 +47,9 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapp
         return
     _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
     slot_len = num_kv_heads * head_dim
-    cols = min(triton.next_power_of_2(slot_len), _MOST_COLS)
+    cols = min(power_of_2(slot_len), _MOST_COLS)
     rows = 4 if num_tokens >= _MANY_TOKENS else 1
-    store_kv_kernel[triton.cdiv(num_tokens, rows), triton.cdiv(slot_len, cols)](
+    store_kv_kernel[cdiv(num_tokens, rows), cdiv(slot_len, cols)](
         k,
         v,
         kv_layer,

@@ -17,6 +17,7 @@ NAMES = (
     "crowd",
     "delay",
     "host",
+    "graph_step",
     "generate",
     "serve",
     "beams",

@@ -4,6 +4,9 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import BinaryIO
+
+from tests.support.processes.service_logs import open_log
 
 
 @asynccontextmanager
@@ -15,22 +18,25 @@ async def process(
     child = await asyncio.create_subprocess_exec(python, *args, stdin=pipe, stdout=pipe, stderr=pipe)
     assert child.stdout is not None and child.stderr is not None
     told = child.stderr if ready_on == "stderr" else child.stdout
-    last = b""
+    last, log = b"", open_log(next((word for word in args if word.startswith("kvkeeper.")), "process").rpartition(".")[2])
     try:
         while b"ready" not in (line := await told.readline()):
+            log.write(line)
             if not line:
                 raise RuntimeError(f"{' '.join(args)} ended before it was ready: {last.decode(errors='replace')}")
             last = line
-        drained = asyncio.gather(_drain(child.stderr), _drain(child.stdout))
+        log.write(line)
+        drained = asyncio.gather(_drain(child.stderr, log), _drain(child.stdout, log))
         yield child
     finally:
         if child.returncode is None:
             child.terminate()
         await child.wait()
     await drained
+    log.close()
 
 
-async def _drain(stream: asyncio.StreamReader) -> None:
+async def _drain(stream: asyncio.StreamReader, log: BinaryIO) -> None:
     """Reads to the end, so that a talkative child never waits for its pipe."""
-    while await stream.readline():
-        pass
+    while line := await stream.readline():
+        log.write(line)

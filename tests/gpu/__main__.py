@@ -1,41 +1,39 @@
 """`python -m tests.gpu`: runs the parts one after another, each in a process of its own and within its time, and reports.
 
-Exits 1 when a part failed or did not get to its end. --dry rehearses on the CPU what can be rehearsed there; then a check that
-needs the device is left out and said to be.
+The first part looks at the machine; where that fails, a sentence says what to do, and nothing else is run. A part whose time
+does not fit what is left of --minutes is not begun, and the command that runs the rest is named. Results are files, one for
+each part, written while it runs; its own output and the logs of services lie beside them. Exits 1 when a part failed or did
+not get to its end, 2 when parts are left. --dry rehearses on the CPU what can be rehearsed there.
 """
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
-
-from tests.gpu.checks import Check, PartResult, read_checks, write_checks
+from tests.gpu.checks import LOGS_VARIABLE, Check, PartResult, read_checks, write_result
 
 RESULTS = Path(__file__).parent / "results"
+MACHINE = "m"
+_COMMAND = (sys.executable, "-m", "tests.gpu")
 
 # name -> (module with run(is_dry), seconds it may take, what it is)
 PARTS: dict[str, tuple[str, int, str]] = {
+    MACHINE: ("tests.gpu.part_machine", 60, "the machine"),
     "a": ("tests.gpu.part_ipc", 90, "CUDA memory between processes"),
-    "b": ("tests.gpu.part_kernels", 100, "kernels are right"),
-    "c": ("tests.gpu.part_speed", 150, "kernels are fast"),
-    "d": ("tests.gpu.part_serving", 140, "both services serve"),
-    "e": ("tests.gpu.part_kills", 60, "kill -9 of each service"),
+    "b": ("tests.gpu.part_kernels", 150, "kernels are right"),
+    "g": ("tests.gpu.part_model", 150, "a model's steps: logits, graphs, launches, profile"),
+    "c": ("tests.gpu.part_speed", 180, "kernels are fast"),
+    "d": ("tests.gpu.part_serving", 240, "both services serve"),
+    "e": ("tests.gpu.part_kills", 90, "kill -9 of each service"),
 }
 
 
@@ -43,43 +41,82 @@ def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Prove kvkeeper on this machine's CUDA device.")
     parser.add_argument("--dry", action="store_true", help="rehearse without a device")
-    parser.add_argument("--parts", default="".join(PARTS), help="which parts, for example ab (default: all)")
+    parser.add_argument("--parts", default="".join(PARTS), help="which parts, for example ab (default: all); m is run always")
+    parser.add_argument("--minutes", type=float, default=9.5, help="after which no part runs any more (default: 9.5)")
     parser.add_argument(
-        "--results", type=Path, help="folder of the results file (default: tests/gpu/results, or a temporary one)"
+        "--results", type=Path, help="folder of the results (default: one in tests/gpu/results; temporary if dry)"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # a part's own process
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
-        run: Callable[[bool], Iterator[Check]] = import_module(PARTS[asked.part][0]).run
-        for check in run(asked.dry):
-            write_checks(asked.out, [check])
+        _run_here(asked.part, asked.results, asked.dry)
         return 0
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {''.join(PARTS)}")
-    device = "rehearsal" if asked.dry else _device()
-    results = [_run_part(name, asked.dry) for name in tqdm(sorted(asked.parts), desc="gpu-check", unit="part", file=sys.stderr)]
-    path = _write(asked.results or (Path(tempfile.gettempdir()) if asked.dry else RESULTS), device, results)
-    _show(device, results, path)
-    return 0 if all(result.is_good for result in results) else 1
+    folder: Path = (asked.results or _results_folder(asked.dry)).resolve()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in PARTS if name == MACHINE or name in asked.parts]
+    results, left = _run_all(wanted, folder, asked.dry, asked.minutes * 60)
+    machine = results[0]
+    if not machine.is_good:
+        reasons = [f"{check.name}: {check.note}" for check in machine.checks if check.ok is False] + [machine.problem]
+        print("this machine cannot run the checks: " + "; ".join(filter(None, reasons)), file=sys.stderr)
+        return 1
+    _show(results, folder)
+    if left:
+        print(f"no time was left for {', '.join(left)}: run `make gpu-check PARTS={''.join(left)} RESULTS={folder}`")
+    return 1 if not all(result.is_good for result in results) else 2 if left else 0
 
 
-def _run_part(name: str, is_dry: bool) -> PartResult:
+def _run_all(wanted: Sequence[str], folder: Path, is_dry: bool, seconds: float) -> tuple[list[PartResult], list[str]]:
+    """The results of parts that were begun, the machine's first; and the parts that were not."""
+    end, results, left = time.monotonic() + seconds, [], []
+    for number, name in enumerate(wanted, 1):
+        if time.monotonic() + PARTS[name][1] > end:
+            left.append(name)
+            continue
+        print(f"[{number}/{len(wanted)}] {name}: {PARTS[name][2]}, at most {PARTS[name][1]} s", file=sys.stderr, flush=True)
+        results.append(_run_part(name, folder, is_dry))
+        if name == MACHINE and not results[0].is_good:
+            break
+    return results, left
+
+
+def _run_here(name: str, folder: Path, is_dry: bool) -> None:
+    """A part, in this process; its file is written anew with each check."""
+    run: Callable[[bool], Iterator[Check]] = import_module(PARTS[name][0]).run
+    began, checks = time.perf_counter(), list[Check]()
+    for check in run(is_dry):
+        checks.append(check)
+        write_result(folder / f"{name}.json", PartResult(name, time.perf_counter() - began, checks, "it has not ended"))
+
+
+def _run_part(name: str, folder: Path, is_dry: bool) -> PartResult:
     """In a process group of its own, all of which is killed when its time is up."""
-    _, limit_s, _ = PARTS[name]
+    limit_s, path, logs = PARTS[name][1], folder / f"{name}.json", folder / "logs" / name
+    logs.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "checks"
-        command = [sys.executable, "-m", "tests.gpu", "--part", name, "--out", str(out), *(["--dry"] if is_dry else [])]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [*_COMMAND, "--part", name, "--results", str(folder), *(["--dry"] if is_dry else [])]
+    with (logs / "part.log").open("wb") as log:
+        environment = {**os.environ, LOGS_VARIABLE: str(logs)}
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         try:
             code = process.wait(limit_s)
-            problem = f"ended with {code}" if code else ""
+            problem = f"ended with {code}: {_last_line(logs / 'part.log')}" if code else ""
         except subprocess.TimeoutExpired:
             problem = f"took longer than {limit_s} s"
         finally:
             _kill_group(process)
-        return PartResult(name, time.perf_counter() - began, read_checks(out), problem)
+    result = PartResult(name, time.perf_counter() - began, read_checks(path), problem)
+    write_result(path, result)
+    return result
+
+
+def _last_line(path: Path) -> str:
+    return next((line for line in reversed(path.read_text(errors="replace").splitlines()) if line.strip()), "it said nothing")
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
@@ -88,35 +125,15 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _device() -> str:
-    """The device's name. Ends the process where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device is visible to torch; --dry rehearses without one")
-    return torch.cuda.get_device_name(0)
+def _results_folder(is_dry: bool) -> Path:
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    return Path(tempfile.mkdtemp(prefix="gpu-check-")) if is_dry else RESULTS / today
 
 
-def _write(folder: Path, device: str, results: list[PartResult]) -> Path:
-    import torch
-    import triton
+def _show(results: list[PartResult], folder: Path) -> None:
+    from rich.console import Console  # which only the machine's part has shown to be there
+    from rich.table import Table
 
-    now = datetime.now(UTC)
-    name = "-".join(device.lower().split())
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    content: dict[str, Any] = {
-        "device": device,
-        "date": now.strftime("%Y-%m-%d"),
-        "versions": {**versions, "cuda": torch.version.cuda},
-        "parts": {result.part: asdict(result) for result in results},
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{content['date']}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
-
-
-def _show(device: str, results: list[PartResult], path: Path) -> None:
     console = Console(width=max(120, Console().width))
     for result in results:
         table = Table(title=f"{result.part}: {PARTS[result.part][2]}, {result.seconds:.0f} s", title_justify="left")
@@ -124,14 +141,13 @@ def _show(device: str, results: list[PartResult], path: Path) -> None:
             table.add_column(column, overflow="fold")
         for check in result.checks:
             verdict = {True: "[green]ok", False: "[red]FAILED", None: ""}[check.ok]
-            table.add_row(
-                check.name, verdict, ", ".join(f"{key} {_short(value)}" for key, value in check.figures.items()), check.note
-            )
+            figures = ", ".join(f"{key} {_short(value)}" for key, value in check.figures.items())
+            table.add_row(check.name, verdict, figures, check.note)
         if result.problem:
             table.add_row("", "[red]FAILED", "", result.problem)
         console.print(table)
     num_bad = sum(not result.is_good for result in results)
-    console.print(f"{device}: {num_bad or 'no'} part{'s' if num_bad != 1 else ''} failed; {path}")
+    console.print(f"{num_bad or 'no'} part{'s' if num_bad != 1 else ''} failed; {folder}", soft_wrap=True)
 
 
 def _short(value: object) -> str:

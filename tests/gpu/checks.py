@@ -1,10 +1,12 @@
-"""Check: one result of a part, and the file to which all parts write their results."""
+"""Check: one result of a part, and the file that a part's results are in while it runs and after it."""
 
 import json
-from collections.abc import Iterable
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+LOGS_VARIABLE = "KVKEEPER_SERVICE_LOGS"  # folder for the logs of services and other files of the running part
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +39,23 @@ def text_of(failure: Exception) -> str:
     return f"{type(failure).__name__}: {first[:200]}"
 
 
-def write_checks(path: Path, checks: Iterable[Check]) -> None:
-    """One JSON object a line, appended, so that what a part found is there even if it does not get to its end."""
-    with path.open("a") as file:
-        for check in checks:
-            file.write(json.dumps(asdict(check)) + "\n")
+def write_result(path: Path, result: PartResult) -> None:
+    """One JSON object, whole at all times: what a part found is there even if it does not get to its end."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    fresh.replace(path)
 
 
 def read_checks(path: Path) -> list[Check]:
-    """All that was written; a last line that was cut off is left out."""
-    checks = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            checks.append(Check(**json.loads(line)))
-        except ValueError:
-            continue
-    return checks
+    """Those that were written; none where there is no file."""
+    return [Check(**check) for check in json.loads(path.read_text())["checks"]] if path.exists() else []
+
+
+def keep_text(name: str, text: str) -> str:
+    """Keep a text beside the logs of the running part, where it has such. The file's path, or where that was."""
+    folder = os.environ.get(LOGS_VARIABLE)
+    if folder is None:
+        return "not kept: the part runs by itself"
+    path = Path(folder) / name
+    path.write_text(text)
+    return str(path)

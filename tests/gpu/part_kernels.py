@@ -6,8 +6,11 @@ they are for. A rehearsal takes the CPU's path in float32, at one shape.
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
+from kvkeeper.engine_service.compute.penalties import apply_penalties
+from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
@@ -16,6 +19,7 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of
@@ -68,6 +72,28 @@ def _cases(
         yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
         yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
     yield "sampling", lambda: _sampling(device)
+    yield "penalties", lambda: _penalties(device)
+    yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
+    yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
+    long = [700, 40] if device == "cpu" else [5000, 1, 700, 3001]
+    for group in (4, 7):
+        yield f"decode_items_group{group}", lambda g=group: _attention(dtype, device, 128, 16, group=g, lengths=long)
+    yield "decode_items_window", lambda: _attention(dtype, device, 64, 16, lengths=long, window=600)
+    short = [100 + seq % 90 for seq in range(5 if device == "cpu" else 63)]
+    yield "decode_one_long", lambda: _attention(dtype, device, 128, 16, lengths=[900 if device == "cpu" else 6000, *short])
+    prefix = [300, 20] if device == "cpu" else [4017, 20]
+    yield "prefill_short_suffix", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
+    yield "prefill_one_token", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
+    wide = 200 if device == "cpu" else 3000
+    split = {"window": {"window": wide}, "retention": {"kept": [(16, wide), (0, 0)]}, "cap": {"soft_cap": 5.0}}
+    for label, options in split.items():
+        yield (
+            f"prefill_short_suffix_{label}",
+            lambda o=options: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **o),
+        )
+    yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
+    for op in ("decode", "prefill", "store_kv", "copy_blocks"):
+        yield f"{op}_far", lambda o=op: _far(dtype, device, o)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,12 +109,14 @@ def _attention(
     block_size: int,
     *,
     group: int = 4,
+    lengths: list[int] | None = None,
     queries: list[int] | None = None,
     kept: list[tuple[int, int]] | None = None,
     **options: float,
 ) -> float:
-    world = make_world(_LENGTHS, block_size=block_size, head_dim=head_dim, dtype=dtype)
-    num_tokens = len(_LENGTHS) if queries is None else sum(queries)
+    lengths = lengths or _LENGTHS
+    world = make_world(lengths, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    num_tokens = len(lengths) if queries is None else sum(queries)
     both = random_queries(2 * num_tokens, 2 * group, head_dim, dtype)
     tensors = [both[:num_tokens], world.layer, world.block_tables, world.seq_lens]
     if queries is not None:
@@ -118,6 +146,54 @@ def _store(dtype: torch.dtype, device: str, head_dim: int) -> float:
     there = arenas[1].to(device)
     store_kv(k.to(device), v.to(device), there[:, 1], slots.to(device))
     return _error(there.nan_to_num(7), arenas[0].nan_to_num(7))
+
+
+def _rotary_store(dtype: torch.dtype, device: str, *, with_norm: bool) -> float:
+    """Queries that are answered, and keys and values that are stored, with and without the norm before."""
+    worlds = [make_world([90], block_size=16, head_dim=128, dtype=dtype) for _ in range(2)]
+    qkv = random_queries(40, 12, 128, dtype)
+    qk, v, weight = qkv[:, :10], qkv[:, 10:], random_queries(1, 10, 128, dtype)[0]
+    angles = torch.linspace(0, 6, 40 * 64).view(40, 64)
+    cos, sin = (torch.cat(pair, 1).to(dtype) for pair in ((angles.cos(),) * 2, (-angles.sin(), angles.sin())))
+    slots = torch.randperm(worlds[0].arena.shape[0] * 16)[:40].int()
+    slots[::7] = -1
+    turned = reference.rotary(reference.rms_norm(qk, weight, 1e-5)[0] if with_norm else qk, cos, sin)
+    reference.store_kv(turned[:, 8:], v, worlds[0].layer, slots)
+    there = worlds[1].arena.to(device)
+    on_device = [tensor.to(device) for tensor in (qk, v, cos, sin)]
+    norm = (weight.to(device), 1e-5) if with_norm else None
+    layer = there[:, worlds[1].layout.num_layers // 2]
+    q = rotary_store_kv(*on_device, layer, slots.to(device), norm=norm)
+    return max(_error(q, turned[:, :8]), _error(there.nan_to_num(7), worlds[0].arena.nan_to_num(7))) / 2  # rounded twice
+
+
+def _far(dtype: torch.dtype, device: str, op: str) -> float:
+    """The op on blocks beyond 2^31 elements of a pool; a rehearsal's pool is small."""
+    world = make_world([100, 37], block_size=16, head_dim=128, num_kv_heads=8, dtype=dtype)
+    per_block = world.arena[0].numel()
+    far = 3 if device == "cpu" else (1 << 31) // per_block + 1
+    pool = torch.empty((far + world.arena.shape[0], *world.layout.view_shape), dtype=dtype, device=device)
+    pool[far:] = world.arena.to(device)
+    layer = pool[:, world.layout.num_layers // 2]
+    if op == "copy_blocks":
+        copy_blocks(pool, [(far + 1, far + 2), (far + 3, 1)])
+        reference.copy_blocks(world.arena, [(1, 2)])
+        found = torch.stack((pool[far + 2], pool[1]))
+        return _error(found.nan_to_num(7), world.arena[[2, 3]].nan_to_num(7))
+    if op == "store_kv":
+        slots = torch.tensor([16 * 1 + 3, 16 * 2], dtype=torch.int64)
+        k, v = random_queries(4, 8, 128, dtype).view(2, 2, 8, 128)
+        reference.store_kv(k, v, world.layer, slots)
+        store_kv(k.to(device), v.to(device), layer, (slots + 16 * far).to(device))
+        return _error(layer[far:].nan_to_num(7), world.layer.nan_to_num(7))
+    tables, lens = (world.block_tables + far).to(device), world.seq_lens.to(device)
+    if op == "decode":
+        q = random_queries(2, 16, 128, dtype)
+        expected = reference.paged_attention_decode(q, world.layer, world.block_tables, world.seq_lens, scale=_SCALE)
+        return _error(paged_attention_decode(q.to(device), layer, tables, lens, scale=_SCALE), expected)
+    q, locs = random_queries(25, 16, 128, dtype), torch.tensor([0, 20, 25], dtype=torch.int32)
+    expected = reference.paged_attention_prefill(q, world.layer, world.block_tables, world.seq_lens, locs, scale=_SCALE)
+    return _error(paged_attention_prefill(q.to(device), layer, tables, lens, locs.to(device), scale=_SCALE), expected)
 
 
 def _rotary(dtype: torch.dtype, device: str, head_dim: int) -> float:
@@ -151,6 +227,16 @@ def _gates(dtype: torch.dtype, device: str, length: int) -> float:
     x = random_queries(40, 1, 2 * length, dtype).view(40, 2 * length)
     pairs = [(op(x.to(device)), getattr(reference, op.__name__)(x)) for op in (silu_and_mul, gelu_and_mul)]
     return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in pairs)
+
+
+def _penalties(device: str) -> float:
+    """Logits of histories that repeat themselves, penalised there and on the host, which have to be the same."""
+    rng, num_rows, vocab_size = np.random.default_rng(4), 16, 3000
+    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=-0.4)
+    histories = [rng.integers(0, vocab_size // 10, 40 * row).astype(np.int32) for row in range(num_rows)]
+    rows = [SamplingRow(params, 0, 0, history, len(history) // 2) for history in histories]
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 5
+    return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
 
 
 def _sampling(device: str) -> float:

@@ -7,6 +7,7 @@ on FakeCuda in it, and so rehearses the checks where there is no device.
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
 from tests.support.stand_ins.fake_cuda import FakeCuda
 
 DEVICE = 0
+CALL_S = 30.0  # of a call; the slowest one makes a context and clears 64 GiB
 
 
 class PeerFailed(Exception):
@@ -30,7 +32,7 @@ class Peer:
 
     def __init__(self, folder: Path | None) -> None:
         command = [sys.executable, "-m", "tests.gpu.peer", *([] if folder is None else [str(folder)])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
     def __enter__(self) -> "Peer":
         return self
@@ -42,11 +44,18 @@ class Peer:
         """Raises PeerFailed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"name": name, **arguments}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerFailed("the process ended")
+        try:
+            self._process.stdin.write(json.dumps({"name": name, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerFailed("the process ended") from None
+        line, end = b"", time.monotonic() + CALL_S
+        while not line.endswith(b"\n"):
+            if not select.select([self._process.stdout], [], [], max(end - time.monotonic(), 0))[0]:
+                raise PeerFailed(f"{name} gave no answer within {CALL_S:.0f} s")
+            if not (part := os.read(self._process.stdout.fileno(), 1 << 16)):
+                raise PeerFailed("the process ended")
+            line += part
         answer = json.loads(line)
         if "error" in answer:
             raise PeerFailed(answer["error"])
@@ -103,7 +112,8 @@ class _Calls:
         write = self._write_for_ever if isinstance(self._runtime, FakeCuda) else _queue_kernels
         begun = threading.Event()
         threading.Thread(target=write, args=(pointer, num_bytes, begun), daemon=True).start()
-        begun.wait()
+        if not begun.wait(CALL_S / 2):
+            raise CudaError("queue_writes", "no write began")
 
     def _write_for_ever(self, pointer: int, num_bytes: int, begun: threading.Event) -> None:
         value = 0

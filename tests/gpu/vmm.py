@@ -18,6 +18,7 @@ import numpy as np
 from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
 from kvkeeper.cuda.vmm import VmmDriver, vmm_driver
 from tests.gpu.checks import Check
+from tests.gpu.peer import CALL_S
 from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.stand_ins.fake_libcuda import FakeLibcuda
 
@@ -43,10 +44,15 @@ def _maker_killed(runtime: CudaRuntime, driver: VmmDriver, is_dry: bool) -> Chec
     command = [sys.executable, "-m", "tests.gpu.vmm", str(theirs.fileno()), *(["dry"] if is_dry else [])]
     maker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
-    with ours:
-        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
-    maker.send_signal(signal.SIGKILL)
-    maker.wait()
+    try:
+        with ours:
+            ours.settimeout(CALL_S)
+            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    finally:
+        maker.send_signal(signal.SIGKILL)
+        maker.wait()
+    if not descriptors:
+        raise ValueError("the process that makes the memory ended")
     (descriptor,) = descriptors
     before = runtime.free_bytes(0)
     began = time.perf_counter()

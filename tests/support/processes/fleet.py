@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.failpoints.board import Board
+from tests.support.processes.service_logs import open_log
 from tests.support.processes.services import environment, short_folder
 
 BLOCK_SIZE = 4
@@ -28,8 +29,9 @@ _PREFILL_TIMEOUT_S = 5.0
 class Service:
     """One process of a service, from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, name: str = "service") -> None:
         self.process = process
+        self._log = open_log(name)
         self.lines: list[str] = []
         self.events: Counter[str] = Counter()
         self.ready_after = 0.0  # seconds from its start until it said so, less those that it waited for a core
@@ -88,6 +90,7 @@ class Service:
         assert self.process.stderr is not None
         while line := await self.process.stderr.readline():
             self.lines.append(line.decode())
+            self._log.write(line)
             del self.lines[: -10 * _LAST_LINES]
             try:
                 event = json.loads(line)["event"]
@@ -99,6 +102,7 @@ class Service:
                 self.ready_after = max(0.0, wall - waited)
             self.events[event] += 1
             self._news.set()
+        self._log.close()
         self._news.set()
 
 
@@ -179,7 +183,7 @@ class Fleet:
             sys.executable, "-m", module, *words, env=environment(self.folder),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        self._all.append(service := Service(process))
+        self._all.append(service := Service(process, module.rpartition(".")[2]))
         return service
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from tests.unit.kernels.worlds import make_world
@@ -34,6 +35,16 @@ def test_queries_are_turned_and_exactly_the_named_slots_written(slots, head_dim,
     torch.testing.assert_close(found, turned[:, :NUM_HEADS], **tolerance)
     torch.testing.assert_close(world.arena, expected, equal_nan=True, **tolerance)
     assert torch.equal(world.arena.isnan(), expected.isnan())
+
+
+def test_with_a_norm_queries_and_keys_are_exactly_those_of_the_norm_before_it():
+    worlds = [make_world([9], head_dim=16) for _ in range(2)]
+    qk, v, cos, sin = rows(3, 16)
+    weight, slots = torch.randn(NUM_HEADS + NUM_KV_HEADS, 16), torch.tensor([3, 0, 17])
+    apart = rotary_store_kv(rms_norm(qk, weight, 1e-5)[0], v, cos, sin, worlds[0].layer, slots)
+    together = rotary_store_kv(qk, v, cos, sin, worlds[1].layer, slots, norm=(weight, 1e-5))
+    assert torch.equal(together, apart)
+    assert torch.equal(worlds[1].arena.view(torch.uint8), worlds[0].arena.view(torch.uint8))
 
 
 def test_without_tokens_nothing_is_written():

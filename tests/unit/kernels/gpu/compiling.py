@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,10 +50,21 @@ class _NoDriver:
 
 def compile_launch(name: str) -> tuple[str, list[dict]]:
     """Figures of every kernel that one launch of tests.unit.kernels.gpu.launches runs."""
+    from tests.unit.kernels.gpu.launches import LAUNCHES
+
+    return name, [_figures(kernel) for kernel in _compiled([LAUNCHES[name]])]
+
+
+def count_variants(name: str) -> tuple[str, int]:
+    """How many kernels are compiled for launches that differ as steps do."""
+    from tests.unit.kernels.gpu.launches import VARIANTS
+
+    return name, len({kernel.hash for kernel in _compiled(VARIANTS[name][1])})
+
+
+def _compiled(launches: Iterable[Callable[[], object]]) -> list:
     import triton
     from triton.runtime.jit import JITFunction
-
-    from tests.unit.kernels.gpu.launches import LAUNCHES
 
     triton.runtime.driver.set_active(_NoDriver())
     run, compiled = JITFunction.run, []
@@ -62,10 +74,11 @@ def compile_launch(name: str) -> tuple[str, list[dict]]:
 
     JITFunction.run = compile_only
     try:
-        LAUNCHES[name]()
+        for launch in launches:
+            launch()
     finally:
         JITFunction.run = run
-    return name, [_figures(kernel) for kernel in compiled]
+    return compiled
 
 
 def _figures(kernel) -> dict:
@@ -97,10 +110,14 @@ def _figures(kernel) -> dict:
 
 
 def main() -> None:
-    """Compile all launches, or those named."""
+    """Compile all launches, or those named; or, with --variants, count what launches of many shapes compile."""
     os.environ.pop("TRITON_INTERPRET", None)
-    from tests.unit.kernels.gpu.launches import LAUNCHES
+    from tests.unit.kernels.gpu.launches import LAUNCHES, VARIANTS
 
+    if sys.argv[1:] == ["--variants"]:
+        with ProcessPoolExecutor(_WORKERS, mp_context=get_context("fork")) as pool:
+            print(json.dumps(dict(pool.map(count_variants, VARIANTS))))
+        return
     names = [name for name in LAUNCHES if not sys.argv[1:] or any(part in name for part in sys.argv[1:])]
     with ProcessPoolExecutor(_WORKERS, mp_context=get_context("fork")) as pool:
         figures = dict(pool.map(compile_launch, names))

@@ -1,10 +1,10 @@
 """Every launch that is compiled: the wrappers, called with tensors of a real model's shapes that have no memory."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-import kvkeeper.kernels.gpu.paged_attention_decode as gpu_decode
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -12,6 +12,8 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.gpu import decode_work
+from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
@@ -42,7 +44,10 @@ def _store(head_dim: int, num_tokens: int, dtype: torch.dtype) -> None:
 def _rotary(head_dim: int, dtype: torch.dtype) -> None:
     qkv, table = nowhere(4096, 48, head_dim, dtype=dtype), nowhere(4096, head_dim, dtype=dtype)
     rotary(qkv[:, :40], table, table)
-    rotary_store_kv(qkv[:, :40], qkv[:, 40:], table, table, _arena(head_dim, 16, dtype)[:, 1], _ints(4096))
+    norm = (nowhere(40, head_dim, dtype=dtype), 1e-5)
+    for own_norm in (None, norm):
+        layer = _arena(head_dim, 16, dtype)[:, 1]
+        rotary_store_kv(qkv[:, :40], qkv[:, 40:], table, table, layer, _ints(4096), norm=own_norm)
 
 
 def _rows(length: int, dtype: torch.dtype) -> None:
@@ -53,8 +58,8 @@ def _rows(length: int, dtype: torch.dtype) -> None:
     gelu_and_mul(x)
 
 
-def _head_norm(head_dim: int, dtype: torch.dtype) -> None:
-    rms_norm(nowhere(4096, 48, head_dim, dtype=dtype)[:, :40], nowhere(40, head_dim, dtype=dtype), 1e-5)
+def _head_norm(head_dim: int, dtype: torch.dtype, num_tokens: int = 4096) -> None:
+    rms_norm(nowhere(num_tokens, 48, head_dim, dtype=dtype)[:, :40], nowhere(40, head_dim, dtype=dtype), 1e-5)
 
 
 def _attend(
@@ -67,10 +72,11 @@ def _attend(
     window: int | None = None,
     cap: float | None = None,
     sinks: bool = False,
+    width: int | None = None,
 ) -> None:
     """Decode, or with num_queries prefill."""
     q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
-    tensors = (q, _arena(head_dim, block_size, dtype)[:, 1], _ints(num_seqs, 8192 // block_size), _ints(num_seqs))
+    tensors = (q, _arena(head_dim, block_size, dtype)[:, 1], _ints(num_seqs, width or 8192 // block_size), _ints(num_seqs))
     options = {"scale": 0.1, "window": window, "soft_cap": cap}
     options |= {"retention": (_ints(num_seqs), _ints(num_seqs)), "q_sink": q} if sinks else {}
     if num_queries is None:
@@ -90,7 +96,7 @@ def _add(name: str, launch: Callable[..., object], *args: object, **options: obj
 
 
 # Every head dim with every block size and dtype; every set of features where registers are scarcest.
-gpu_decode.num_multiprocessors = lambda device: 132
+decode_work.num_multiprocessors = paged_attention_prefill_kernels.num_multiprocessors = lambda device: 132
 for head_dim in (64, 80, 96, 128, 256):
     for label, dtype in DTYPES.items():
         for num_tokens in (64, 4096):
@@ -99,8 +105,9 @@ for head_dim in (64, 80, 96, 128, 256):
             _add(f"decode d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype)
             _add(f"prefill d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype, num_queries=8192)
     base = (head_dim, 16, torch.bfloat16)
-    _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256)
-    _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64)
+    _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
+    _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
+    _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
 _FEATURES: dict[str, dict] = {
     "cap": {"cap": 30.0},
     "sinks": {"sinks": True},
@@ -113,6 +120,14 @@ for head_dim in (128, 256):
         _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
         if "window" not in features:  # decode has one kernel for any window
             _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
+# What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
+VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
+    "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 16) for w in (1, 7, 16, 100)]),
+    "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
+    "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
+    "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
+}  # fmt: skip
 for label, dtype in DTYPES.items():
     for head_dim in (64, 80, 96, 128, 256):
         _add(f"rotary d{head_dim} {label}", _rotary, head_dim, dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.upload import PackedUpload
 from kvkeeper.engine_service.model import decoder
 
@@ -23,6 +24,16 @@ def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta").as_subclass(PretendCuda)
 
 
+def pretend_inputs_on_cuda(monkeypatch):
+    """What captured decodes read claims to be on CUDA."""
+    tensors = DecodeInputs.tensors
+
+    def all_tensors(self, num_rows):
+        return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
+
+    monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
+
+
 _OPS = ("attend_stored", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
 
 
@@ -41,7 +52,8 @@ def pretend_model_on_cuda(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 2)
+    for kernels in ("decode_work", "paged_attention_prefill"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr(PackedUpload, "__call__", upload_all)
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from tests.unit.kernels.gpu.launches import LAUNCHES
+from tests.unit.kernels.gpu.launches import LAUNCHES, VARIANTS
 
 _TABLE = Path(__file__).parent / "compiled.json"
 _TABLE_TRITON = "3.7"  # another compiler allocates other registers
@@ -31,9 +31,13 @@ _WIDE = {
 @pytest.fixture(scope="module")
 def compiled(pytestconfig):
     """{launch: figures of each kernel}; see tests.unit.kernels.gpu.compiling."""
+    return _compile(pytestconfig)
+
+
+def _compile(pytestconfig, *arguments):
     cache = pytestconfig.cache.mkdir("triton")
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling"]
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling", *arguments]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -48,6 +52,10 @@ def kernels(compiled):
 def test_every_launch_compiles(compiled):
     assert compiled.keys() == LAUNCHES.keys()
     assert all(compiled.values())
+
+
+def test_no_kernel_is_compiled_anew_for_other_widths_and_numbers_of_rows(pytestconfig):
+    assert _compile(pytestconfig, "--variants") == {name: most for name, (most, _) in VARIANTS.items()}
 
 
 def test_nothing_spills_and_all_fits(kernels):

@@ -4,6 +4,7 @@ The runtime is one of files, tensors claim to be on CUDA, and the kernels are in
 """
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.cuda import runtime, vmm
 from kvkeeper.engine_service.cache_session import kv_memory
+from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.service.process import StartError
@@ -23,8 +25,9 @@ from tests.support.processes.holder_process import holding
 from tests.support.processes.service_pair import Services, generate, services
 from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.stand_ins.fake_libcuda import FakeLibcuda
+from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.support.worlds.memory_folder import memory_folder
-from tests.unit.kernels.gpu.pretend import on_cuda, pretend_model_on_cuda
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 PROMPTS = [list(random_tokens(20, seed)) for seed in range(2)]
@@ -65,8 +68,8 @@ async def start_cuda_cache(world: Services, tmp_path) -> FakeCuda:
     return device
 
 
-async def outputs(world: Services, model) -> list[list[int]]:
-    engine = await world.start_engine(model, block_size=16, chunk_size=12)
+async def outputs(world: Services, model, **flags) -> list[list[int]]:
+    engine = await world.start_engine(model, block_size=16, chunk_size=12, **flags)
     client = await world.client(engine)
     found = [(await generate(client, prompt, 5)).token_ids[0] for prompt in PROMPTS]
     found.append((await generate(client, PROMPTS[0], 3, n=2)).token_ids[1])  # cached, forked and copied on write
@@ -95,6 +98,35 @@ async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_pa
         finally:
             await world.cache.stop()
         assert device.num_freed == 1
+
+
+async def test_captured_decodes_give_the_same_output_in_each_session(engine_runtime, tmp_path, monkeypatch):
+    pretend_inputs_on_cuda(monkeypatch)
+    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    served = load_served_model(EngineConfig(model=str(folder), progress=False))
+    async with services() as world:
+        await world.start_cache(num_blocks=16)
+        expected = await outputs(world, served)
+    captured, replays = [], Counter()
+
+    def make_ready(runner, bounds):
+        # Kept nowhere else: a graph that lives on would keep the memory mapped.
+        session = len(captured)
+        graphs = RecordedGraphs(on_replay=lambda: replays.update([session]))
+        runner.make_ready(bounds, graphs, with_retention=False, progress=False)
+        captured.append(len(graphs.graphs))
+
+    on_device = dataclasses.replace(served, device=torch.device("cuda"), make_ready=make_ready)
+    async with services() as world:
+        await start_cuda_cache(world, tmp_path)
+        try:
+            for _ in range(2):  # the second engine finds the prompts cached, and captures on its own mapping
+                assert await outputs(world, on_device, max_sequences=2) == expected
+            assert captured == 2 * [len(graph_sizes(2))]
+            assert min(replays[0], replays[1]) >= 8
+            assert (engine_runtime.opened, engine_runtime.pinned) == ({}, set()), "graphs let go of the memory"
+        finally:
+            await world.cache.stop()
 
 
 async def test_memory_that_outlives_its_service_gives_the_next_engine_its_prefixes(engine_runtime, tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ FAR = (1 << 31) // ELEMENTS + 1  # the first block wholly beyond
 
 @pytest.fixture
 def arena(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.num_multiprocessors", lambda device: 1)
+    for kernels in ("decode_work", "paged_attention_prefill"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 1)
     num_bytes = (FAR + 3) * LAYOUT.block_bytes
     return LAYOUT.view(torch.from_file(str(tmp_path / "pool"), shared=True, size=num_bytes, dtype=torch.uint8))
 

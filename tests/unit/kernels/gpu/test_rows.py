@@ -72,6 +72,25 @@ def test_rotary_and_store_in_one_pass(dtype, num_heads, num_kv_heads):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (3, 1)])
+def test_the_norm_of_queries_and_keys_in_the_same_pass(dtype, num_heads, num_kv_heads):
+    world, expected = (make_world([9], head_dim=20, num_kv_heads=num_kv_heads, dtype=dtype) for _ in range(2))
+    qkv = torch.randn(5, num_heads + 2 * num_kv_heads, 20).to(dtype) * 3
+    qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    weight = torch.randn(num_heads + num_kv_heads, 20).to(dtype)
+    cos, sin = tables(5, 20, dtype)
+    slots = torch.tensor([3, -1, 16, 9, -7])
+    turned = reference.rotary(reference.rms_norm(qk, weight, 1e-3)[0], cos, sin)
+    reference.store_kv(turned[:, num_heads:], v, expected.layer, slots)
+    found = rotary_store_kv(*on_cuda(qk, v, cos, sin, world.layer, slots), None, (weight, 1e-3))
+    tolerance = {"rtol": 2e-3, "atol": 4e-3} if dtype is torch.float16 else TOLERANCE[dtype]  # rounded once more
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), turned[:, :num_heads], **tolerance)
+    torch.testing.assert_close(world.arena, expected.arena, equal_nan=True, **tolerance)
+    with pytest.raises(KernelArgumentError, match="norm"):
+        rotary_store_kv(*on_cuda(qk, v, cos, sin, world.layer, slots), None, (weight[1:], 1e-3))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(5, 24), (2, 3, 4200), (0, 8)])
 def test_gates(dtype, shape):
     gate_up = torch.randn(shape).to(dtype) * 4

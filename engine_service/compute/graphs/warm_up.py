@@ -1,0 +1,58 @@
+"""Steps that run every variant of every kernel once, so that none is compiled while requests wait.
+
+They see the null block and write nothing: their tokens have no slots.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ...values.batch import Batch, BatchRetention
+from ...values.sampling_params import GREEDY, SamplingParams, SamplingRow
+from ..sampler import sample
+
+_SHORT_CONTEXT, _LONG_CONTEXT = 1, 4096  # tokens; the longer one is cut into items, and split where few queries see it
+_SHORT_PROMPT, _LONG_PROMPT = 2, 256
+
+
+def warm_up_batches(block_size: int, most_tokens: int, *, with_retention: bool) -> Iterator[Batch]:
+    """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens."""
+    kinds = [(False, [1], _SHORT_CONTEXT), (False, [1, 1], _LONG_CONTEXT)]
+    kinds += [(False, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (0, _LONG_CONTEXT)]
+    kinds += [(False, [1, _SHORT_PROMPT], _LONG_CONTEXT), (False, [1, _LONG_PROMPT], 0)]
+    if with_retention:
+        kinds += [(True, [1, 1], _LONG_CONTEXT)]
+        kinds += [(True, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (2, _LONG_CONTEXT)]
+    for is_cut, query_lens, context_len in kinds:
+        lens = [min(count, most_tokens) for count in query_lens]
+        yield _batch(lens, min(context_len, most_tokens - max(lens)), block_size, is_cut=is_cut)
+
+
+def warm_up_sampling(logits: torch.Tensor) -> None:
+    """Draw from logits [R, V] in each of the ways that a row can be drawn."""
+    history = np.zeros(2, np.int32)
+    shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.5)
+    for params in (GREEDY, shaped):
+        sample(logits, [SamplingRow(params, 1, 0, history, 1)] * len(logits))
+
+
+def _batch(query_lens: Sequence[int], context_len: int, block_size: int, *, is_cut: bool) -> Batch:
+    """Rows of so many new tokens each, behind as many that are cached."""
+    lens = np.array(query_lens, np.int32)
+    starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+    num_tokens = int(starts[-1])
+    positions = np.concatenate([np.arange(context_len, context_len + count) for count in query_lens]).astype(np.int64)
+    width = -(-(context_len + int(lens.max())) // block_size)
+    windows = np.full(len(lens), max(context_len // 2, 1), np.int32)
+    return Batch(
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=positions,
+        slot_mapping=np.full(num_tokens, -1, np.int64),
+        query_start_loc=starts,
+        seq_lens=context_len + lens,
+        block_tables=np.zeros((len(lens), width), np.int32),
+        logit_rows=(starts[1:] - 1).astype(np.int64),
+        logit_start_loc=np.arange(len(lens) + 1, dtype=np.int32),
+        retention=BatchRetention(np.ones_like(windows), windows) if is_cut else None,
+    )

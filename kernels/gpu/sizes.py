@@ -1,0 +1,23 @@
+"""Sizes of a launch, in plain integers.
+
+Triton's own cdiv and next_power_of_2 serve kernels too, and pay for it on the host: ten times what the arithmetic costs, some
+twenty times a layer.
+"""
+
+_WARP_ELEMENTS = 256  # 16 bytes a thread, of 16-bit elements
+_MOST_WARPS = 4
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def power_of_2(least: int) -> int:
+    """The smallest power of two that is not below `least`, which is 1 or more."""
+    return 1 << (least - 1).bit_length()
+
+
+def warps_for(num_elements: int) -> int:
+    """Of a program that moves memory: as many as give every thread 16 bytes at a time; num_elements is a power of two."""
+    return min(max(num_elements // _WARP_ELEMENTS, 1), _MOST_WARPS)

@@ -1,0 +1,122 @@
+"""The host's part of a captured decode step, in Python and torch: filling the inputs, the replay, drawing, reading the tokens.
+
+What a device would run is stubbed: a replay does nothing, and the kernel that draws answers zeros. The vocabulary is small, so
+that little but their launch is left of the other operations, and torch has one thread. Penalties are those of logits on the
+host.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import torch
+
+from kvkeeper.engine_service.compute import sampler
+from kvkeeper.engine_service.compute.graphs.graph_api import Graph
+from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
+from kvkeeper.engine_service.compute.step_compute import StepRows, copy_forward_sample
+from kvkeeper.engine_service.scheduler.work import StepChanges, Work
+from kvkeeper.engine_service.values.batch import Batch
+from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.scratch import Scratch
+from tests.support.worlds.batches import ScheduledRow, build_batch
+
+_BLOCK_SIZE, _CONTEXT, _WIDTH, _VOCAB = 16, 300, 512, 512
+_NUM_STEPS = 400
+_DRAWS = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(temperature=0.7, top_p=0.9),
+    "penalised": SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1),
+}
+
+
+class _NoGraphs:
+    """A GraphApi whose replays do nothing."""
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        return self, run()
+
+    def replay(self) -> None:
+        pass
+
+
+class _Runner:
+    """The part of ModelRunner that a captured decode goes through."""
+
+    vocab_size, layout = _VOCAB, KvLayout(1, 1, 64, torch.float32, _BLOCK_SIZE)
+
+    def __init__(self, graphed: GraphedDecode) -> None:
+        self._graphed = graphed
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits = self._graphed.forward(batch)
+        assert logits is not None
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def figures() -> Iterator[dict[str, object]]:
+    torch.set_num_threads(1)
+    shape, device = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE), torch.device("cpu")
+    with torch.inference_mode():
+        graphed = capture_decode(_logits, shape, device, _NoGraphs(), progress=False)
+    runner = _Runner(graphed)
+    for num_rows in (1, 16, 64, 256):
+        work = _work(num_rows)
+        assert work.batch is not None
+        inputs = _median_us(partial(graphed.forward, work.batch))
+        for name, params in _DRAWS.items():
+            history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
+            rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
+            with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
+                whole = _median_us(partial(copy_forward_sample, runner, work, StepRows(rows, [])))
+            yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
+
+
+def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
+    return torch.zeros((len(tensors["token_ids"]), _VOCAB))
+
+
+def _work(num_rows: int) -> Work:
+    tables = np.arange(1, 1 + _WIDTH, dtype=np.int32)
+    batch = build_batch([ScheduledRow([5], _CONTEXT - 1, tables)] * num_rows, _BLOCK_SIZE)
+    rows, none = np.arange(num_rows), np.empty(0, np.int64)
+    return Work(
+        rows=rows,
+        num_new=np.ones(num_rows, np.int32),
+        num_prompt_tokens=0,
+        copies=[],
+        batch=batch,
+        sample_rows=rows,
+        sampled=[],
+        guesses=[],
+        logit_idx=rows,
+        searched=[],
+        search_idx=none,
+        scores=(),
+        unfinished=[],
+        check_idx=none,
+        sequences=[],
+        num_context=np.full(num_rows, _CONTEXT - 1, np.int32),
+        changes=StepChanges((), (), (), ()),
+    )
+
+
+def _median_us(run: Callable[[], object]) -> float:
+    with torch.inference_mode():
+        for _ in range(20):
+            run()
+        took = []
+        for _ in range(_NUM_STEPS):
+            begin = time.perf_counter()
+            run()
+            took.append(time.perf_counter() - begin)
+    return round(float(np.median(took)) * 1e6, 1)

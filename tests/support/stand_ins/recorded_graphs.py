@@ -1,0 +1,115 @@
+"""RecordedGraphs: a GraphApi that records the operations of a capture and runs them again on replay, without a device.
+
+Torch's operations are seen as they are dispatched, and Triton's launches as the interpreter runs them. A replay works on the
+very tensors of the capture, as a device does: what an operation made then is overwritten, and what the host knew then is known
+no more. A capture that reads a value back to the host is refused, as on a device.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
+_run_grid = interpreter.GridExecutor.__call__
+
+
+class HostRead(Exception):
+    """A captured function looked at a value on the device."""
+
+
+def _name(function: Any) -> str:
+    return function.overloadpacket.__name__
+
+
+def _makes_memory(function: Any) -> bool:
+    """Whether its result is memory of its own: not a view of an argument, and not an argument that it changed."""
+    return all(returned.alias_info is None for returned in function._schema.returns)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs all operations, and records them."""
+
+    def __init__(self, steps: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if _name(function) in READS:
+            raise HostRead(str(function))
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if not _makes_memory(function):
+            if any(returned.alias_info.is_write for returned in function._schema.returns):
+                self._steps.append(lambda: function(*args, **kwargs))
+            return made  # a view stays the view it is
+        kept = [tensor for tensor in tree_flatten(made)[0] if isinstance(tensor, torch.Tensor)]
+
+        def again() -> None:
+            fresh = [tensor for tensor in tree_flatten(function(*args, **kwargs))[0] if isinstance(tensor, torch.Tensor)]
+            for old, new in zip(kept, fresh, strict=True):
+                old.copy_(new)
+
+        if not _name(function).startswith(("empty", "new_empty")):
+            self._steps.append(again)
+        return made
+
+
+class Recorded:
+    """A Graph."""
+
+    def __init__(self, steps: list[Callable[[], None]], on_replay: Callable[[], None]) -> None:
+        self._steps = steps
+        self._on_replay = on_replay
+
+    def replay(self) -> None:
+        self._on_replay()
+        with torch.utils._python_dispatch._disable_current_modes():
+            for step in self._steps:
+                step()
+
+
+class RecordedGraphs:
+    """See above. graphs: all that were captured."""
+
+    def __init__(self, on_replay: Callable[[], None] = lambda: None) -> None:
+        self.graphs: list[Recorded] = []
+        self._on_replay = on_replay
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
+        run()  # as CudaGraphs does
+        steps: list[Callable[[], None]] = []
+        with _launches_into(steps), _Recorder(steps):
+            made = run()
+        self.graphs.append(Recorded(steps, self._on_replay))
+        return self.graphs[-1], made
+
+
+@contextmanager
+def _launches_into(steps: list[Callable[[], None]]):
+    def run(self, *args, **kwargs):
+        with torch.utils._python_dispatch._disable_current_modes():
+            _run_grid(self, *args, **kwargs)
+        steps.append(lambda: _run_grid(self, *args, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", run)
+        yield
+
+
+class Allocation(Exception):
+    """An operation made memory."""
+
+
+class NothingAllocates(TorchDispatchMode):
+    """Refuses every operation whose result is memory of its own."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if _makes_memory(function) and function._schema.returns:
+            raise Allocation(str(function))
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,202 @@
+"""Captured decodes, on the Triton path, interpreted: the same logits, for all sizes, on whatever arena is mapped."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+
+from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
+from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.model.loader import load_model
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.stand_ins.recorded_graphs import HostRead, NothingAllocates, RecordedGraphs
+from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
+from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
+BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
+NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
+CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
+CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama_llama3_rope")]
+
+
+@pytest.fixture(autouse=True)
+def all_claim_to_be_on_cuda(monkeypatch):
+    pretend_model_on_cuda(monkeypatch)
+    pretend_inputs_on_cuda(monkeypatch)
+
+
+@pytest.fixture(params=CHOSEN, ids=lambda model: model.name)
+def each_model(request, tmp_path):
+    return load_model(build_model_folder(tmp_path, request.param), progress=False)[0]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(build_model_folder(tmp_path, CHOSEN[0]), progress=False)[0]
+
+
+def make_runner(model):
+    """A runner on an arena of its own, all of it NaN but the null block."""
+    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
+    view[0] = 0
+    return ModelRunner(model, on_cuda(view)[0], layout), view
+
+
+def ready(model, graphs=None):
+    runner, view = make_runner(model)
+    runner.make_ready(BOUNDS, graphs or RecordedGraphs(), with_retention=False, progress=False)
+    assert runner.graphed is not None
+    return runner, view
+
+
+TABLES = [np.arange(1 + WIDTH * seq, 1 + WIDTH * (seq + 1), dtype=np.int32)[::-1] for seq in range(MOST_ROWS)]
+TEXTS = [random_tokens(WIDTH * BLOCK_SIZE, seed) for seed in range(MOST_ROWS)]
+
+
+def rows(seqs, first=lambda seq: CONTEXTS[seq], last=lambda seq: CONTEXTS[seq] + 1, want=WantLogits.LAST):
+    chosen = [ScheduledRow(TEXTS[seq][first(seq) : last(seq)], first(seq), TABLES[seq], want) for seq in seqs]
+    return build_batch(chosen, BLOCK_SIZE)
+
+
+def prompts(runner):
+    for seq in range(MOST_ROWS):
+        runner.forward(rows([seq], lambda seq: 0, lambda seq: CONTEXTS[seq]))
+
+
+def plain(tensor):
+    return tensor.as_subclass(torch.Tensor).clone()
+
+
+def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
+    (captured, seen), (without, other) = ready(each_model), make_runner(each_model)
+    for runner in (captured, without):
+        prompts(runner)
+    assert captured.graphed.num_replays == sum(context == 1 for context in CONTEXTS)
+    orders = [list(range(count)) for count in range(1, MOST_ROWS + 1)] + [[8, 0], [3], [7, 2, 5, 1, 0]]
+    for replays, seqs in enumerate(orders, captured.graphed.num_replays + 1):
+        found, expected = captured.forward(rows(seqs)), without.forward(rows(seqs))
+        assert captured.graphed.num_replays == replays
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=1e-6, equal_nan=True)
+    assert not seen[0].any(), "padding wrote to the null block"
+
+
+def test_a_sequence_goes_on_from_replay_to_replay(model):
+    captured, without = ready(model)[0], make_runner(model)[0]
+    for runner in (captured, without):
+        prompts(runner)
+    for ahead in range(1, 6):
+        batch = rows([0, 3, 2], lambda seq, n=ahead: CONTEXTS[seq] + n - 1, lambda seq, n=ahead: CONTEXTS[seq] + n)
+        torch.testing.assert_close(plain(captured.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
+
+
+def test_nothing_is_allocated_at_replay_and_the_addresses_stay(model):
+    runner, _ = ready(model)
+    prompts(runner)
+    addresses = set()
+    for seqs in ([0, 1, 2], [4, 5, 6, 7], [3, 8, 1]):
+        with torch.inference_mode(), NothingAllocates():
+            logits = runner.graphed.forward(rows(seqs))
+        assert logits is not None
+        addresses.add(logits.data_ptr())
+    assert len(addresses) == 1
+
+
+def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
+    first, old = ready(model)
+    prompts(first)
+    expected, before = plain(first.forward(rows([0, 1]))), old.clone()
+    graphs = RecordedGraphs()
+    second, new = ready(model, graphs)
+    assert len(graphs.graphs) == len(graph_sizes(MOST_ROWS))
+    prompts(second)
+    torch.testing.assert_close(plain(second.forward(rows([0, 1]))), expected, rtol=0, atol=1e-6)
+    assert torch.equal(old.nan_to_num(7), before.nan_to_num(7))
+    assert torch.equal(new[1:].isnan(), old[1:].isnan())
+
+
+def test_what_was_not_captured_falls_back(model, monkeypatch):
+    runner, without = ready(model)[0], make_runner(model)[0]
+    for each in (runner, without):
+        prompts(each)
+    before = runner.graphed.num_replays
+    for batch in (
+        rows([0, 1], lambda seq: 0),  # prompts
+        rows([0, 1], lambda seq: CONTEXTS[seq] - 1, want=WantLogits.ALL),  # guesses
+        rows([0, 1], want=WantLogits.NONE),
+    ):
+        torch.testing.assert_close(plain(runner.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
+    assert runner.graphed.num_replays == before
+    with torch.inference_mode():
+        check_the_bounds_of_what_is_captured(runner)
+
+
+def check_the_bounds_of_what_is_captured(runner):
+    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17), torch.device("cpu"), RecordedGraphs(), progress=False)
+    assert small.forward(rows([0, 1, 6])) is None, "three rows"
+    assert small.forward(rows([2])) is None, "two blocks"
+    assert small.forward(rows([0, 3])) is not None
+    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6), torch.device("cpu"), RecordedGraphs(), progress=False)
+    assert narrow.forward(rows([1])) is None, "a position that the tables do not have"
+    assert narrow.forward(rows([0])) is not None
+
+
+def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
+    class Refusing:
+        def capture(self, run):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    runner, _ = make_runner(model)
+    runner.make_ready(BOUNDS, Refusing(), with_retention=False, progress=False)
+    assert runner.graphed is None
+    prompts(runner)
+
+
+def test_the_recorder_refuses_a_capture_that_waits_for_the_device():
+    with pytest.raises(HostRead):
+        RecordedGraphs().capture(lambda: torch.ones(3) * float(torch.ones(1).sum()))
+
+
+def test_the_recorder_replays_on_the_memory_of_the_capture():
+    x = torch.zeros(4)
+    graph, made = RecordedGraphs().capture(lambda: (x[1:] + 1).mul_(2).sum())
+    x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
+    graph.replay()
+    assert made.item() == 18
+
+
+def variant(executor, args, kwargs):
+    """What decides which kernel is compiled: constants, and which pointers are given."""
+    constants = tuple(sorted((name, str(value)) for name, value in kwargs.items()))
+    return executor.fn.__name__, constants, tuple(arg is None for arg in args)
+
+
+def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
+    for kernels in ("decode_work", "paged_attention_prefill"):  # items and splits of few tokens, as of many on a device
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", 32)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.tile_tokens", lambda head_dim: 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.tile_tokens", lambda head_dim: 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._FEWEST_SPLIT_TOKENS", 16)
+    seen, run = Counter(), interpreter.GridExecutor.__call__
+
+    def count(self, *args, **kwargs):
+        seen[variant(self, args, kwargs)] += 1
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", count)
+    runner, _ = make_runner(each_model)
+    runner.make_ready(BOUNDS, None, with_retention=False, progress=False)
+    warm = set(seen)
+    prompts(runner)
+    for seqs in itertools.chain.from_iterable(itertools.combinations(range(4), count) for count in (1, 3)):
+        runner.forward(rows(seqs))
+    runner.forward(rows([0, 4], lambda seq: 0 if seq else CONTEXTS[0]))
+    assert set(seen) == warm
