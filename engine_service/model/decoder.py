@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_int8 import Int8Weight, quantise_linear
+from kvkeeper.kernels.activations.linear_int8 import quantise_linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -22,20 +22,19 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, attend_stored
 from .config import ModelConfig
+from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .rope import RotaryTable
-
-Weight = LinearWeight | Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. H hidden, D head_dim, N and M query and kv heads, I intermediate; a bias or norm may be absent.
+    """One layer. H hidden, D head_dim, N and M query and kv heads; a bias or norm may be absent.
 
     Attributes:
         attention_out_norm, mlp_out_norm: [H], of what attention and MLP give, before it is added (Gemma 2 and 3).
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
-        o: [H, N D]; gate_up: [2 I, H], gate first; down: [H, I].
+        o: [H, N D].
     """
 
     input_norm: torch.Tensor
@@ -43,8 +42,7 @@ class LayerWeights:
     qk_norm: torch.Tensor | None
     o: Weight
     post_norm: torch.Tensor
-    gate_up: Weight
-    down: Weight
+    mlp: MlpWeights | ExpertWeights
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
@@ -127,8 +125,7 @@ class Decoder:
             if layer.attention_out_norm is not None:
                 x, _ = rms_norm(x, layer.attention_out_norm, eps)
             x, residual = rms_norm(x, layer.post_norm, eps, residual)
-            x = self._gate(linear(x, layer.gate_up))
-            x = linear(x, layer.down)
+            x = apply_mlp(x, layer.mlp, self._gate)
             if layer.mlp_out_norm is not None:
                 x, _ = rms_norm(x, layer.mlp_out_norm, eps)
         x, _ = rms_norm(x, self._norm, eps, residual)
@@ -164,6 +161,4 @@ def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> 
         assert isinstance(weight, LinearWeight), "a layer is packed once"
         return pack(weight)
 
-    return dataclasses.replace(
-        layer, qkv=packed(layer.qkv), o=packed(layer.o), gate_up=packed(layer.gate_up), down=packed(layer.down)
-    )
+    return dataclasses.replace(layer, qkv=packed(layer.qkv), o=packed(layer.o), mlp=layer.mlp.packed(packed))

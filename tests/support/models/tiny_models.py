@@ -43,6 +43,7 @@ _LLAMA3_ROPE = {
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "use_sliding_window": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+    TinyModel("mixtral", "Mixtral", {"num_local_experts": 4}),
+    TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
+    TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
+    TinyModel("qwen3_moe_renormalised_one_dense", "Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     TinyModel("gemma", "Gemma"),
     TinyModel("gemma2", "Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
     TinyModel("gemma3", "Gemma3Text", {"sliding_window": 8, "sliding_window_pattern": 2}),

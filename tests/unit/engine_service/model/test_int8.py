@@ -1,5 +1,6 @@
 """Models with products of 8-bit integers: close to float32, kept apart from it in the cache, and refused where it cannot be."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,10 @@ def test_the_demo_model_says_much_the_same() -> None:
 
 @pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
 def test_every_native_family_computes(model: TinyModel, tmp_path: Path) -> None:
-    folder = build_model_folder(tmp_path, model)
+    """Of experts, all are chosen: where two come out nearly the same, any rounding may choose the other one."""
+    chosen = model.overrides.get("num_experts", model.overrides.get("num_local_experts"))
+    every = {"num_experts_per_tok": chosen} if chosen is not None else {}
+    folder = build_model_folder(tmp_path, dataclasses.replace(model, overrides=model.overrides | every))
     exact, found = both_logits(folder, [NumericsCase(random_tokens(length)) for length in (1, 33)])
     assert float((found - exact).norm() / exact.norm()) < 0.1
 
