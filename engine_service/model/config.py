@@ -8,7 +8,7 @@ refused with a typed error, never approximated.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
@@ -38,9 +38,12 @@ class ModelConfig:
         weights_dtype: name of the dtype that config.json states for the weights, or None.
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
         activation: of the MLP's gate, silu or gelu_tanh.
+        qk_norm: of queries and keys: none, of each head, or of all heads at once.
+        norms: before attention and MLP, after them (of what they give, before it is added), or both.
         norm_offset: norms multiply by 1 + weight; the loader adds the 1, which is exact in float32.
-        out_norms: what attention and MLP give is normalised before it is added.
         embed_scale: factor of the embeddings. query_scalar: its -0.5th power scales the scores, instead of head_dim's.
+        score_scale: factor of the scores, instead of either. logit_divisor: of the logits.
+        residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
         experts: None: every MLP is one.
     """
@@ -60,15 +63,18 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["none", "head", "whole"]
     tied_embeddings: bool
     weights_dtype: str | None
     local_rope: RopeConfig | None = None
     activation: str = "silu"
     norm_offset: bool = False
-    out_norms: bool = False
+    norms: Literal["before", "after", "both"] = "before"
     embed_scale: float | None = None
     query_scalar: float | None = None
+    score_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
@@ -76,7 +82,7 @@ class ModelConfig:
     @property
     def scale(self) -> float:
         """Factor of the attention scores."""
-        return (self.query_scalar or self.head_dim) ** -0.5
+        return self.score_scale or (self.query_scalar or self.head_dim) ** -0.5
 
 
 def is_native(model_type: object) -> bool:
@@ -152,14 +158,17 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm != "none",
+        qk_norm=family.qk_norm,
         tied_embeddings=family.is_gemma if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
         activation="gelu_tanh" if family.is_gemma else "silu",
         norm_offset=family.is_gemma,
-        out_norms=family.norms == "both",
-        embed_scale=hidden_size**0.5 if family.is_gemma else None,
+        norms=family.norms,
+        embed_scale=hidden_size**0.5 if family.is_gemma else _multiplier(raw, family, "embedding_multiplier"),
+        score_scale=_multiplier(raw, family, "attention_multiplier"),
+        residual_scale=_multiplier(raw, family, "residual_multiplier"),
+        logit_divisor=_multiplier(raw, family, "logits_scaling"),
         query_scalar=None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family, 0),
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family, 1),
@@ -184,6 +193,11 @@ def _soft_cap(raw: Mapping[str, Any], key: str, family: Family, idx: int) -> flo
     if key not in raw:
         return family.soft_caps[idx]
     return None if raw[key] is None else number(raw, key)
+
+
+def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float | None:
+    """None where the family has none; 1 where config.json has none."""
+    return number(raw, key, 1.0) if family.has_multipliers else None
 
 
 def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:

@@ -64,11 +64,11 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
 
     experts = config.experts if config.experts is not None and index in config.experts.layers else None
     return LayerWeights(
-        input_norm=empty(hidden),
+        input_norm=None if config.norms == "after" else empty(hidden),
         qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias),
-        qk_norm=empty(num_rotated, head_dim) if config.qk_norm else None,
+        qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
         o=projection(hidden, config.num_heads * head_dim, config.o_bias),
-        post_norm=empty(hidden),
+        post_norm=None if config.norms == "after" else empty(hidden),
         mlp=mlp(config.intermediate_size)
         if experts is None
         else ExpertWeights(
@@ -77,27 +77,30 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
             experts.num_chosen,
             experts.is_renormalised,
         ),
-        attention_out_norm=empty(hidden) if config.out_norms else None,
-        mlp_out_norm=empty(hidden) if config.out_norms else None,
+        attention_out_norm=None if config.norms == "before" else empty(hidden),
+        mlp_out_norm=None if config.norms == "before" else empty(hidden),
     )
 
 
 def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Destination]]:
     """(name within the layer, destination) of every stored tensor."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", _whole(layer.input_norm)
-    if layer.attention_out_norm is None or layer.mlp_out_norm is None:
-        yield "post_attention_layernorm.weight", _whole(layer.post_norm)
-    else:
-        yield "post_attention_layernorm.weight", _whole(layer.attention_out_norm)
-        yield "pre_feedforward_layernorm.weight", _whole(layer.post_norm)
-        yield "post_feedforward_layernorm.weight", _whole(layer.mlp_out_norm)
+    is_inner = layer.attention_out_norm is not None  # then the name of the norm between is that of attention's own
+    for name, norm in (
+        ("input_layernorm", layer.input_norm),
+        ("pre_feedforward_layernorm" if is_inner else "post_attention_layernorm", layer.post_norm),
+        ("post_attention_layernorm", layer.attention_out_norm),
+        ("post_feedforward_layernorm", layer.mlp_out_norm),
+    ):
+        if norm is not None:
+            yield f"{name}.weight", _whole(norm)
     yield from _parts(layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_size, kv_size, kv_size))
     yield from _parts(layer.o, ("self_attn.o_proj",), (config.hidden_size,))
     yield from _mlp_destinations(config, layer.mlp)
-    if layer.qk_norm is not None:  # one stored weight for all heads of a kind
-        yield "self_attn.q_norm.weight", Destination(layer.qk_norm[: config.num_heads], (config.head_dim,))
-        yield "self_attn.k_norm.weight", Destination(layer.qk_norm[config.num_heads :], (config.head_dim,))
+    if layer.qk_norm is not None:
+        for name, part in (("q_norm", layer.qk_norm[: config.num_heads]), ("k_norm", layer.qk_norm[config.num_heads :])):
+            is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
+            yield f"self_attn.{name}.weight", _whole(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
 
 
 def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights) -> Iterator[tuple[str, Destination]]:

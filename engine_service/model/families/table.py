@@ -30,6 +30,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         local_theta=10_000.0,
         default_theta=1_000_000.0,
     ),
+    "granite": Family(mlp_bias=None, needs_kv_heads=False, has_multipliers=True),
     "llama": Family(mlp_bias=None, needs_kv_heads=False),
     "mistral": Family(qkv_bias=False, o_bias=False, windows="all", default_window=4096),
     "mixtral": Family(
@@ -42,6 +43,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "block_sparse_moe", ("w1", "w3", "w2"), always_renormalises=True, intermediate_key="intermediate_size"
         ),
     ),
+    "olmo2": Family(needs_kv_heads=False, qk_norm="whole", norms="after", default_eps=1e-5),
     "qwen2": Family(qkv_bias=True, o_bias=False, windows="switched", default_window=4096),
     "qwen3": Family(qk_norm="head", head_dim=128, windows="switched", default_window=4096),
     "qwen3_moe": Family(

@@ -72,11 +72,11 @@ def test_families_differ_in_data():
         }  # fmt: skip
         found[name] = parse_model_config(raw | MODELS[name].overrides)
     llama, mistral, qwen2, qwen3 = found.values()
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, "none")
     assert llama.rope == RopeConfig(10000.0, "linear", 4.0)
     assert (mistral.qkv_bias, mistral.windows) == (False, (8, 8))
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.windows) == (True, False, (None, 8))
-    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.windows) == (True, 128, (None, None))
+    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.windows) == ("head", 128, (None, None))
 
 
 def test_shards_load_like_one_file(folder, tmp_path):
