@@ -141,7 +141,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     attention_bias = flag(raw, "attention_bias")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
-    rope = parse_rope(raw, max_position, family.default_theta)
+    rope = parse_rope(raw, max_position, family.default_theta, may_be_part=family.has_partial_rope)
+    rotated_dim = rope.rotated_dim(head_dim)
+    if rotated_dim < 2 or rotated_dim % 2:
+        raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {head_dim}")
+    if rope.kind == "longrope":
+        if len(rope.divisors) != rotated_dim // 2:
+            raise bad("short_factor", f"must have {rotated_dim // 2} numbers, has {len(rope.divisors)}")
+        max_position = min(max_position, rope.original_max_position)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),

@@ -11,6 +11,7 @@ from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, Weight
 from .families.table import FAMILIES
+from .rope import rotated_order
 
 _Empty = Callable[..., torch.Tensor]
 
@@ -49,6 +50,19 @@ def norms_of(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     for layer in weights.layers:
         norms = (layer.input_norm, layer.post_norm, layer.qk_norm, layer.attention_out_norm, layer.mlp_out_norm)
         yield from (norm for norm in norms if norm is not None)
+
+
+def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
+    """Bring the dimensions of queries and keys into the order of rotated_order, where only a part of each head is rotated."""
+    rotated_dim = config.rope.rotated_dim(config.head_dim)
+    if rotated_dim == config.head_dim:
+        return
+    order = rotated_order(config.head_dim, rotated_dim)
+    num_rows = (config.num_heads + config.num_kv_heads) * config.head_dim
+    for layer in weights.layers:
+        assert isinstance(layer.qkv, LinearWeight) and layer.qkv.bias is None and layer.qk_norm is None, "no such family"
+        heads = layer.qkv.data[:num_rows].unflatten(0, (-1, config.head_dim))
+        heads.copy_(heads[:, order.to(heads.device)])
 
 
 def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeights:
@@ -94,7 +108,11 @@ def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tu
     ):
         if norm is not None:
             yield f"{name}.weight", _whole(norm)
-    yield from _parts(layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_size, kv_size, kv_size))
+    if FAMILIES[config.family].is_fused:
+        yield from _parts(layer.qkv, ("self_attn.qkv_proj",), (q_size + 2 * kv_size,))
+    else:
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        yield from _parts(layer.qkv, names, (q_size, kv_size, kv_size))
     yield from _parts(layer.o, ("self_attn.o_proj",), (config.hidden_size,))
     yield from _mlp_destinations(config, layer.mlp)
     if layer.qk_norm is not None:
@@ -114,7 +132,10 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights) -> I
         yield f"{stored.block}.gate.weight", _whole(mlp.router.data)
     gate, up, down = names
     for place, member in members.items():
-        yield from _parts(member.gate_up, (f"{place}.{gate}", f"{place}.{up}"), (width, width))
+        if FAMILIES[config.family].is_fused:
+            yield from _parts(member.gate_up, (f"{place}.gate_up_proj",), (2 * width,))
+        else:
+            yield from _parts(member.gate_up, (f"{place}.{gate}", f"{place}.{up}"), (width, width))
         yield from _parts(member.down, (f"{place}.{down}",), (config.hidden_size,))
 
 

@@ -44,6 +44,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ),
     ),
     "olmo2": Family(needs_kv_heads=False, qk_norm="whole", norms="after", default_eps=1e-5),
+    "phi3": Family(
+        qkv_bias=False,
+        o_bias=False,
+        needs_kv_heads=False,
+        windows="all",
+        default_eps=1e-5,
+        has_partial_rope=True,
+        is_fused=True,
+    ),
     "qwen2": Family(qkv_bias=True, o_bias=False, windows="switched", default_window=4096),
     "qwen3": Family(qk_norm="head", head_dim=128, windows="switched", default_window=4096),
     "qwen3_moe": Family(

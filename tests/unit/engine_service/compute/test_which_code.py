@@ -20,12 +20,12 @@ LIBRARY = [
 ]
 
 
-def told(folder: Path) -> list[str]:
+def told(folder: Path, event: str = "model_through_transformers") -> list[str]:
     config = EngineConfig(model=str(folder), listen="127.0.0.1:0", progress=False)
     preflight.check_model(folder, config)
     with structlog.testing.capture_logs() as logs:
         load_served_model(config)
-    return [line["reason"] for line in logs if line["event"] == "model_through_transformers"]
+    return [line["reason"] for line in logs if line["event"] == event]
 
 
 @pytest.mark.parametrize(("model", "reason"), LIBRARY, ids=[model.name for model, _ in LIBRARY])
@@ -36,6 +36,14 @@ def test_a_model_of_the_library_is_told_with_the_reason(model: TinyModel, reason
 @pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
 def test_a_native_model_is_native(model: TinyModel, tmp_path: Path) -> None:
     assert told(build_model_folder(tmp_path, model)) == []
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_longrope_partial", "qwen2_yarn_rope"])
+def test_a_native_model_that_is_served_up_to_a_length_says_so(name: str, tmp_path: Path) -> None:
+    (model,) = (model for model in TINY_MODELS if model.name == name)
+    reasons = told(build_model_folder(tmp_path, model), "model_length_limited")
+    assert len(reasons) == (name == "phi3_longrope_partial")
+    assert all("longrope" in reason for reason in reasons)
 
 
 def test_in_8_bits_a_model_of_the_library_is_refused_before_torch(tmp_path: Path) -> None:
