@@ -13,6 +13,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
@@ -26,6 +27,7 @@ from tests.support.models.tiny_models import (
     choose_all_experts,
     logits_of,
     numerics_cases,
+    quiet_transformers,
     random_tokens,
     reference_logits,
 )
@@ -123,6 +125,19 @@ def test_logits_are_those_of_transformers(world, chunk_size):
     error = world.reference.error(found)
     assert error <= world.reference.bound
     assert tables.num_copies == 2
+
+
+def test_greedy_tokens_are_those_of_transformers(folder):
+    """By induction: after each prefix of the library's greedy text, the likeliest token is its next."""
+    prompt = random_tokens(5)
+    with quiet_transformers():
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        longer = {"max_new_tokens": 24, "min_new_tokens": 24}  # an end of the text would be none
+        text = network.generate(torch.tensor([prompt]), do_sample=False, eos_token_id=None, pad_token_id=0, **longer)[0]
+    assert len(text) == 29
+    tables = HandTables(load_model(folder, progress=False)[0], 4)
+    (found,) = tables.compute([NumericsCase(tuple(text.tolist()))], 1)
+    assert found.argmax(1)[4:-1].tolist() == text[5:].tolist()
 
 
 def test_the_noise_is_not_nothing(world):
