@@ -215,6 +215,26 @@ def test_yarn_is_that_of_transformers_beyond_the_original_length(changes, tmp_pa
     assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 4.0}, {"attention_factor": 1.3}])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_longrope_is_that_of_transformers_up_to_the_original_length(family, changes, tmp_path):
+    folder = build_model_folder(tmp_path, TinyModel("longrope", family, {"rope_parameters": LONGROPE | changes}))
+    cases = [NumericsCase(random_tokens(60))]
+    reference = reference_logits(folder, cases)
+    model, config = load_model(folder, progress=False)
+    assert config.max_position == 64
+    assert reference.error(HandTables(model, 16).compute(cases, 7)) <= reference.bound
+
+
 def test_an_original_length_beside_the_rope_has_the_last_word(tmp_path):
     """As in transformers, for all kinds of scaling."""
     llama3 = next(model for model in TINY_MODELS if model.name == "llama_llama3_rope").overrides["rope_parameters"]
