@@ -19,7 +19,7 @@ from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.json_fields import CONFIG_FILE
 from .model.checkpoint.json_file import read_json_object
-from .model.config import is_native, parse_model_config
+from .model.config import parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INT8, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
@@ -103,9 +103,10 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     _check_folder(folder)
     raw = read_json_object(folder / CONFIG_FILE)
     model_type = raw.get("model_type")
-    if model_type is None or is_native(model_type):
+    has_library = importlib.util.find_spec("transformers") is not None
+    if not why_library(raw, has_library=has_library):
         parse_model_config(raw)
-    elif importlib.util.find_spec("transformers") is None:
+    elif not has_library:
         supported = f"the native families; more with: {install_command('transformers')}"
         raise UnsupportedModelError("model type", model_type, supported)
     elif config.dtype == INT8:

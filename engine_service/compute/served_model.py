@@ -13,17 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 import torch
 
 from kvkeeper.kernels.layout import KvLayout
 
 from ..config import HASH_TOY, EngineConfig
 from ..model.checkpoint.digest import weights_digest
-from ..model.checkpoint.errors import ModelError, NoDeviceError, UnsupportedModelError
+from ..model.checkpoint.errors import NoDeviceError
 from ..model.checkpoint.json_fields import CONFIG_FILE
 from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
-from ..model.config import ModelConfig, is_native, parse_model_config
+from ..model.config import ModelConfig, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
@@ -35,6 +36,8 @@ from .graphs.graph_api import CudaGraphs
 from .model_runner import Model, ModelRunner, Runner, StepBounds, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
+
+log = structlog.get_logger()
 
 _CPU = torch.device("cpu")
 
@@ -74,7 +77,8 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     device = _device_of(config)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    if _needs_library(raw):
+    if reason := why_library(raw, has_library=find_spec("transformers") is not None):
+        log.info("model_through_transformers", model_type=raw["model_type"], reason=reason)
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
         ropes = model.config.rope_parameters
         served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
@@ -97,21 +101,6 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
         runner.make_ready(bounds, graphs, with_retention=not served.refuses_retention, progress=progress)
 
     return dataclasses.replace(served, make_ready=make_ready)
-
-
-def _needs_library(raw: dict[str, Any]) -> bool:
-    """Whether transformers computes the model: its family is not native, or its config needs what the decoder lacks."""
-    if raw.get("model_type") is None:
-        return False
-    if not is_native(raw["model_type"]):
-        return True
-    try:
-        parse_model_config(raw)
-    except UnsupportedModelError as error:
-        return error.feature != "quantization_config" and find_spec("transformers") is not None
-    except ModelError:
-        return False  # loading the model gives a better error
-    return False
 
 
 def _device_of(config: EngineConfig) -> torch.device:

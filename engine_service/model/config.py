@@ -1,6 +1,6 @@
 """ModelConfig: one frozen value with all that the decoder needs to know, read from a Hugging Face config.json.
 
-Families differ only in the data here: biases, norms on queries and keys, where their windows are. Both config styles
+What a family is made of stands in families/table.py; here it meets what its config.json says. Both config styles
 are read: rope_theta with rope_scaling (transformers 4) and rope_parameters (transformers 5). What is not built is
 refused with a typed error, never approximated.
 """
@@ -8,12 +8,25 @@ refused with a typed error, never approximated.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Literal
 
-from .checkpoint.errors import UnsupportedModelError
+from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
+from .families.family import Family
+from .families.table import FAMILIES
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Experts, in the MLPs of `layers`; num_chosen of them for each token, by weights that add up to 1 if renormalised."""
+
+    layers: frozenset[int]
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    is_renormalised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +38,14 @@ class ModelConfig:
         weights_dtype: name of the dtype that config.json states for the weights, or None.
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
         activation: of the MLP's gate, silu or gelu_tanh.
+        qk_norm: of queries and keys: none, of each head, or of all heads at once.
+        norms: before attention and MLP, after them (of what they give, before it is added), or both.
         norm_offset: norms multiply by 1 + weight; the loader adds the 1, which is exact in float32.
-        out_norms: what attention and MLP give is normalised before it is added.
         embed_scale: factor of the embeddings. query_scalar: its -0.5th power scales the scores, instead of head_dim's.
+        score_scale: factor of the scores, instead of either. logit_divisor: of the logits.
+        residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
+        experts: None: every MLP is one.
     """
 
     family: str
@@ -46,74 +63,49 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["none", "head", "whole"]
     tied_embeddings: bool
     weights_dtype: str | None
     local_rope: RopeConfig | None = None
     activation: str = "silu"
     norm_offset: bool = False
-    out_norms: bool = False
+    norms: Literal["before", "after", "both"] = "before"
     embed_scale: float | None = None
     query_scalar: float | None = None
+    score_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def scale(self) -> float:
         """Factor of the attention scores."""
-        return (self.query_scalar or self.head_dim) ** -0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How a family differs from Llama. None for a bias: config.json's attention_bias says (default: none)."""
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False
-    head_dim: int | None = None  # default where config.json has none; None: hidden_size / num_heads
-    default_window: int | None = None
-    full_every: int | None = None  # windows on all layers but every so many; default where layer_types says nothing
-    is_gemma: bool = False  # scaled embeddings, norms with 1 + weight, a GELU gate, tied by default
-    query_scalar: float | None = None  # default of query_pre_attn_scalar; None: the family has none
-    soft_caps: tuple[float | None, float | None] = (None, None)  # defaults: of scores, of logits
-    out_norms: bool = False
-    local_theta: float | None = None  # windows have a rope of their own, with this base by default
-    default_theta: float = 10_000.0
-
-
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    "llama": _Family(),
-    "mistral": _Family(qkv_bias=False, o_bias=False, default_window=4096),
-    "qwen2": _Family(qkv_bias=True, o_bias=False, default_window=4096),
-    "qwen3": _Family(qk_norm=True, head_dim=128, default_window=4096),
-    "gemma": _Family(is_gemma=True, head_dim=256),
-    "gemma2": _Family(
-        is_gemma=True,
-        head_dim=256,
-        default_window=4096,
-        full_every=2,
-        query_scalar=256,
-        soft_caps=(50.0, 30.0),
-        out_norms=True,
-    ),
-    "gemma3_text": _Family(
-        is_gemma=True,
-        head_dim=256,
-        default_window=4096,
-        full_every=6,
-        query_scalar=256,
-        out_norms=True,
-        qk_norm=True,
-        local_theta=10_000.0,
-        default_theta=1_000_000.0,
-    ),
-}
+        return self.score_scale or (self.query_scalar or self.head_dim) ** -0.5
 
 
 def is_native(model_type: object) -> bool:
     """Whether the decoder has this family."""
-    return model_type in _FAMILIES
+    return model_type in FAMILIES
+
+
+def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
+    """Why transformers computes the model: its family is not native, or its config asks for what the decoder lacks.
+
+    Empty: it does not, or reading the config natively gives a better error.
+    """
+    if raw.get("model_type") is None:
+        return ""
+    if not is_native(raw["model_type"]):
+        return "the family is not native"
+    try:
+        parse_model_config(raw)
+    except UnsupportedModelError as error:
+        return str(error) if has_library and error.feature != "quantization_config" else ""
+    except ModelError:
+        return ""
+    return ""
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -130,17 +122,17 @@ def read_model_config(folder: Path) -> ModelConfig:
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; errors as read_model_config."""
     family_name = raw.get("model_type")
-    if not isinstance(family_name, str) or family_name not in _FAMILIES:
+    if not isinstance(family_name, str) or family_name not in FAMILIES:
         found = family_name if isinstance(family_name, str) else raw.get("architectures")
-        raise UnsupportedModelError("model type", found, ", ".join(_FAMILIES))
-    family = _FAMILIES[family_name]
+        raise UnsupportedModelError("model type", found, ", ".join(FAMILIES))
+    family = FAMILIES[family_name]
     _check_activation(raw, family)
     if raw.get("quantization_config") is not None:
         raise UnsupportedModelError("quantization_config", "present", "plain float32, bfloat16 or float16 weights")
     hidden_size = count(raw, "hidden_size")
     num_heads = count(raw, "num_attention_heads")
     num_layers = count(raw, "num_hidden_layers")
-    num_kv_heads = count(raw, "num_key_value_heads", num_heads if family_name == "llama" else None)
+    num_kv_heads = count(raw, "num_key_value_heads", None if family.needs_kv_heads else num_heads)
     if num_heads % num_kv_heads:
         raise bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
@@ -149,7 +141,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     attention_bias = flag(raw, "attention_bias")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
-    rope = parse_rope(raw, max_position, family.default_theta)
+    rope = parse_rope(raw, max_position, family.default_theta, may_be_part=family.has_partial_rope)
+    rotated_dim = rope.rotated_dim(head_dim)
+    if rotated_dim < 2 or rotated_dim % 2:
+        raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {head_dim}")
+    if rope.kind == "longrope":
+        if len(rope.divisors) != rotated_dim // 2:
+            raise bad("short_factor", f"must have {rotated_dim // 2} numbers, has {len(rope.divisors)}")
+        max_position = min(max_position, rope.original_max_position)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
@@ -160,27 +159,31 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max(max_position, rope.max_position),
-        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(raw, "rms_norm_eps", family.default_eps),
         rope=rope,
-        windows=_parse_windows(raw, family_name, family, num_layers),
+        windows=_parse_windows(raw, family, num_layers),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=family_name == "llama" and flag(raw, "mlp_bias"),
+        mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         tied_embeddings=family.is_gemma if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
         activation="gelu_tanh" if family.is_gemma else "silu",
         norm_offset=family.is_gemma,
-        out_norms=family.out_norms,
-        embed_scale=hidden_size**0.5 if family.is_gemma else None,
+        norms=family.norms,
+        embed_scale=hidden_size**0.5 if family.is_gemma else _multiplier(raw, family, "embedding_multiplier"),
+        score_scale=_multiplier(raw, family, "attention_multiplier"),
+        residual_scale=_multiplier(raw, family, "residual_multiplier"),
+        logit_divisor=_multiplier(raw, family, "logits_scaling"),
         query_scalar=None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar),
-        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family.soft_caps[0]) if family.out_norms else None,
-        logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family.soft_caps[1]) if family.out_norms else None,
+        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family, 0),
+        logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family, 1),
+        experts=_parse_experts(raw, family, num_layers),
     )
 
 
-def _check_activation(raw: Mapping[str, Any], family: _Family) -> None:
+def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
     """Gemma's first releases say "gelu" and mean the tanh approximation, as transformers reads them."""
     key = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
     allowed = ("gelu_pytorch_tanh", "gelu") if family.is_gemma else ("silu",)
@@ -190,24 +193,49 @@ def _check_activation(raw: Mapping[str, Any], family: _Family) -> None:
         raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
 
 
-def _soft_cap(raw: Mapping[str, Any], key: str, default: float | None) -> float | None:
+def _soft_cap(raw: Mapping[str, Any], key: str, family: Family, idx: int) -> float | None:
     """Absent is the family's default, null is none."""
+    if family.soft_caps is None:
+        return None
     if key not in raw:
-        return default
+        return family.soft_caps[idx]
     return None if raw[key] is None else number(raw, key)
 
 
-def _parse_windows(raw: Mapping[str, Any], family_name: str, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral's window is on every layer; Qwen's on the layers from max_window_layers on, and only if switched on; Gemma
-    has layers without one in turn.
-    """
-    if family.default_window is None or raw.get("sliding_window", family.default_window) is None:
+def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float | None:
+    """None where the family has none; 1 where config.json has none."""
+    return number(raw, key, 1.0) if family.has_multipliers else None
+
+
+def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:
+    """On all layers but mlp_only_layers, and on every decoder_sparse_step-th of them only."""
+    if family.experts is None:
+        return None
+    key = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    num_experts, num_chosen = count(raw, key), count(raw, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise bad("num_experts_per_tok", f"{num_chosen} is more than {key} {num_experts}")
+    dense, step = raw.get("mlp_only_layers") or [], count(raw, "decoder_sparse_step", 1)
+    if not isinstance(dense, list):
+        raise bad("mlp_only_layers", f"must be a list, is {dense!r}")
+    return ExpertsConfig(
+        layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=count(raw, family.experts.intermediate_key),
+        is_renormalised=family.experts.always_renormalises or flag(raw, "norm_topk_prob"),
+    )
+
+
+def _parse_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """A rule of the family (families/family.py) says which layers have one; a switched-off or null window is none."""
+    if family.windows == "none" or raw.get("sliding_window", family.default_window) is None:
         return (None,) * num_layers
     window = count(raw, "sliding_window", family.default_window)
-    if family_name == "mistral":
-        return (window,) * num_layers
-    if not family.is_gemma and not flag(raw, "use_sliding_window"):
+    if family.windows in ("switched", "switched_all") and not flag(raw, "use_sliding_window"):
         return (None,) * num_layers
+    if family.windows in ("all", "switched_all"):
+        return (window,) * num_layers
     kinds = raw.get("layer_types")
     if kinds is None and family.full_every is not None:
         every = count(raw, "sliding_window_pattern", family.full_every)

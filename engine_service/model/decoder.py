@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_int8 import Int8Weight, quantise_linear
+from kvkeeper.kernels.activations.linear_int8 import quantise_linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -22,29 +22,28 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, attend_stored
 from .config import ModelConfig
+from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .rope import RotaryTable
-
-Weight = LinearWeight | Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. H hidden, D head_dim, N and M query and kv heads, I intermediate; a bias or norm may be absent.
+    """One layer. H hidden, D head_dim, N and M query and kv heads; a bias or norm may be absent.
 
     Attributes:
-        attention_out_norm, mlp_out_norm: [H], of what attention and MLP give, before it is added (Gemma 2 and 3).
+        input_norm, post_norm: [H], of what attention and MLP take.
+        attention_out_norm, mlp_out_norm: [H], of what they give, before it is added.
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
-        o: [H, N D]; gate_up: [2 I, H], gate first; down: [H, I].
+        o: [H, N D].
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Weight
     qk_norm: torch.Tensor | None
     o: Weight
-    post_norm: torch.Tensor
-    gate_up: Weight
-    down: Weight
+    post_norm: torch.Tensor | None
+    mlp: MlpWeights | ExpertWeights
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
@@ -125,25 +124,33 @@ class Decoder:
         if self._embed_scale is not None:
             x = x * self._embed_scale
         for index, layer in enumerate(self._layers):
-            x, residual = rms_norm(x, layer.input_norm, eps, residual)
+            x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
             x = self._attention(x, layer, turned, at_sinks, kv_view[:, index], metadata, window)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-            x = linear(x, layer.o)
-            if layer.attention_out_norm is not None:
-                x, _ = rms_norm(x, layer.attention_out_norm, eps)
-            x, residual = rms_norm(x, layer.post_norm, eps, residual)
-            x = self._gate(linear(x, layer.gate_up))
-            x = linear(x, layer.down)
-            if layer.mlp_out_norm is not None:
-                x, _ = rms_norm(x, layer.mlp_out_norm, eps)
+            x = self._branch(linear(x, layer.o), layer.attention_out_norm)
+            x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
+            x = self._branch(apply_mlp(x, layer.mlp, self._gate), layer.mlp_out_norm)
         x, _ = rms_norm(x, self._norm, eps, residual)
         logits = linear(x, self._lm_head)
+        if self.config.logit_divisor is not None:
+            logits = logits / self.config.logit_divisor
         if (cap := self.config.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+    def _branch(self, x: torch.Tensor, out_norm: torch.Tensor | None) -> torch.Tensor:
+        """What attention or MLP gave, as it is added to the residual."""
+        if out_norm is not None:
+            x, _ = rms_norm(x, out_norm, self.config.rms_norm_eps)
+        return x if self.config.residual_scale is None else x * self.config.residual_scale
+
+    def _norm_whole(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Normalise heads [T, H, D] as one vector each token, with a weight [H, D]."""
+        normed, _ = rms_norm(heads.flatten(1).contiguous(), weight.flatten(), self.config.rms_norm_eps)
+        return normed.view(heads.shape)
 
     def _attention(
         self,
@@ -160,7 +167,13 @@ class Decoder:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        norm, q_sink = None if layer.qk_norm is None else (layer.qk_norm, config.rms_norm_eps), None
+        norm, q_sink = None, None
+        if layer.qk_norm is not None and config.qk_norm == "whole":
+            q, k = qk.tensor_split((config.num_heads,), 1)
+            q_norm, k_norm = layer.qk_norm.tensor_split((config.num_heads,))
+            qk = torch.cat((self._norm_whole(q, q_norm), self._norm_whole(k, k_norm)), 1)
+        elif layer.qk_norm is not None:
+            norm = (layer.qk_norm, config.rms_norm_eps)
         if at_sinks is not None:  # the normalised queries are rotated a second time
             if norm is not None:
                 qk, norm = rms_norm(qk, *norm)[0], None
@@ -169,11 +182,19 @@ class Decoder:
         return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
 
 
+def _add_and_norm(
+    x: torch.Tensor, norm: torch.Tensor | None, eps: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As rms_norm; without a norm the sum, twice."""
+    if norm is not None:
+        return rms_norm(x, norm, eps, residual)
+    total = x if residual is None else x + residual
+    return total, total
+
+
 def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> LayerWeights:
     def packed(weight: Weight) -> Weight:
         assert isinstance(weight, LinearWeight), "a layer is packed once"
         return pack(weight)
 
-    return dataclasses.replace(
-        layer, qkv=packed(layer.qkv), o=packed(layer.o), gate_up=packed(layer.gate_up), down=packed(layer.down)
-    )
+    return dataclasses.replace(layer, qkv=packed(layer.qkv), o=packed(layer.o), mlp=layer.mlp.packed(packed))

@@ -8,17 +8,22 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import structlog
 import torch
 from tqdm import tqdm
 
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
+from .checkpoint.json_fields import CONFIG_FILE
+from .checkpoint.json_file import read_json_object
 from .checkpoint.safetensors_files import iterate_tensors, list_weight_files
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
-from .weight_map import allocate_weights, norms_of
+from .weight_map import allocate_weights, norms_of, pair_rotated
+
+log = structlog.get_logger()
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
@@ -68,6 +73,11 @@ def load_model(
     if config.norm_offset:
         for norm in norms_of(weights):
             norm.add_(1)
+    pair_rotated(config, weights)
+    said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
+    if config.max_position < said:
+        reason = "longrope turns all keys anew when a sequence grows beyond it"
+        log.info("model_length_limited", max_len=config.max_position, config_says=said, reason=reason)
     try:
         return Decoder(config, weights, is_int8=dtype == INT8), config
     except UnsupportedDeviceError:

@@ -10,12 +10,14 @@ _LEAST_TABLE = 4096  # positions
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Angle per position [head_dim / 2], float32, in the order of operations of transformers.
+    """Angle per position [head_dim / 2] of the head_dim dimensions that are rotated, float32, computed in transformers' order.
 
     llama3 divides long wavelengths by `factor`, keeps short ones, and blends in between (Llama 3.1); yarn does the same between
     two counts of turns within the original length (Peng et al., 2023).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * rope.theta**exponents)
     freqs = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return freqs / rope.factor
@@ -48,6 +50,17 @@ def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
+def rotated_order(head_dim: int, rotated_dim: int) -> torch.Tensor:
+    """Where each dimension of a head comes from [head_dim], so that the rotated pairs are half a head apart.
+
+    The kernels rotate dimension i with i + head_dim / 2; a model that rotates its first `rotated_dim` dimensions pairs i with
+    i + rotated_dim / 2. Scores do not depend on the order of dimensions, as long as queries and keys have the same.
+    """
+    first, second = torch.arange(rotated_dim).chunk(2)
+    third, fourth = torch.arange(rotated_dim, head_dim).tensor_split(2)
+    return torch.cat((first, third, second, fourth))
+
+
 class RotaryTable:
     """Rows (cos, cos) and (-sin, sin) of the positions seen so far; grows by doubling, up to the model's last position.
 
@@ -65,7 +78,10 @@ class RotaryTable:
         max_position: int,
         num_positions: int = 1024,
     ) -> None:
-        self._freqs, self._magnitude = inverse_frequencies(rope, head_dim), rope.magnitude
+        num_still = (head_dim - rope.rotated_dim(head_dim)) // 2  # pairs that are not rotated: by 0, and not scaled
+        freqs = inverse_frequencies(rope, rope.rotated_dim(head_dim))
+        self._freqs = torch.cat((freqs, torch.zeros(num_still)))
+        self._magnitude = torch.cat((torch.full_like(freqs, rope.magnitude), torch.ones(num_still)))
         self._dtype, self._device = dtype, device
         self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
@@ -95,6 +111,7 @@ class RotaryTable:
         self._cos, self._sin = self._columns(torch.arange(num_positions, dtype=torch.float32)[:, None] * self._freqs)
 
     def _columns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        magnitude = self._magnitude.to(angles.device)
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
         cos = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
         return cos, torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)

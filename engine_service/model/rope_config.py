@@ -8,7 +8,7 @@ from typing import Any, Final
 from .checkpoint.errors import UnsupportedModelError
 from .checkpoint.json_fields import bad, count, flag, number
 
-_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic")
+_ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL: Final = "original_max_position_embeddings"
 
@@ -17,14 +17,17 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are scaled.
 
-    `kind` is default, linear, llama3 or yarn. A dynamic one is a default one up to the model's length, and the engine goes no
-    farther. `factor` belongs to all but the first, original_max_position to the last two, the two about low and high to llama3,
-    the rest to yarn alone.
+    `kind` is default, linear, llama3, yarn or longrope. A dynamic one is a default one up to the model's length, and the engine
+    goes no farther. `factor` belongs to linear, llama3 and yarn, original_max_position to llama3, yarn and longrope, the two
+    about low and high to llama3, magnitude to yarn and longrope, `divisors` to longrope, and the rest to yarn; `part` to all.
 
     Attributes:
         beta_fast, beta_slow: turns within the original length, above and below which a frequency is kept or divided.
         is_truncated: the frequencies between are bounded by whole numbers.
         magnitude: factor of cosines and sines.
+        part: the share of each head that is rotated, its first dimensions.
+        divisors: of each frequency, up to the original length. Beyond it longrope would rotate all keys of a sequence anew, by
+            others: then no prefix could be shared, so the engine goes no farther.
     """
 
     theta: float
@@ -37,15 +40,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True
     magnitude: float = 1.0
+    part: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     @property
     def max_position(self) -> int:
         """Up to which it is meant to be used, where it says so; else 0."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
+    def rotated_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.part)
 
-def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float) -> RopeConfig:
-    """Of the layers without a window, or of all."""
+
+def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float, *, may_be_part: bool = False) -> RopeConfig:
+    """Of the layers without a window, or of all; may_be_part: of a part of each head, where config.json says so."""
     theta = raw.get("rope_theta", default_theta)
     parameters = raw.get("rope_parameters")
     if parameters is None:
@@ -57,7 +66,7 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float) 
         parameters = parameters["full_attention"]
     elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
         parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
-    return _parse(raw, {"rope_theta": theta, **parameters}, max_position)
+    return _parse(raw, {"rope_theta": theta, **parameters}, max_position, may_be_part=may_be_part)
 
 
 def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: float | None) -> RopeConfig | None:
@@ -70,15 +79,24 @@ def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: f
     return _parse(raw, {"rope_theta": theta, **(local if isinstance(local, dict) else {})}, max_position)
 
 
-def _parse(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int) -> RopeConfig:
+def _parse(
+    raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int, *, may_be_part: bool = False
+) -> RopeConfig:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in ("su", "yarn") and parameters.get("short_factor") is not None:
+        kind = "longrope"  # its names in the first releases of Phi-3
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError("rope type", kind, ", ".join(_ROPE_KINDS))
-    if (part := raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))) != 1.0:
+    part = raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0))
+    if part != 1.0 and not (may_be_part and kind in ("default", "longrope")):
         raise UnsupportedModelError("partial_rotary_factor", part, "1.0")
+    if not isinstance(part, int | float) or not 0 < part <= 1:
+        raise bad("partial_rotary_factor", f"must be above 0 and at most 1, is {part!r}")
     theta = number(parameters, "rope_theta")
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta)
+        return RopeConfig(theta, part=part)
+    if kind == "longrope":
+        return _parse_longrope(parameters, theta, max_position, part)
     if kind == "yarn":
         return _parse_yarn(parameters, theta, max_position)
     factor = number(parameters, "factor")
@@ -89,6 +107,27 @@ def _parse(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: 
         raise bad("high_freq_factor", f"must exceed low_freq_factor {low}, is {high}")
     original = count(parameters, _ORIGINAL, max_position)
     return RopeConfig(theta, kind, factor, low, high, original)
+
+
+def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: int, part: float) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753). Without a factor it is the ratio of the lengths, as in transformers."""
+    original = count(parameters, _ORIGINAL)
+    divisors = parameters.get("short_factor")
+    if not isinstance(divisors, list) or not all(isinstance(each, int | float) and each > 0 for each in divisors):
+        raise bad("short_factor", "must be a list of positive numbers")
+    factor = number(parameters, "factor") if parameters.get("factor") is not None else max_position / original
+    if parameters.get("attention_factor") is not None:
+        magnitude = number(parameters, "attention_factor")
+    else:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        theta,
+        "longrope",
+        original_max_position=original,
+        magnitude=magnitude,
+        part=part,
+        divisors=tuple(float(each) for each in divisors),
+    )
 
 
 def _parse_yarn(parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:

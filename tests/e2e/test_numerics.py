@@ -51,7 +51,7 @@ class Lessons:
         return self.reference.eager[list(self.cases).index((prompt, continuation))]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral_window", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "mistral_window", "qwen2", "qwen3", "qwen3_moe", "phi3_longrope_partial"])
 def lessons(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
     (kind,) = (model for model in TINY_MODELS if model.name == request.param)
     folder: Path = build_model_folder(tmp_path_factory.mktemp("model"), kind)

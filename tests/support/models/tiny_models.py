@@ -43,6 +43,15 @@ _LLAMA3_ROPE = {
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.7, 2.5, 4.0], "long_factor": [9.0] * 6}
+_MULTIPLIERS = {
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.8,
+    "logits_scaling": 0.7,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "use_sliding_window": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,25 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+    TinyModel("mixtral", "Mixtral", {"num_local_experts": 4}),
+    TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
+    TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
+    TinyModel("qwen3_moe_renormalised_one_dense", "Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    TinyModel("olmo2", "Olmo2"),
+    TinyModel("olmo2_biased", "Olmo2", {"attention_bias": True}),
+    TinyModel("granite", "Granite", _MULTIPLIERS),
+    TinyModel("granite_biased", "Granite", {"attention_bias": True, "mlp_bias": True}),
+    TinyModel("phi3", "Phi3", {"pad_token_id": 0}),
+    TinyModel("phi3_window_partial", "Phi3", {"pad_token_id": 0, "sliding_window": 8, "rope_parameters": _PARTIAL_ROPE}),
+    TinyModel(
+        "phi3_longrope_partial",
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": _PARTIAL_ROPE | _LONGROPE,
+        },
+    ),
     TinyModel("gemma", "Gemma"),
     TinyModel("gemma2", "Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
     TinyModel("gemma3", "Gemma3Text", {"sliding_window": 8, "sliding_window_pattern": 2}),
@@ -107,10 +135,23 @@ def write_v4_config(folder: Path) -> None:
         raw["sliding_window_pattern"] = raw["layer_types"].index("full_attention") + 1
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     raw["torch_dtype"] = raw.pop("dtype")
     raw.pop("layer_types", None)
     path.write_text(json.dumps(raw))
+
+
+def choose_all_experts(folder: Path) -> None:
+    """Have a model's tokens go through all of its experts, if it has any.
+
+    For computation that rounds more: where two experts come out nearly the same, it may choose the other one, and all is other.
+    """
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    if (num_experts := raw.get("num_experts", raw.get("num_local_experts"))) is not None:
+        path.write_text(json.dumps(raw | {"num_experts_per_tok": num_experts}))
 
 
 @dataclass(frozen=True, slots=True)

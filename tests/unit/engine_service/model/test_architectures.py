@@ -1,7 +1,9 @@
 """docs/models.md is true: every architecture, tiny and random, gives the library's logits, or is refused for that reason."""
 
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.config import is_native
+from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.kernels.cpu import compiled
 from tests.support.models.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
@@ -79,12 +82,14 @@ def test_an_architecture_is_what_the_page_says(
         with pytest.raises(UnsupportedModelError, match=reason):
             load_checked_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
         return
-    model = load_checked_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)
-    assert model.config.max_position == LIMITED.get(model_type, MAX_POSITION)
-    lengths = (5, min(90, model.config.max_position))
+    models: list[Any] = [load_checked_model(folder, model_type, "float32", device=torch.device("cpu"), progress=False)]
+    if is_native(model_type):
+        models.append(load_model(folder, progress=False)[0])
+    assert {model.config.max_position for model in models} == {LIMITED.get(model_type, MAX_POSITION)}
+    lengths = (5, min(90, LIMITED.get(model_type, MAX_POSITION)))
     cases = [NumericsCase(random_tokens(length, vocab_size=VOCAB_SIZE)) for length in lengths]
     expected = logits_of(folder, cases)
-    for kernels in both_kernels:
+    for kernels, model in itertools.product(both_kernels, models):
         monkeypatch.setattr(compiled, "_kernels", kernels)
         for ours, theirs in zip(HandTables(model, 4).compute(cases, 7), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

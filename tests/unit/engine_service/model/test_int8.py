@@ -14,7 +14,14 @@ from kvkeeper.engine_service.model.dtype_name import dtype_name
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.kernels.activations import linear_int8
-from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, TinyModel, build_model_folder, random_tokens
+from tests.support.models.tiny_models import (
+    TINY_MODELS,
+    NumericsCase,
+    TinyModel,
+    build_model_folder,
+    choose_all_experts,
+    random_tokens,
+)
 from tests.unit.engine_service.model.test_numerics import HandTables
 
 torch.set_num_threads(1)
@@ -42,6 +49,7 @@ def test_the_demo_model_says_much_the_same() -> None:
 @pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
 def test_every_native_family_computes(model: TinyModel, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, model)
+    choose_all_experts(folder)
     exact, found = both_logits(folder, [NumericsCase(random_tokens(length)) for length in (1, 33)])
     assert float((found - exact).norm() / exact.norm()) < 0.1
 

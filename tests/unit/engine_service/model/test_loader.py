@@ -27,6 +27,14 @@ from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, wr
 
 torch.set_num_threads(1)
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {model.name: model for model in TINY_MODELS}
 
 
@@ -72,11 +80,11 @@ def test_families_differ_in_data():
         }  # fmt: skip
         found[name] = parse_model_config(raw | MODELS[name].overrides)
     llama, mistral, qwen2, qwen3 = found.values()
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, "none")
     assert llama.rope == RopeConfig(10000.0, "linear", 4.0)
     assert (mistral.qkv_bias, mistral.windows) == (False, (8, 8))
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.windows) == (True, False, (None, 8))
-    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.windows) == (True, 128, (None, None))
+    assert (qwen3.qk_norm, qwen3.head_dim, qwen3.windows) == ("head", 128, (None, None))
 
 
 def test_shards_load_like_one_file(folder, tmp_path):
@@ -138,8 +146,21 @@ def test_what_is_missing_is_named(folder, tmp_path):
         ({"model_type": None, "architectures": ["Odd"]}, UnsupportedModelError, "Odd"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, UnsupportedModelError, "longrope"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, UnsupportedModelError, "proportional"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "proportional"}}, UnsupportedModelError, "proportional"),
+        ({"rope_parameters": LONGROPE | {"short_factor": None}}, ModelConfigError, "short_factor"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [1.0] * 7}}, ModelConfigError, "must have 8 numbers, has 7"),
+        ({"rope_parameters": LONGROPE | {"short_factor": [0] * 8}}, ModelConfigError, "short_factor"),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": None}}, ModelConfigError, "original_max"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, ModelConfigError, "gives 3 of 16"),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, ModelConfigError, "at most 1"),
+        ({"model_type": "phi3", "partial_rotary_factor": "0.5"}, ModelConfigError, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.5, **DYNAMIC}, UnsupportedModelError, "partial_rotary_factor"),
+        ({"model_type": "mixtral"}, ModelConfigError, "num_local_experts"),
+        ({"model_type": "mixtral", **EXPERTS, "num_experts_per_tok": 5}, ModelConfigError, "5 is more than num_local_exp"),
+        ({"model_type": "qwen3_moe", **EXPERTS}, ModelConfigError, "moe_intermediate_size"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": 1}, ModelConfigError, "mlp_only_layers"),
+        ({"model_type": "granite", "residual_multiplier": "1"}, ModelConfigError, "residual_multiplier"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, ModelConfigError, "factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, ModelConfigError, "truncate"),
         ({"rope_parameters": {"rope_type": "linear"}}, ModelConfigError, "factor"),

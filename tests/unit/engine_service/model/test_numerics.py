@@ -8,10 +8,12 @@ difference in the same run; a dropped token must exceed it 1,000 times.
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
@@ -22,8 +24,10 @@ from tests.support.models.tiny_models import (
     ReferenceLogits,
     TinyModel,
     build_model_folder,
+    choose_all_experts,
     logits_of,
     numerics_cases,
+    quiet_transformers,
     random_tokens,
     reference_logits,
 )
@@ -123,6 +127,19 @@ def test_logits_are_those_of_transformers(world, chunk_size):
     assert tables.num_copies == 2
 
 
+def test_greedy_tokens_are_those_of_transformers(folder):
+    """By induction: after each prefix of the library's greedy text, the likeliest token is its next."""
+    prompt = random_tokens(5)
+    with quiet_transformers():
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        longer = {"max_new_tokens": 24, "min_new_tokens": 24}  # an end of the text would be none
+        text = network.generate(torch.tensor([prompt]), do_sample=False, eos_token_id=None, pad_token_id=0, **longer)[0]
+    assert len(text) == 29
+    tables = HandTables(load_model(folder, progress=False)[0], 4)
+    (found,) = tables.compute([NumericsCase(tuple(text.tolist()))], 1)
+    assert found.argmax(1)[4:-1].tolist() == text[5:].tolist()
+
+
 def test_the_noise_is_not_nothing(world):
     """Where transformers has both kinds of attention; for capped scores it has eager alone."""
     has_both = world.model.config.attention_soft_cap is None
@@ -130,8 +147,10 @@ def test_the_noise_is_not_nothing(world):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])
-def test_16_bit_computation_is_close(folder, dtype, bound):
+def test_16_bit_computation_is_close(folder, dtype, bound, tmp_path):
     """Far below what a dropped token does (see below), in the same paths."""
+    folder = shutil.copytree(folder, tmp_path / "model")
+    choose_all_experts(folder)
     model, _ = load_model(folder, dtype=dtype, progress=False)
     cases = numerics_cases(4)
     reference = reference_logits(folder, cases)
@@ -194,6 +213,26 @@ def test_yarn_is_that_of_transformers_beyond_the_original_length(changes, tmp_pa
     model, config = load_model(folder, progress=False)
     assert config.max_position == int(config.rope.factor * config.rope.original_max_position)
     assert reference.error(HandTables(model, 16).compute(cases, 64)) <= reference.bound
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 4.0}, {"attention_factor": 1.3}])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_longrope_is_that_of_transformers_up_to_the_original_length(family, changes, tmp_path):
+    folder = build_model_folder(tmp_path, TinyModel("longrope", family, {"rope_parameters": LONGROPE | changes}))
+    cases = [NumericsCase(random_tokens(60))]
+    reference = reference_logits(folder, cases)
+    model, config = load_model(folder, progress=False)
+    assert config.max_position == 64
+    assert reference.error(HandTables(model, 16).compute(cases, 7)) <= reference.bound
 
 
 def test_an_original_length_beside_the_rope_has_the_last_word(tmp_path):

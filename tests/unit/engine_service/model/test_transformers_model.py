@@ -47,6 +47,9 @@ def test_logits_are_those_of_transformers(model: TinyModel, tmp_path: Path) -> N
         assert reference.error(HandTables(loaded, 4).compute(cases, chunk_size)) <= reference.bound
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
 def test_an_engine_serves_one(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, MODELS[0])
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
@@ -58,30 +61,22 @@ def test_an_engine_serves_one(tmp_path: Path) -> None:
     assert served.refuses_retention, "the library rotates the queries, once"
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.5] * 8,
-    "long_factor": [4.0] * 8,
-    "original_max_position_embeddings": 64,
-}
-
-
 @pytest.mark.parametrize(
-    ("model", "max_len"),
+    "model",
     [
-        (TinyModel("llama_longrope", "Llama", {"rope_parameters": LONGROPE}), 64),
-        (TinyModel("qwen2_longrope", "Qwen2", {"rope_parameters": LONGROPE}), 64),
-        (TinyModel("llama_gelu", "Llama", {"hidden_act": "gelu"}), 512),
+        TinyModel("llama_gelu", "Llama", {"hidden_act": "gelu"}),
+        TinyModel("granite_relu", "Granite", {"hidden_act": "relu", "attention_multiplier": 0.3}),
+        TinyModel("qwen3_moe_gelu", "Qwen3Moe", {"hidden_act": "gelu", **EXPERTS}),
     ],
-    ids=lambda value: getattr(value, "name", None),
+    ids=lambda model: model.name,
 )
 def test_what_a_native_family_has_not_runs_through_the_library(
-    model: TinyModel, max_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, cases = build_model_folder(tmp_path, model), (NumericsCase(random_tokens(60)),)
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
-    assert served.max_len == max_len
+    assert served.refuses_retention, "the library rotates the queries, once"
+    assert served.max_len == 512
     layout = served.layout(4)
     memory = torch.zeros(17 * layout.block_bytes, dtype=torch.uint8)
     runner = served.make_runner(layout.view(memory), layout)
@@ -89,7 +84,7 @@ def test_what_a_native_family_has_not_runs_through_the_library(
     reference = reference_logits(folder, cases)
     assert reference.error([runner.forward(build_batch([row], 4))]) <= reference.bound
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedModelError, match=r"longrope|gelu"):
+    with pytest.raises(UnsupportedModelError, match=r"gelu|relu"):
         load_served_model(EngineConfig(model=str(folder), progress=False))
 
 

@@ -1,0 +1,66 @@
+"""Family: how a model family differs from Llama, as data. Knows no config.json and no tensor."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family stores its experts: names of the block, and of gate, up and down within each expert.
+
+    Attributes:
+        always_renormalises: the weights of a token's experts add up to 1; False: config.json's norm_topk_prob says.
+        intermediate_key: the field of config.json with an expert's width.
+    """
+
+    block: str
+    projections: tuple[str, str, str]
+    always_renormalises: bool
+    intermediate_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family differs from Llama.
+
+    Attributes:
+        qkv_bias, o_bias, mlp_bias: None: config.json's attention_bias or mlp_bias says (default: none).
+        needs_kv_heads: config.json has to state num_key_value_heads; otherwise they are as many as the heads.
+        qk_norm: of queries and keys: none, of each head, or of all heads at once.
+        norms: before attention and MLP, after them, or both.
+        head_dim: default where config.json has none; None: hidden_size / num_heads.
+        windows: none; all: on all layers, where sliding_window is set; switched: by use_sliding_window, from
+            max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
+        default_window: where config.json does not speak of sliding_window; None: no window then.
+        is_gemma: scaled embeddings, norms with 1 + weight, a GELU gate, tied by default.
+        query_scalar: default of query_pre_attn_scalar; None: the family has none.
+        soft_caps: defaults, of scores and of logits; None: the family has none.
+        local_theta: windows have a rope of their own, with this base by default.
+        has_partial_rope: partial_rotary_factor is heeded.
+        has_multipliers: embeddings, scores, residual branches and logits have factors of their own.
+        is_fused: queries, keys and values are stored as one tensor, and so are gate and up.
+        experts: an MLP is several experts; None: it is one.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = False
+    needs_kv_heads: bool = True
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    norms: Literal["before", "after", "both"] = "before"
+    head_dim: int | None = None
+    windows: WindowRule = "none"
+    default_window: int | None = None
+    full_every: int | None = None
+    is_gemma: bool = False
+    query_scalar: float | None = None
+    soft_caps: tuple[float | None, float | None] | None = None
+    local_theta: float | None = None
+    default_theta: float = 10_000.0
+    default_eps: float = 1e-6
+    has_partial_rope: bool = False
+    has_multipliers: bool = False
+    is_fused: bool = False
+    experts: ExpertNames | None = None
