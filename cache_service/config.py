@@ -20,6 +20,7 @@ from kvkeeper.service.settings import (
     ConfigError,
     between,
     check_settings,
+    health_address_setting,
     listen_setting,
     log_level_setting,
     metrics_listen_setting,
@@ -280,6 +281,7 @@ class CacheConfig:
         details="The null block is one of them.",
     )
     metrics_listen: str = metrics_listen_setting()
+    health_address: str = health_address_setting()
     trace_endpoint: str = trace_endpoint_setting()
     reflection: bool = reflection_setting()
     drain_timeout: float = setting(

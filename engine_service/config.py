@@ -16,6 +16,7 @@ from kvkeeper.service.settings import (
     ConfigError,
     between,
     check_settings,
+    health_address_setting,
     listen_setting,
     log_level_setting,
     metrics_listen_setting,
@@ -356,6 +357,7 @@ class EngineConfig:
         unit="seconds",
     )
     metrics_listen: str = metrics_listen_setting()
+    health_address: str = health_address_setting()
     trace_endpoint: str = trace_endpoint_setting()
     gateway: str = setting(
         "auto",
