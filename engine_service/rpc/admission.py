@@ -54,10 +54,8 @@ class Admission:
             raise WrongRole("this engine computes prompts for others alone (--role prefill)", role=self._config.role)
 
         async def submit(generation: Generation) -> None:
-            if (helper := self._prompts.find(generation)) is None:
+            if not self._prompts.ask(generation, self.message_of):
                 self._engine.submit(generation)
-            else:
-                self._prompts.ask(helper, generation, self.message_of(generation))
 
         return await self._hold(message, send, submit)
 

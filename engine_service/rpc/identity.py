@@ -17,13 +17,7 @@ def identity(model: ServedModel) -> pb.EngineIdentity:
     )
 
 
-def hand_over_request(model: ServedModel, address: str) -> pb.HandOverRequest:
-    """The request of an engine at this address that takes another one's place."""
-    own = identity(model)
-    return pb.HandOverRequest(address=address, **{field.name: value for field, value in own.ListFields()})
-
-
-def require_same(model: ServedModel, other: pb.EngineIdentity | pb.HandOverRequest) -> None:
+def require_same(model: ServedModel, other: pb.EngineIdentity) -> None:
     """Raises ForeignEngine where another engine computes something else."""
     own = identity(model)
     for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults"):

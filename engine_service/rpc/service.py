@@ -35,7 +35,7 @@ from .decode_request import (
 from .encode_response import iteration_plan, request_info, response_of, results_of
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
-from .identity import hand_over_request
+from .identity import identity
 from .metrics import engine_metrics
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
@@ -83,7 +83,7 @@ class EngineService:
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
         taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        await take_over(target, hand_over_request(self._model, address), taker)
+        await take_over(target, pb.HandOverRequest(address=address, engine=identity(self._model)), taker)
 
     async def close(self) -> None:
         """End the connections to other engines."""

@@ -185,6 +185,17 @@ async def check_hits(api: Api, *, cached: int = 16) -> None:
     await session.call("CloseSession", drained=True)
 
 
+@asynccontextmanager
+async def filled_world() -> AsyncIterator[World]:
+    """All prompts are cached, and the holder has their memory."""
+    async with world() as found:
+        await found.start_cache()
+        async with found.api() as api:
+            await fill(api)
+        await found.until_held(1)
+        yield found
+
+
 @pytest.mark.parametrize("flags", [{}, {"num_blocks": "", "pool_memory": "64KiB", "num_pools": 2}], ids=["blocks", "bytes"])
 async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_memory(flags: dict[str, Any]) -> None:
     """By number of blocks, and by an amount of memory, which is reserved at start, for another pool too."""
@@ -208,11 +219,7 @@ async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_m
 
 
 async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() -> None:
-    async with world() as found:
-        await found.start_cache()
-        async with found.api() as api:
-            await fill(api)
-        await found.until_held(1)
+    async with filled_world() as found:
         async with found.mapper() as mapper:
             place = (NUM_BLOCKS - 1) * BLOCK_BYTES
             assert await told(mapper, "read", place) == "0", "nobody sees what was there before"
@@ -233,11 +240,7 @@ async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() ->
 
 
 async def test_a_process_that_unmaps_ends_the_quarantine_and_another_that_maps_shares_the_memory() -> None:
-    async with world() as found:
-        await found.start_cache()
-        async with found.api() as api:
-            await fill(api)
-        await found.until_held(1)
+    async with filled_world() as found:
         async with found.mapper() as before:
             await found.kill_cache()
             await found.start_cache()
@@ -303,11 +306,7 @@ async def test_a_holder_that_is_full_is_told_once_and_the_pool_goes_on() -> None
 
 
 async def test_a_start_without_the_holder_is_a_cold_one_and_says_so_in_one_line() -> None:
-    async with world() as found:
-        await found.start_cache()
-        async with found.api() as api:
-            await fill(api)
-        await found.until_held(1)
+    async with filled_world() as found:
         await asyncio.gather(found.cache.kill(), found.holder.kill())
         await found.start_cache()
         warnings = [json.loads(line) for line in found.cache.lines if '"warning"' in line]
@@ -321,11 +320,7 @@ async def test_a_start_without_the_holder_is_a_cold_one_and_says_so_in_one_line(
 
 async def test_memory_without_its_files_is_given_back() -> None:
     """The operator has removed the folder: what the holder has of it is of no use to anybody."""
-    async with world() as found:
-        await found.start_cache()
-        async with found.api() as api:
-            await fill(api)
-        await found.until_held(1)
+    async with filled_world() as found:
         await found.kill_cache()
         for path in found.memory.iterdir():
             path.unlink()
@@ -455,11 +450,7 @@ def nothing(found: World) -> None:
     ],
 )
 async def test_what_is_not_the_pools_memory_is_never_believed(damage: Any, flags: dict[str, Any], why: str) -> None:
-    async with world() as found:
-        await found.start_cache()
-        async with found.api() as api:
-            await fill(api)
-        await found.until_held(1)
+    async with filled_world() as found:
         await found.kill_cache()
         damage(found)
         before = set(found.held())

@@ -232,6 +232,33 @@ async def test_an_engine_that_computes_something_else_is_left_alone(world: Servi
     assert helper.engine.stats.num_prefill_tokens == 0
 
 
+class WrongAnswers(pb_grpc.EngineServiceServicer):
+    """An engine whose first tokens no model has."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
+        self.num_asked += 1
+        yield pb.PrefillResponse(request=pb.HandedRequest(outputs=[pb.HandedOutput(token_ids=[1 << 31])]))
+
+
+async def test_an_engine_that_answers_nonsense_breaks_one_request_and_is_left_alone(world: Services) -> None:
+    await world.start_cache()
+    wrong, server = WrongAnswers(), grpc.aio.server()
+    pb_grpc.add_EngineServiceServicer_to_server(wrong, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    world.defer(lambda: server.stop(None))
+    decoder = await world.start_engine(role="decode", prefill=address, prefill_min_tokens=1)
+    client = await world.client(decoder)
+    with pytest.raises(KvkeeperError) as broken:
+        await generate(client, PROMPT, NUM_NEW)
+    assert broken.value.reason == "REQUEST_FAILED"
+    assert (await generate(client, PROMPT, NUM_NEW)).token_ids == [toy_output(PROMPT, NUM_NEW)]
+    assert (wrong.num_asked, asked(decoder)) == (1, (0, 1))
+
+
 async def test_the_cache_service_restarts_while_a_prompt_is_computed(world: Services) -> None:
     await world.start_cache()
     _, _, client, gate = await start_gated_pair(world)

@@ -3,7 +3,7 @@
 Real processes on one small pool. The first engine stops itself in its steps, before they read K and V or when they have; while
 it stands still its lease ends, and the second one takes and overwrites what it had. Then it goes on: what it was computing is
 lost with its session, and computed again. The oracle is the second engine, asked the same before anything stops; a model of
-floating-point numbers may say either of two tokens that are the likeliest alike (see demo_kills.py).
+floating-point numbers may say either of two tokens that are as good as alike (near_ties.py).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, Sampling
 from kvkeeper.engine_service.config import HASH_TOY
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.soak.demo_kills import GAP
+from tests.soak.near_ties import check_near_tie
 from tests.soak.row import Counts
 from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
@@ -164,7 +164,7 @@ class _Crowd:
         self._news.set()
 
     async def _one(self, asked: _Asked, expected: list[_Output]) -> None:
-        outputs = [_Comparison(output) for output in expected]
+        outputs = [_Comparison(asked, index, output) for index, output in enumerate(expected)]
         async for chunk in self._client.generate(asked.prompt, asked.options):
             logprobs = [one.logprob for one in chunk.logprobs] or [None] * len(chunk.token_ids)
             for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
@@ -178,10 +178,12 @@ class _Crowd:
 class _Comparison:
     """One continuation beside what it should be."""
 
-    def __init__(self, expected: _Output) -> None:
-        self.gap = 0.0  # at the first token that differs; what follows it continues another text
-        self._expected = expected
+    def __init__(self, asked: _Asked, index: int, expected: _Output) -> None:
+        """index: of the continuation."""
+        self.gap = 0.0  # at the first token that differs
+        self._asked, self._index, self._expected = asked, index, expected
         self._num_taken = 0
+        self._differs = False  # from there on it continues another text
 
     @property
     def is_complete(self) -> bool:
@@ -189,12 +191,14 @@ class _Comparison:
 
     def take(self, token_id: int, logprob: float | None) -> None:
         place, self._num_taken = self._num_taken, self._num_taken + 1
-        if self.gap:
+        if self._differs:
             return
         expected = self._expected.token_ids[place]
         if token_id != expected:
-            self.gap = self._expected.gaps[place] if self._expected.gaps else 1.0
-            assert self.gap < GAP, f"token {place} is {token_id} and not {expected}"
+            self._differs, sampling = True, self._asked.options.sampling
+            assert self._expected.gaps and sampling is not None, f"token {place} is {token_id} and not {expected}"
+            before = [*self._asked.prompt, *self._expected.token_ids[:place]]
+            self.gap = check_near_tie(before, sampling, self._index, self._expected.gaps[place], expected, token_id)
         elif logprob is not None:
             apart = abs(logprob - self._expected.logprobs[place])
             assert apart < _APART, f"the log probability of token {place} is {apart} away from what it is without a stop"

@@ -123,6 +123,6 @@ class HandOvers:
         """Raises InvalidField, ForeignEngine, HandOverUnderWay."""
         if not 1 <= len(request.address) <= _MAX_ADDRESS_CHARS:
             raise InvalidField(f"address: 1 to {_MAX_ADDRESS_CHARS} characters", field="address", limit=_MAX_ADDRESS_CHARS)
-        require_same(self._model, request)
+        require_same(self._model, request.engine)
         if self._current is not None:
             raise HandOverUnderWay("the requests are being handed over to another engine")

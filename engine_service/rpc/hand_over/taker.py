@@ -66,12 +66,15 @@ class Taker:
         return True
 
 
-async def take_over(target: str, identity: pb.HandOverRequest, taker: Taker) -> None:
-    """Take over what the engine at target has. Raises TakeOverRefused; an engine that is gone has nothing."""
+async def take_over(target: str, request: pb.HandOverRequest, taker: Taker) -> None:
+    """Take over what the engine at target has; one that is gone has nothing. Raises TakeOverRefused.
+
+    request: tells that engine of this one.
+    """
     transport = AsyncTransport(target, _CALL, pb_grpc.EngineServiceStub)
     hand_over_id, num_taken = "", 0
     try:
-        answers = transport.stream(transport.stub.HandOver, identity, replace(_CALL, timeout_s=math.inf, retry_s=_PATIENCE_S))
+        answers = transport.stream(transport.stub.HandOver, request, replace(_CALL, timeout_s=math.inf, retry_s=_PATIENCE_S))
         async for answer in answers:
             hand_over_id = answer.hand_over_id or hand_over_id
             if answer.HasField("request"):

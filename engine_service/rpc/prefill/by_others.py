@@ -7,7 +7,7 @@ alone for a while.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -66,20 +66,19 @@ class PromptsByOthers:
         self._helpers = [_Helper(AsyncTransport(target, self._options, pb_grpc.EngineServiceStub)) for target in targets]
         self._asked: dict[Generation, _Asked] = {}
 
-    def find(self, generation: Generation) -> _Helper | None:
-        """An engine to ask for the prompt of a new request; None: compute it here."""
-        if not self._helpers or generation.sends_all_at_the_end or len(generation.request.prompt) < self._min_tokens:
-            return None
-        now = time.monotonic()
-        ready = [helper for helper in self._helpers if helper.rest_until <= now]
-        return min(ready, key=lambda helper: helper.num_asked, default=None)
+    def ask(self, generation: Generation, message_of: Callable[[Generation], pb.GenerateRequest]) -> bool:
+        """Take a new request in and have its prompt computed, where an engine is free to; False: nothing was done.
 
-    def ask(self, helper: _Helper, generation: Generation, message: pb.GenerateRequest) -> None:
-        """Take a request in, and have its prompt computed. message: as it is carried out. Raises EngineError."""
+        message_of: gives the request's message, as it is carried out. Raises EngineError where the request is refused.
+        """
+        helper = self._find(generation)
+        if helper is None:
+            return False
         self._engine.hold(generation)
-        task = asyncio.create_task(self._compute(helper, generation, message))
+        task = asyncio.create_task(self._compute(helper, generation, message_of(generation)))
         self._asked[generation] = _Asked(task)
         task.add_done_callback(lambda _: self._end(generation, {}))  # one that is cancelled before it begins runs nothing
+        return True
 
     def drop(self, generation: Generation) -> None:
         """The request has ended: its prompt is not needed any more."""
@@ -98,6 +97,14 @@ class PromptsByOthers:
         await self.give_up()
         for helper in self._helpers:
             await helper.transport.close()
+
+    def _find(self, generation: Generation) -> _Helper | None:
+        """The engine to ask for a prompt; None: it is computed here."""
+        if not self._helpers or generation.sends_all_at_the_end or len(generation.request.prompt) < self._min_tokens:
+            return None
+        now = time.monotonic()
+        ready = [helper for helper in self._helpers if helper.rest_until <= now]
+        return min(ready, key=lambda helper: helper.num_asked, default=None)
 
     async def _compute(self, helper: _Helper, generation: Generation, message: pb.GenerateRequest) -> None:
         taken: dict[int, TakenBlocks] = {}
@@ -121,6 +128,7 @@ class PromptsByOthers:
             self._note_failure(generation, "NO_ANSWER")
         except EngineError as error:
             if generation.is_open:
+                helper.note_failure()
                 self._note_failure(generation, error.reason)
                 generation.fail(RequestFailed("the engine that computed the prompt sent something else"))
         finally:

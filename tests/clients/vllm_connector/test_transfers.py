@@ -11,6 +11,7 @@ import pytest
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.vllm.orders import Load, Orders, Store
+from kvkeeper.vllm.pages import Pages
 from kvkeeper.vllm.rounds import Job, Rounds
 from tests.support.processes.fleet import fleet
 from tests.support.stand_ins.vllm_worker import BLOCK_SIZE, DEADLINE_S, Gate, Worker, other_rank, tokens_of
@@ -30,6 +31,16 @@ async def client(cache_server: RunningServer) -> AsyncIterator[AsyncCacheClient]
 async def on_threads(work: Callable[..., T], *arguments: Any) -> T:
     """Work of vLLM's, which blocks, while the service runs on this thread."""
     return await asyncio.to_thread(work, *arguments)
+
+
+def gated(gates: list[Gate]) -> Callable[[Pages], Gate]:
+    """What puts a gate before pages, and notes it."""
+
+    def wrap(pages: Pages) -> Gate:
+        gates.append(Gate(pages))
+        return gates[-1]
+
+    return wrap
 
 
 def closing(*workers: Worker) -> contextlib.ExitStack:
@@ -160,7 +171,7 @@ async def test_a_pool_that_is_too_small_evicts_or_drops_and_goes_on(
 async def test_a_held_request_is_released_once_when_its_stores_have_ended(cache_server: RunningServer) -> None:
     def work() -> None:
         gates: list[Gate] = []
-        worker = Worker(cache_server.address, wrap=lambda pages: gates.append(Gate(pages)) or gates[0])  # type: ignore[func-returns-value]
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             worker.transfers.submit(Orders(held=["a", "b"]))
@@ -180,7 +191,7 @@ async def test_a_held_request_is_released_once_when_its_stores_have_ended(cache_
 async def test_vllm_waits_for_a_store_that_reads_blocks_which_it_takes_back(cache_server: RunningServer) -> None:
     def work() -> None:
         gates: list[Gate] = []
-        worker = Worker(cache_server.address, wrap=lambda pages: gates.append(Gate(pages)) or gates[0])  # type: ignore[func-returns-value]
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             while not gates:
@@ -287,11 +298,7 @@ async def test_what_was_loaded_counts_only_if_the_session_lived_until_then(cache
     def work() -> None:
         gates: list[Gate] = []
 
-        def wrap(pages: Any) -> Gate:
-            gates.append(Gate(pages))
-            return gates[-1]
-
-        worker = Worker(cache_server.address, wrap=wrap)
+        worker = Worker(cache_server.address, wrap=gated(gates))
         with closing(worker):
             worker.order_store("a", PROMPT, [3, 9, 4, 7])
             while not gates:

@@ -18,7 +18,7 @@ class Settings:
     """What a user may set."""
 
     address: str = CACHE  # of the cache service: host:port or unix:/path
-    revision: str = ""  # of the weights; empty: found out, see weights.py
+    revision: str = ""  # of the weights; empty: found out, see page_spec.py
     store_generated: bool = True  # whether what a request generates is stored, too, once it has ended
     lookup_timeout_s: float = 0.5  # a request whose look-up takes longer is computed without
     call_timeout_s: float = 5.0  # of a call that loads or stores; then the service counts as lost
@@ -33,7 +33,7 @@ def settings_of(extra: Mapping[str, Any], load_failure_policy: str) -> Settings:
         if name not in types:
             raise WrongSettings(f"kv_connector_extra_config has {name!r}; known are {', '.join(sorted(types))}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_right = is_number and 0 < value < 3600 if types[name] is float else isinstance(value, types[name])  # type: ignore[arg-type]
+        is_right = is_number and 0 < value < 3600 if types[name] is float else type(value) is types[name]
         if not is_right:
             raise WrongSettings(f"kv_connector_extra_config: {name} cannot be {value!r}")
     if load_failure_policy != RECOMPUTE:
