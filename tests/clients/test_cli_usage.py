@@ -17,7 +17,7 @@ from kvkeeper.client import KvkeeperError
 from kvkeeper.service import VERSION
 
 NO_SERVICE = "127.0.0.1:1"
-CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "completion"})
+CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "drain", "completion"})
 
 
 def exit_code(*argv: str) -> object:

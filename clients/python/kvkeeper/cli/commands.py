@@ -21,6 +21,7 @@ COMMANDS = {
     "up": "run both services",
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "doctor": "say what on this host would keep the services from starting",
+    "drain": "ask the service at an address to stop, and wait until it has ended",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "chat": "talk with the model",
@@ -35,7 +36,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "serve", "doctor", "demo"),
+    "start": ("up", "serve", "doctor", "drain", "demo"),
     "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "top", "requests", "sequences", "config"),
     "benchmark": ("bench",),
