@@ -358,6 +358,12 @@ class EngineConfig:
     )
     metrics_listen: str = metrics_listen_setting()
     health_address: str = health_address_setting()
+    vllm_metrics: bool = setting(
+        False,
+        group="Watching",
+        help="tell metrics under vLLM's names, too, where both mean the same",
+        details="For dashboards and autoscalers that were made for vLLM.",
+    )
     trace_endpoint: str = trace_endpoint_setting()
     gateway: str = setting(
         "auto",
