@@ -16,20 +16,9 @@ from tests.support.processes.service_pair import Services, generate
 
 # The last word of a name. A sum's `_total` is Prometheus' own ending, and not part of a family's name here.
 UNITS = {"seconds", "bytes", "fds", "info", "share", "rate", "utilization", "perc"}
-COUNTED = set(
-    [
-        "blocks",
-        "tokens",
-        "requests",
-        "sequences",
-        "sessions",
-        "steps",
-        "starts",
-        "ups",
-        "hits",
-        "misses",
-        "forks",
-        "write",
+COUNTED = {
+    *("blocks", "tokens", "requests", "sequences", "sessions", "steps", "starts", "ups", "hits", "misses", "forks", "write"),
+    *(
         "refusals",
         "outs",
         "ins",
@@ -42,15 +31,9 @@ COUNTED = set(
         "changes",
         "watches",
         "offs",
-        "pools",
-        "results",
-        "prefills",
-        "preemptions",
-        "switches",
-        "guesses",
-        "out",
-    ]
-)
+    ),
+    *("pools", "results", "prefills", "preemptions", "switches", "guesses", "out"),
+}
 LEVELS = {"pressure", "policy", "revision"}  # 1 to 4; 1 for the one in force; a number that grows
 
 

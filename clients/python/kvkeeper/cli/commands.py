@@ -15,7 +15,6 @@ from typing import cast
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.usage import Parser, did_you_mean
 from kvkeeper.cli.start import services
-from kvkeeper.service import VERSION
 
 COMMANDS = {
     "up": "run both services",
@@ -71,6 +70,16 @@ def run(argv: Sequence[str]) -> int:
     return exit_code
 
 
+class _Version(argparse.Action):
+    """Asks git for the commit only where the version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from kvkeeper.cli.console.version import version_text
+
+        print(parser.prog, version_text())
+        parser.exit()
+
+
 def whole_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser with the flags of all commands except the services', which know their own; each command's parser by name."""
     return _parser(COMMANDS)
@@ -100,7 +109,7 @@ def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
         epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 a service is down, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and in a checkout the commit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in (services.NAMES | COMMANDS).items():
         if name in wanted:
