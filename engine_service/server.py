@@ -222,7 +222,9 @@ def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engin
     from .rpc.gateway.calls import VllmEngine
     from .rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    return [MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text is not None))]
+    return [
+        MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))
+    ]
 
 
 def call_options(config: EngineConfig) -> CallOptions:

@@ -8,6 +8,7 @@ only as rows of bytes.
 import mmap
 import os
 import weakref
+from functools import cached_property
 
 import numpy as np
 
@@ -48,6 +49,13 @@ class SharedMemoryArena:
     def descriptors(self) -> list[int]:
         """The memfd."""
         return [self.descriptor]
+
+    @cached_property
+    def read_only_descriptor(self) -> int:
+        """Of the same file, for processes that must not write; they cannot map it to write."""
+        descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
     def read(self, first: int, num_bytes: int) -> bytes:
         return self.array[first : first + num_bytes].tobytes()

@@ -57,7 +57,10 @@ class SessionCalls:
         if request.executor not in _EXECUTORS:
             raise InvalidField("executor is one of Executor", field="executor")
         spec, executor = kv_spec(request.spec), _EXECUTORS[request.executor]
-        live = await self._session_manager.open(spec, executor, ttl_ms / 1000, request.client_name)
+        read_only = request.read_only_memory
+        if read_only and executor is Executor.ENGINE:
+            raise InvalidField("read_only_memory: an engine writes", field="read_only_memory")
+        live = await self._session_manager.open(spec, executor, ttl_ms / 1000, request.client_name, read_only_memory=read_only)
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,

@@ -187,14 +187,17 @@ class Pool:
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
-    def arena_fields(self) -> dict[str, object]:
+    def arena_fields(self, *, read_only: bool = False) -> dict[str, object]:
         """How the attach socket describes the pool's memory."""
-        fields = {**self.arena.fields(), "num_bytes": self.info.arena_bytes}
+        fields = {**self.arena.fields(), "num_bytes": self.info.arena_bytes} | ({"read_only": True} if read_only else {})
         return {**fields, "num_host_bytes": self.info.host_arena_bytes} if self.host_arena is not None else fields
 
-    def arena_descriptors(self) -> list[int]:
-        """The descriptors that the attach socket hands over with that."""
-        return self.arena.descriptors() + ([] if self.host_arena is None else self.host_arena.descriptors())
+    def arena_descriptors(self, *, read_only: bool = False) -> list[int]:
+        """The descriptors that the attach socket hands over with that. read_only: of shared memory, for what must not write."""
+        arenas = (self.arena,) if self.host_arena is None else (self.arena, self.host_arena)
+        if not read_only:
+            return [descriptor for arena in arenas for descriptor in arena.descriptors()]
+        return [arena.read_only_descriptor for arena in arenas if isinstance(arena, SharedMemoryArena)]
 
     def _end_earlier_quarantine(self) -> None:
         self.quarantines.discard(EARLIER_RUN)

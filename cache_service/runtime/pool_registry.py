@@ -76,6 +76,11 @@ class PoolRegistry:
     def pools(self) -> list[Pool]:
         return list(self._pools.values())
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether blocks are in CUDA memory."""
+        return self._config.device != "cpu"
+
     async def reserve(self) -> None:
         """Takes over what earlier runs have left, and allocates the memory whose size is known now.
 

@@ -19,7 +19,7 @@ import structlog
 from ..core.calls.sessions import CloseResult
 from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
-from ..core.values.errors import CacheError, Draining, StaleEpoch, UnknownSession
+from ..core.values.errors import CacheError, Draining, InvalidField, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor, SessionId
@@ -93,12 +93,18 @@ class LiveSession:
     core: Session
     pool: Pool
     attach_token: str
+    read_only_memory: bool  # its process may only read what it maps
     stream: StepCarrier | None = None  # that carried the last step
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
     over: asyncio.Event = field(default_factory=asyncio.Event)
     foretold: ForetoldRequest | None = None  # its next step, most likely
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
+
+    @property
+    def may_write(self) -> bool:
+        """Whether its process can write to the arena now."""
+        return self.is_mapped and not self.read_only_memory
 
 
 @dataclass(slots=True)
@@ -137,17 +143,24 @@ class SessionManager:
     def sessions(self) -> list[LiveSession]:
         return list(self._live.values())
 
-    async def open(self, spec: KvSpec, executor: Executor, ttl: float, client_name: str) -> LiveSession:
-        """Raises Draining, PoolNotReady, OutOfPools, OutOfSessions."""
+    async def open(
+        self, spec: KvSpec, executor: Executor, ttl: float, client_name: str, *, read_only_memory: bool = False
+    ) -> LiveSession:
+        """read_only_memory: where a process attaches, it may only read.
+
+        Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField.
+        """
         if self.is_draining:
             raise Draining("the service is stopping")
         self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
+        if read_only_memory and self.registry.is_on_device:
+            raise InvalidField("read_only_memory: memory on a device can be written, too", field="read_only_memory")
         pool = await self.registry.obtain(spec)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())
         pool.manager.tick(self.now())
         pool.manager.open_session(session_id, executor)
-        live = LiveSession(core, pool, secrets.token_hex(16))
+        live = LiveSession(core, pool, secrets.token_hex(16), read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live
         self._tokens[live.attach_token] = live
@@ -229,8 +242,8 @@ class SessionManager:
             live.pool.mappings.add(live.core.id)
         log.info("process_attached", client_name=live.core.client_name, parts=" ".join(sorted(parts)))
         return live, Grant(
-            fields=live.pool.arena_fields() if has_memory else {},
-            descriptors=live.pool.arena_descriptors() if has_memory else [],
+            fields=live.pool.arena_fields(read_only=live.read_only_memory) if has_memory else {},
+            descriptors=live.pool.arena_descriptors(read_only=live.read_only_memory) if has_memory else [],
             on_process_end=lambda: self._process_ended(live),
             on_unmapped=lambda: self._unmapped(live),
             session_over=live.over,
@@ -255,7 +268,7 @@ class SessionManager:
         session_id = live.core.id
         # Copies that run in a thread write as an attached process would: their destinations must not be reused yet.
         copying = live.pool.copying
-        may_still_write = copying is not None or (live.is_mapped and not drained)
+        may_still_write = copying is not None or (live.may_write and not drained)
         self.table.end_session(live.core)
         live.pool.manager.tick(self.now())
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
@@ -300,7 +313,7 @@ class SessionManager:
     def _end_quarantine_when_safe(self, ended: _Ended) -> None:
         """Ends the quarantine of an ended session once neither its process nor a copy can write any more."""
         live = ended.live
-        if live is None or (live.is_mapped and not ended.drained):
+        if live is None or (live.may_write and not ended.drained):
             return
         if live.pool.copying is not None:  # perhaps a later copy, which began when the first was done
             live.pool.copying.add_done_callback(lambda _: self._end_quarantine_when_safe(ended))

@@ -3,9 +3,26 @@
 import asyncio
 import signal
 
+import numpy as np
+import pytest
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import AsyncCacheClient
 from tests.support.processes.child_processes import Processes
-from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, Api, ManualClock, Session, blocks_of, int32s, le32, le64
+from tests.support.worlds.cache_api import (
+    BLOCK_BYTES,
+    DEADLINE,
+    SPEC,
+    Api,
+    ManualClock,
+    Session,
+    blocks_of,
+    int32s,
+    kv_of,
+    le32,
+    le64,
+    refusal,
+)  # fmt: skip
 
 
 async def start(session: Session, sequence_id: int, num_tokens: int) -> list[int]:
@@ -139,3 +156,38 @@ async def test_a_lease_longer_than_a_minute_does_not_attach(api: Api, processes:
     child = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
     _, error = await child.process.communicate()
     assert error.decode().strip() == '{"error": "LEASE_TOO_LONG"}'
+
+
+async def test_a_session_with_read_only_memory_reads_in_place_and_writes_nothing(api: Api, processes: Processes) -> None:
+    writer = await api.open(engine=False)
+    await writer.create(1, 10)
+    await writer.call("ExtendSequence", sequence_id=1, num_tokens=10)
+    written = kv_of(range(10), salt=3)
+    await writer.write_kv(1, 0, written)
+    table = await writer.call("CommitSequence", sequence_id=1, num_tokens=10, first_token_idx=10)
+    assert table is not None
+    async with AsyncCacheClient(api.server.address) as client:
+        session = await client.open_session(SPEC, read_only_memory=True)
+        arena = await session.attach()
+        (pool,) = api.server.session_manager.registry.pools
+        np.testing.assert_array_equal(arena.array, blocks_of(pool).reshape(-1))
+        assert arena.array.any()
+        with pytest.raises(ValueError, match="read-only"):
+            arena.array[0] = 1
+        assert (await api.stats()).sessions[1].num_attached_processes == 1
+        assert (await session.close(drained=False)).num_quarantined_blocks == 0, "it wrote nothing, so nothing waits for it"
+        arena.close()
+
+
+async def test_read_only_memory_cannot_be_mapped_to_write(api: Api, processes: Processes) -> None:
+    session = await api.open(engine=False, read_only_memory=True)
+    child = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
+    _, error = await child.process.communicate()
+    assert "Permission denied" in error.decode()
+    assert child.process.returncode == 1
+
+
+async def test_an_engine_has_no_read_only_memory(api: Api) -> None:
+    error = await refusal(api.open(read_only_memory=True))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "read_only_memory")
+    assert (await api.stats()).num_opened_sessions == 0

@@ -22,7 +22,7 @@ from tests.support.processes.fleet import DEADLINE_S, Service
 from tests.support.processes.service_pair import until
 from tests.support.processes.services import environment, short_folder
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, num_device_memories
-from tests.support.worlds.cache_api import BLOCK_BYTES, Api, Session, kv_of, read_all
+from tests.support.worlds.cache_api import BLOCK_BYTES, Api, Session, kv_of, read_all, refusal
 from tests.support.worlds.memory_folder import memory_folder
 
 NUM_BLOCKS = 33
@@ -220,6 +220,9 @@ async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_m
 
 async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() -> None:
     async with filled_world() as found:
+        async with found.api() as api:
+            error = await refusal(api.open(engine=False, read_only_memory=True))
+            assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "read_only_memory")
         async with found.mapper() as mapper:
             place = (NUM_BLOCKS - 1) * BLOCK_BYTES
             assert await told(mapper, "read", place) == "0", "nobody sees what was there before"

@@ -32,7 +32,7 @@ NUM_BEFORE, NUM_ALL = 6, 40
 ELSEWHERE = "unix:/nowhere/at/all"
 
 
-def own_request(address: str = ELSEWHERE) -> pb.HandOverRequest:
+def request_of_this_model(address: str = ELSEWHERE) -> pb.HandOverRequest:
     return pb.HandOverRequest(address=address, engine=identity(load_served_model(EngineConfig(model=HASH_TOY))))
 
 
@@ -91,7 +91,7 @@ async def test_requests_go_on_where_they_are_when_the_taker_is_killed_before_it_
         "for answer in pb_grpc.EngineServiceStub(grpc.insecure_channel(sys.argv[1])).HandOver(request):\n"
         "    print(answer.request.request.request_id, flush=True)\n"
     )
-    raw = own_request().SerializeToString().hex()
+    raw = request_of_this_model().SerializeToString().hex()
     taker = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, giver.engine.address, raw, env={"PYTHONPATH": ":".join(sys.path)}, stdout=PIPE
     )
@@ -115,7 +115,7 @@ async def test_requests_go_on_where_they_are_when_the_taker_is_killed_before_it_
 
 async def test_what_was_confirmed_is_gone_and_the_rest_goes_on(giver: Giver, world: Services) -> None:
     async with stub_of(giver.engine) as stub:
-        stream = stub.HandOver(own_request())
+        stream = stub.HandOver(request_of_this_model())
         hand_over_id = (await stream.read()).hand_over_id
         giver.gate.is_open.set()
         handed = [(await stream.read()).request for _ in range(2)]
@@ -149,7 +149,7 @@ async def test_a_taker_that_dies_with_the_blocks_leaves_the_tokens(giver: Giver,
     spec = kv_spec_of(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
     session = await (await world.cache_client()).open_session(spec, cache_pb.EXECUTOR_ENGINE, ttl_ms=60_000)
     async with stub_of(giver.engine) as stub:
-        stream = stub.HandOver(own_request())
+        stream = stub.HandOver(request_of_this_model())
         await stream.read()
         giver.gate.is_open.set()
         offers = [(await stream.read()).request.outputs[0].offer for _ in range(2)]
@@ -169,7 +169,7 @@ async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, mon
     giver.gate.is_open.set()
     async with stub_of(giver.engine) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            _ = [answer async for answer in stub.HandOver(own_request())]
+            _ = [answer async for answer in stub.HandOver(request_of_this_model())]
     assert error_of(failed.value).reason == "TIMED_OUT"
     found = [output.token_ids for output in await asyncio.gather(*giver.asking)]
     assert found == [[toy_output(PROMPT, NUM_ALL)], [toy_output(OTHER, NUM_ALL)]]
@@ -178,16 +178,16 @@ async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, mon
 
 async def test_one_hand_over_at_a_time(giver: Giver) -> None:
     async with stub_of(giver.engine) as stub:
-        first = stub.HandOver(own_request())
+        first = stub.HandOver(request_of_this_model())
         await first.read()
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.HandOver(own_request()).read()
+            await stub.HandOver(request_of_this_model()).read()
         error = error_of(refused.value)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "HAND_OVER_UNDER_WAY")
         assert error.retry_after is not None
         for address in ("", "x" * 257):
             with pytest.raises(grpc.aio.AioRpcError) as invalid:
-                await stub.HandOver(own_request(address)).read()
+                await stub.HandOver(request_of_this_model(address)).read()
             assert error_of(invalid.value).reason == "INVALID_FIELD"
         first.cancel()
     giver.gate.is_open.set()
@@ -196,7 +196,7 @@ async def test_one_hand_over_at_a_time(giver: Giver) -> None:
 
 async def test_a_request_that_ends_on_its_way_is_not_taken(giver: Giver) -> None:
     async with stub_of(giver.engine) as stub:
-        stream = stub.HandOver(own_request())
+        stream = stub.HandOver(request_of_this_model())
         hand_over_id = (await stream.read()).hand_over_id
         giver.gate.is_open.set()
         for _ in range(2):
@@ -214,7 +214,7 @@ async def test_a_request_that_ends_on_its_way_is_not_taken(giver: Giver) -> None
 
 async def test_a_cache_service_that_dies_meanwhile_changes_nothing(giver: Giver, world: Services) -> None:
     async with stub_of(giver.engine) as stub:
-        stream = stub.HandOver(own_request())
+        stream = stub.HandOver(request_of_this_model())
         await stream.read()
         await world.stop_cache()
         giver.gate.is_open.set()

@@ -12,6 +12,7 @@ from tests.soak import (
     exactly_once,
     failpoints,
     fork_trees,
+    fuzzing,
     hostile_releases,
     kept_mutations,
     life_cycles,
@@ -118,4 +119,10 @@ ROWS = [
         80_000, tenant_residue.run, num_ci_seeds=4),
     Row(32, "both tiers", "a reused block shows nothing of another tenant", "blocks", "blocks full of another's bytes",
         20_000, tier_walks.residue, num_ci_seeds=4),
+    *(Row(34, f"{service} briefly", "malformed input never ends a service", "calls", "inputs that were refused",
+          10_000, getattr(fuzzing, f"{service}_briefly"), num_ci_seeds=1)
+      for service in ("cache", "engine", "gateway")),
+    *(Row(34, service, "malformed input never ends a service", "calls", "inputs that were refused",
+          10_000_000, getattr(fuzzing, service), num_ci_seeds=0, most_seconds=600)
+      for service in ("cache", "engine", "gateway")),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 The `complete` of a streamed continuation repeats no token.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,10 +34,11 @@ class Answer:
     """The answer to one Generate."""
 
     def __init__(self, prompt: list[int], num_outputs: int, *, is_streamed: bool) -> None:
-        """prompt: its tokens; empty where only its text is known."""
+        """prompt: its tokens; empty where only its text is known. num_outputs: as asked for, before anything has checked it."""
         self._prompt = prompt
         self._is_streamed = is_streamed
-        self._outputs = [_Output() for _ in range(num_outputs)]
+        self._num_outputs = num_outputs
+        self._outputs: defaultdict[int, _Output] = defaultdict(_Output)
         self._prompt_logprobs: list[own.TokenLogprobs] = []
 
     def add(self, message: own.GenerateResponse) -> Iterator[pb.GenerateResponse]:
@@ -66,7 +68,8 @@ class Answer:
         )
 
     def _completes(self, usage: own.Usage) -> Iterator[pb.GenerateResponse]:
-        for index, output in enumerate(self._outputs):
+        for index in range(self._num_outputs):
+            output = self._outputs[index]
             complete = pb.GenerateComplete(
                 output_ids=output.token_ids,
                 finish_reason=output.reason or _FAILED,

@@ -50,6 +50,21 @@ def closing(*workers: Worker) -> contextlib.ExitStack:
     return stack
 
 
+class AnnouncedLock:
+    """A lock that tells that a thread is about to wait for it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 async def test_what_one_worker_stores_another_one_loads(cache_server: RunningServer, client: AsyncCacheClient) -> None:
     def work() -> None:
         one, other = Worker(cache_server.address), Worker(cache_server.address)
@@ -200,14 +215,19 @@ async def test_vllm_waits_for_a_store_that_reads_blocks_which_it_takes_back(cach
             assert gate.reached.wait(DEADLINE_S)
             worker.order_store("queued", tokens_of(2, first=500), [0, 1])
 
+            worker.transfers.cancel_stores(["queued"])  # does not wait for the copy of another
+
             def take_back() -> None:
-                worker.transfers.cancel_stores(["a", "queued"])
+                worker.transfers.cancel_stores(["a"])
                 seen.append(gate.open.is_set())
                 worker.blocks[:] = 0  # what vLLM's next step writes
 
             seen: list[bool] = []
+            copying = AnnouncedLock(worker.rounds.copying)
+            worker.rounds.copying = copying  # type: ignore[assignment]
             taking = threading.Thread(target=take_back)
             taking.start()
+            assert copying.is_wanted.wait(DEADLINE_S)
             gate.open.set()
             taking.join(DEADLINE_S)
             assert seen == [True]

@@ -133,6 +133,7 @@ class Fleet:
         self._cache_switches = cache_switches
         self.flags_of: dict[int, dict[str, Any]] = {}  # of single engines, by number, beside those of all
         self._all: list[Service] = []
+        self.wrapper = ""  # a module that runs each service's, which it is handed with the flags; empty: none
         self.boards: dict[str, Path] = {}  # by address: the service there has failpoints, and this file is their board
 
     def add_boards(self, num_points: int) -> None:
@@ -172,6 +173,8 @@ class Fleet:
         words += switches
         if (board := self.boards.get(flags["listen"])) is not None:
             words, module = [str(board), module, *words], "tests.support.failpoints.process"
+        elif self.wrapper:
+            words, module = [module, *words], self.wrapper
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *words, env=environment(self.folder),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
@@ -200,16 +203,18 @@ async def fleet(
     num_failpoints: int = 0,
     *,
     has_prefill_engine: bool = False,
+    wrapper: str = "",
     **engine_flags: Any,
 ) -> AsyncIterator[Fleet]:
     """Serves when the block begins; a failure in it is told with the ends of the logs.
 
     first_flags: of the first engine, which then is one of stopping_engine.py. cache_switches: flags without a value.
     num_failpoints: of each service; 0: they run as they are. has_prefill_engine: the last engine computes the first one's
-    prompts, beside its own requests.
+    prompts, beside its own requests. wrapper: see Fleet.
     """
     with short_folder() as folder:
         found = Fleet(folder, num_engines, cache_flags or {}, engine_flags, first_flags, cache_switches)
+        found.wrapper = wrapper
         if num_failpoints:
             found.add_boards(num_failpoints)
         if has_prefill_engine:

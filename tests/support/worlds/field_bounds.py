@@ -230,6 +230,7 @@ BOUNDS: dict[str, Bound] = {
     "OpenSessionRequest.ttl_ms": Number(500, 3_600_000, zero=True),
     "OpenSessionRequest.client_name": Text(256),
     "OpenSessionRequest.protocol_version": Number(0, MAX_INT32),
+    "OpenSessionRequest.read_only_memory": FLAG,
     "RenewSessionRequest.completed_step_id": Number(0, 2),
     "RenewSessionRequest.completed_transfer_ids": Column(8, Number(1, 0)),
     "RenewSessionRequest.failed_transfer_ids": Column(8, Number(1, 0)),

@@ -65,7 +65,7 @@ class Arena:
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes [arena_bytes] of a pool in the host's memory, writable."""
+        """All bytes [arena_bytes] of a pool in the host's memory, writable unless the session has read-only memory."""
         self._require_open()
         if self._imported is not None:
             raise ValueError("the arena is in CUDA memory, see device_bytes")
@@ -82,7 +82,7 @@ class Arena:
 
     @property
     def host_array(self) -> npt.NDArray[np.uint8]:
-        """All bytes of the host tier [host_arena_bytes], writable; empty without a host tier."""
+        """All bytes of the host tier [host_arena_bytes], writable as array is; empty without a host tier."""
         self._require_open()
         return self._arrays.get("host_array", np.empty(0, np.uint8))
 
@@ -166,7 +166,8 @@ def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
     # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
     if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
         raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
-    memories = [mmap.mmap(descriptor, size) for descriptor, size in pairs]
+    access = mmap.ACCESS_READ if reply.get("read_only") else mmap.ACCESS_WRITE
+    memories = [mmap.mmap(descriptor, size, access=access) for descriptor, size in pairs]
     memory = memories.pop(0) if kind == "memfd" else None
     imported = _import(reply, of_arena) if kind != "memfd" else None
     return Arena(handed_over.connection, memory, memories[0] if memories else None, imported)

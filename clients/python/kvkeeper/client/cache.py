@@ -49,9 +49,14 @@ class AsyncCacheClient:
         executor: "pb.Executor" = pb.EXECUTOR_CACHE,
         ttl_ms: int = 0,
         client_name: str = "",
+        *,
+        read_only_memory: bool = False,
     ) -> "AsyncCacheSession":
-        """Open a session on the pool of spec; ttl_ms 0 is the service's default lease."""
-        opened = await self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name))
+        """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
+
+        read_only_memory: attach() maps the memory to be read alone.
+        """
+        opened = await self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory))
         return AsyncCacheSession(self._transport, opened)
 
     async def capabilities(self) -> pb.GetCapabilitiesResponse:

@@ -36,10 +36,17 @@ class Call(Generic[T]):
     least_timeout_s: float = 0.0
 
 
-def open_session(spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str) -> Call[pb.OpenSessionResponse]:
+def open_session(
+    spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str, read_only_memory: bool
+) -> Call[pb.OpenSessionResponse]:
     """The call raises KvkeeperError where either side is too old for the other."""
     request = pb.OpenSessionRequest(
-        spec=spec, executor=executor, ttl_ms=ttl_ms, client_name=client_name, protocol_version=PROTOCOL_VERSION
+        spec=spec,
+        executor=executor,
+        ttl_ms=ttl_ms,
+        client_name=client_name,
+        protocol_version=PROTOCOL_VERSION,
+        read_only_memory=read_only_memory,
     )
     return Call("OpenSession", request, _spoken)
 

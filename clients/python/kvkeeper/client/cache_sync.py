@@ -34,11 +34,18 @@ class CacheClient:
         executor: "pb.Executor" = pb.EXECUTOR_CACHE,
         ttl_ms: int = 0,
         client_name: str = "",
+        *,
+        read_only_memory: bool = False,
     ) -> "CacheSession":
-        """Open a session on the pool of spec; ttl_ms 0 is the service's default lease."""
+        """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
+
+        read_only_memory: attach() maps the memory to be read alone.
+        """
         from kvkeeper.client.session_sync import CacheSession  # numpy, which the calls without a session do not need
 
-        return CacheSession(self._transport, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name)))
+        return CacheSession(
+            self._transport, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory))
+        )
 
     def capabilities(self) -> pb.GetCapabilitiesResponse:
         return self._do(cache_calls.capabilities())

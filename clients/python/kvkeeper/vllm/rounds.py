@@ -44,7 +44,7 @@ class Job:
     def __init__(self, order: Load | Store, ready: Callable[[], None] | None = None) -> None:
         self.order = order
         self.ready = ready
-        self.is_cancelled = False  # set while no copy runs, see Rounds.copying
+        self.is_cancelled = False  # then no copy of it begins; whether one runs, see Rounds.copying
         self.num_blocks = 0  # blocks that were moved
         self.has_failed = False  # for a load: the blocks behind num_blocks were not loaded
 

@@ -61,11 +61,13 @@ class Transfers:
             return
         with self._changed:
             jobs = [job for job in (*self._stores, *self._running) if job.order.request_id in wanted]
-        jobs = [job for job in jobs if not isinstance(job.order, Load)]
-        if jobs:
-            with self._rounds.copying:  # waits for a copy that runs
-                for job in jobs:
-                    job.is_cancelled = True
+            jobs = [job for job in jobs if not isinstance(job.order, Load)]
+            for job in jobs:
+                job.is_cancelled = True
+            may_be_read = any(job in self._running for job in jobs)
+        if may_be_read:
+            with self._rounds.copying:  # waits for a copy that runs, which may be one of them
+                pass
 
     def take_finished(self) -> Finished:
         """What ended since the last time; each thing is told once."""

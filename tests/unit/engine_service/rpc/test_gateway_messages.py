@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,15 @@ def test_a_stream_is_its_chunks_and_an_empty_end_for_each_continuation() -> None
     ends = [each.complete for each in found if each.HasField("complete")]
     assert [(end.index, list(end.output_ids), end.finish_reason) for end in ends] == [(0, [], "length"), (1, [], "stop")]
     assert [(end.prompt_tokens, end.completion_tokens, end.cached_tokens) for end in ends] == [(3, 3, 2), (3, 2, 2)]
+
+
+def test_continuations_that_will_be_refused_take_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        Answer(PROMPT, (1 << 31) - 1, is_streamed=True)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_a_stream_all_comes_at_the_end() -> None:
