@@ -20,6 +20,7 @@ from kvkeeper.service.settings import (
     ConfigError,
     between,
     check_settings,
+    health_address_setting,
     listen_setting,
     log_level_setting,
     metrics_listen_setting,
@@ -291,6 +292,7 @@ class CacheConfig:
     tls_client_ca: Path | None = tls_client_ca_setting()
     auth_tokens: Path | None = auth_tokens_setting()
     metrics_listen: str = metrics_listen_setting()
+    health_address: str = health_address_setting()
     trace_endpoint: str = trace_endpoint_setting()
     reflection: bool = reflection_setting()
     drain_timeout: float = setting(

@@ -12,7 +12,7 @@ from .memory.memory_directory import kept_bytes
 def check_start(config: CacheConfig) -> None:
     """Raises StartError."""
     if not config.take_over:  # the service that runs has them until it is asked to stop
-        check_addresses(config.listen, config.metrics_listen)
+        check_addresses(config.listen, config.metrics_listen, config.health_address)
     try:
         require(host_bytes(config))
     except OutOfMemory as error:

@@ -127,6 +127,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
         endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)
+        if config.health_address:
+            endpoint.open_health(config.health_address)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
         session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
         step_handler = StepHandler(session_manager, most_bytes)

@@ -17,6 +17,7 @@ from kvkeeper.service.settings import (
     ConfigError,
     between,
     check_settings,
+    health_address_setting,
     listen_setting,
     log_level_setting,
     metrics_listen_setting,
@@ -416,6 +417,13 @@ class EngineConfig:
         details="Its role is engine, its tenant *. A file that changes is read again.",
     )
     metrics_listen: str = metrics_listen_setting()
+    health_address: str = health_address_setting()
+    vllm_metrics: bool = setting(
+        False,
+        group="Watching",
+        help="tell metrics under vLLM's names, too, where both mean the same",
+        details="For dashboards and autoscalers that were made for vLLM.",
+    )
     trace_endpoint: str = trace_endpoint_setting()
     gateway: str = setting(
         "auto",

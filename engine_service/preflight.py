@@ -43,7 +43,7 @@ def check_start(config: EngineConfig) -> None:
     check_packages()
     check_kernels(config)
     check_gateway(config)
-    check_addresses(config.listen, config.metrics_listen)
+    check_addresses(config.listen, config.metrics_listen, config.health_address)
     if config.device != "cpu" and not any(any(Path("/dev").glob(name)) for name in _GPU_FILES):
         raise StartError(f"--device {config.device}: this machine has no NVIDIA device")
     memory = model_memory(config)

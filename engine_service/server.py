@@ -156,6 +156,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             admission=Admission(config.connections, config.connection_calls, (intake,)),
             guard=guard,
         )
+        if config.health_address:
+            endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
         served = model if model is not None else await asyncio.to_thread(load_served_model, config)

@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvkeeper.service.health_listener import HealthListener
 from kvkeeper.service.listen import SocketLock, check_port, socket_path
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, MethodRouter
 from kvkeeper.service.process import StartError
@@ -77,6 +78,7 @@ class Endpoint:
         self._server = server
         self._lock = lock
         self._health = HealthServicer()
+        self.health_listener: HealthListener | None = None
         self._service_name = ""
 
     @classmethod
@@ -124,6 +126,12 @@ class Endpoint:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         await self._server.start()
+        if self.health_listener is not None:
+            await self.health_listener.start()
+
+    def open_health(self, listen: str) -> None:
+        """Takes a second address, where health alone is answered from start to stop. Raises StartError."""
+        self.health_listener = HealthListener(listen, self._health)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Sets the health of the service's name: whether it takes requests."""
@@ -136,6 +144,8 @@ class Endpoint:
 
     async def stop(self, grace: float | None = 0.2) -> None:
         """Ends the calls that still run."""
+        if self.health_listener is not None:
+            await self.health_listener.stop()
         await self._server.stop(grace)
 
     def release(self) -> None:

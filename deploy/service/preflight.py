@@ -7,16 +7,20 @@ from kvkeeper.service.listen import AddressInUse, SocketLock, check_port, socket
 from kvkeeper.service.process import StartError
 
 
-def check_addresses(listen: str, metrics_listen: str) -> None:
-    """Checks that no process serves at either address. Raises StartError."""
-    for name, address in (("listen", listen), ("metrics-listen", metrics_listen)):
+def check_addresses(listen: str, metrics_listen: str, health_address: str) -> None:
+    """Checks that no process serves at any of them. Raises StartError."""
+    for name, address in (("listen", listen), ("metrics-listen", metrics_listen), ("health-address", health_address)):
         try:
             if address:
                 _check_free(address)
         except AddressInUse as error:
             raise StartError(f"--{name} {address}: {error}") from None
-    if metrics_listen == listen and not listen.endswith(":0"):
-        raise StartError(f"--metrics-listen {metrics_listen}: an address of its own, --listen has this one")
+    taken = {listen: "--listen"}
+    for name, address in (("--metrics-listen", metrics_listen), ("--health-address", health_address)):
+        if address in taken and not address.endswith(":0"):
+            raise StartError(f"{name} {address}: an address of its own, {taken[address]} has this one")
+        if address:
+            taken[address] = name
 
 
 def _check_free(address: str) -> None:

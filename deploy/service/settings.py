@@ -215,6 +215,20 @@ def _holder_address_refusal(address: str) -> str | None:
     return _local_refusal(address, wanted) if address.startswith("unix:") else f"{wanted}, not {address!r}"
 
 
+def _health_address_refusal(address: str) -> str | None:
+    host, _, port = address.rpartition(":")
+    refusal = f"an IP address and a port such as 0.0.0.0:7413, not {address!r}"
+    if not address:
+        return None
+    if not re.fullmatch(r"\d{1,5}", port) or int(port) > _MAX_PORT:
+        return refusal
+    try:
+        ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        return refusal
+    return None
+
+
 _ADDRESS_WORDS = "host:port, or unix:/path"
 _ADDRESS_EXAMPLE = "host:port such as 127.0.0.1:7410, or unix:/path"
 # The form alone; kvkeeper.trust.settings says which of them need TLS and credentials.
@@ -224,6 +238,7 @@ HOLDER_ADDRESS = Check("unix:/path", _holder_address_refusal)
 OPTIONAL_HOLDER_ADDRESS = Check("unix:/path, or empty", lambda address: _holder_address_refusal(address) if address else None)
 # A Unix socket speaks no HTTP to Prometheus.
 METRICS_ADDRESS = Check("host:port, or empty", _metrics_address_refusal)
+HEALTH_ADDRESS = Check("host:port, or empty", _health_address_refusal)
 TRACE_ENDPOINT = Check(
     "a URL, or empty",
     lambda url: (
@@ -251,6 +266,17 @@ def metrics_listen_setting() -> Any:
         help="loopback host:port that serves /metrics for Prometheus",
         default_text="none",
         check=METRICS_ADDRESS,
+    )
+
+
+def health_address_setting() -> Any:
+    return setting(
+        "",
+        group="Watching",
+        help="host:port that answers grpc.health.v1 alone, without TLS and credentials, for probes",
+        default_text="none",
+        check=HEALTH_ADDRESS,
+        details="Other hosts may reach it: it tells whether the service serves, and nothing else.",
     )
 
 

@@ -48,6 +48,7 @@ from .streams.stream_buffer import PacedBuffer
 from .streams.stream_pace import StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
+from .vllm_metrics import vllm_metrics
 
 
 class EngineService:
@@ -93,7 +94,10 @@ class EngineService:
 
     def metrics(self) -> Iterator[Metric]:
         """For a scrape."""
-        return engine_metrics(self._engine, self._model, self._submissions.num_kept)
+        families = list(engine_metrics(self._engine, self._model, self._submissions.num_kept))
+        yield from families
+        if self._config.vllm_metrics:
+            yield from vllm_metrics(families, self._model.model_id)
 
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""

@@ -1,11 +1,13 @@
-"""What tools ask before they know anything: grpc.health.v1 and server reflection."""
+"""What tools ask before they know anything: grpc.health.v1, also at an address of its own, and server reflection."""
 
 import asyncio
+import socket
 import threading
 from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -13,9 +15,12 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.cache_service.server import start_server
+from kvkeeper.cache_service.server import RunningServer, start_server
+from kvkeeper.service.listen import check_port
+from kvkeeper.service.process import StartError
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 
+ANY_PORT = "127.0.0.1:0"
 SERVICE = "kvkeeper.cache.v1.CacheService"
 
 
@@ -56,6 +61,58 @@ async def test_it_listens_before_its_memory_is_reserved(tmp_path: Path) -> None:
             server = await asyncio.wait_for(starting, DEADLINE)
             assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
             await server.stop()
+
+
+def health_address(server: RunningServer) -> str:
+    listener = server._endpoint.health_listener
+    assert listener is not None
+    return listener.address
+
+
+async def test_the_health_address_says_what_the_service_s_own_says() -> None:
+    may_go_on = threading.Event()
+
+    def allocate(num_bytes: int) -> SharedMemoryArena:
+        assert may_go_on.wait(DEADLINE)
+        return SharedMemoryArena(num_bytes)
+
+    statuses = health_pb2.HealthCheckResponse
+    async with serving() as other:  # for a folder with a short name, and for a port that is free again
+        folder = other.server.attach_path.parent
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        config = CacheConfig(listen=f"unix:{folder}/early", runtime_dir=folder, pool_memory=64 << 10, health_address=address)
+        starting = asyncio.create_task(start_server(config, memory=MemoryOf(allocate)))
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert await health(channel) == statuses.NOT_SERVING, "it starts"
+            assert await health(channel, "") == statuses.SERVING, "it lives"
+            may_go_on.set()
+            server = await asyncio.wait_for(starting, DEADLINE)
+            assert health_address(server) == address
+            assert await health(channel) == statuses.SERVING
+            await asyncio.wait_for(server.drain(), DEADLINE)
+            assert await health(channel) == await health(channel, "") == statuses.NOT_SERVING
+            await server.stop()
+        check_port("127.0.0.1", int(address.rpartition(":")[2]))
+
+
+async def test_the_health_address_answers_nothing_else() -> None:
+    async with serving(health_address=ANY_PORT) as api, grpc.aio.insecure_channel(health_address(api.server)) as channel:
+        assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
+        for method in pb.DESCRIPTOR.services_by_name["CacheService"].methods:
+            call = channel.unary_unary(f"/{SERVICE}/{method.name}")
+            assert (await refusal(call(b"", timeout=DEADLINE))).code is grpc.StatusCode.UNIMPLEMENTED, method.name
+        assert (await refusal(listed(channel))).code is grpc.StatusCode.UNIMPLEMENTED
+        assert (await refusal(health(channel, "x" * 2000))).code is grpc.StatusCode.RESOURCE_EXHAUSTED, "a name is short"
+
+
+async def test_a_health_address_that_is_taken_is_told() -> None:
+    async with serving(health_address=ANY_PORT) as api:
+        taken = health_address(api.server)
+        with pytest.raises(StartError, match=f"--health-address {taken}: another program listens"):
+            async with serving(health_address=taken):
+                pass
 
 
 async def listed(channel: grpc.aio.Channel) -> set[str]:

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,12 +14,14 @@ import pytest
 
 from kvkeeper.cli import main
 from kvkeeper.cli.commands import COMMANDS, MODULES
+from kvkeeper.cli.console.version import version_text
 from kvkeeper.cli.start.services import NAMES
 from kvkeeper.client import KvkeeperError
 from kvkeeper.service import VERSION
+from tests.support.documents.markdown import ROOT
 
 NO_SERVICE = "127.0.0.1:1"
-CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "completion", "token"})
+CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "drain", "completion", "token"})
 
 
 def exit_code(*argv: str) -> object:
@@ -34,6 +38,11 @@ def failed(*argv: str) -> object:
     return ended.value.code
 
 
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout.strip()
+
+
 def imported_by(*argv: str) -> set[str]:
     """Names of all modules that a process of the command has imported when it ends."""
     script = (
@@ -46,9 +55,33 @@ def imported_by(*argv: str) -> set[str]:
     return set(done.stderr.split())
 
 
-def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_the_package_s_and_in_a_checkout_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
     assert failed("--version") == 0
-    assert capsys.readouterr().out == f"kvkeeper {VERSION}\n"
+    said = capsys.readouterr().out
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+    if not (ROOT / ".git").exists():  # a folder of sources alone
+        assert said == f"kvkeeper {VERSION}\n"
+        return
+    commit = git(ROOT, "rev-parse", "--short=12", "HEAD")
+    assert said in (f"kvkeeper {VERSION} (checkout {commit})\n", f"kvkeeper {VERSION} (checkout {commit}, changed)\n")
+
+
+def test_a_change_in_the_checkout_is_told_and_another_project_s_is_not(tmp_path: Path) -> None:
+    root, other = tmp_path / "checkout", tmp_path / "other"
+    for folder, package in ((root, root / "protos/kvkeeper"), (other, other / ".venv/lib")):
+        package.mkdir(parents=True)
+        (package / "module.py").write_text("")
+        git(folder, "init", "-q")
+        git(folder, "add", ".")
+        git(folder, "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "first")
+    file = root / "protos/kvkeeper/module.py"
+    commit = git(root, "rev-parse", "--short=12", "HEAD")
+    assert version_text(file) == f"{VERSION} (checkout {commit})"
+    file.write_text("changed")
+    assert version_text(file) == f"{VERSION} (checkout {commit}, changed)"
+    assert version_text(other / ".venv/lib/module.py") == VERSION
+    (root / ".git/HEAD").unlink()
+    assert version_text(file) == f"{VERSION} (a checkout)"
 
 
 def test_help_and_version_import_no_command_and_no_client() -> None:
@@ -164,6 +197,8 @@ def test_completion_knows_every_command_and_its_flags(shell: str, capsys: pytest
     [
         (["kvkeeper", "gen"], ["generate"]),
         (["kvkeeper", "generate", "--json-"], ["--json-schema"]),
+        (["kvkeeper", "dra"], ["drain"]),
+        (["kvkeeper", "status", "--only", "en"], ["engine"]),
         (["kvkeeper", "completion", "z"], ["zsh"]),
         (["kvkeeper", "cache", "--num-h"], ["--num-host-blocks"]),
         (["kvkeeper", "engine", "--token-"], ["--token-budget"]),

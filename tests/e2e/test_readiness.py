@@ -65,6 +65,23 @@ async def test_status_follows_what_generate_is_told_and_not_a_late_health(
     assert (code, report["engine"]["state"]) == (3, "not ready")
 
 
+async def test_an_engine_s_health_address_follows_its_own(world: Services) -> None:
+    await world.start_cache()
+    engine = await world.start_engine(lease_ms=500, health_address="127.0.0.1:0")
+    assert engine._endpoint.health_listener is not None
+    probed = engine._endpoint.health_listener.address
+    assert await health(probed, SERVICE) == await health(probed, "") == SERVING
+    await world.stop_cache()
+
+    async def is_not_ready() -> bool:
+        return await health(probed, SERVICE) == NOT_SERVING
+
+    await until(is_not_ready)
+    assert await health(probed, "") == SERVING
+    await engine.drain()
+    assert await health(probed, "") == NOT_SERVING
+
+
 async def test_an_engine_that_drains_is_not_ready(world: Services, capsys: pytest.CaptureFixture[str]) -> None:
     cache = await world.start_cache()
     engine = await world.start_engine()

@@ -13,6 +13,11 @@ def test_defaults() -> None:
     assert config.num_blocks is None
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0:7420", "[::]:7420", "10.1.2.3:1", "localhost:0", ""])
+def test_health_may_be_asked_from_anywhere(address: str) -> None:
+    assert load_config(["--health-address", address], {}).health_address == address
+
+
 def test_flags_win_over_the_environment() -> None:
     environ = {"KVKEEPER_CACHE_MAX_SEQUENCES": "8", "KVKEEPER_CACHE_POOL_MEMORY": "1MiB", "KVKEEPER_CACHE_REFLECTION": "off"}
     config = load_config(["--max-sequences", "9", "--no-prefix-caching"], environ)
@@ -33,6 +38,14 @@ def test_flags_win_over_the_environment() -> None:
         (["--listen", ":7410"], "--listen: host:port such as 127.0.0.1:7410, or unix:/path, not ':7410'"),
         (["--metrics-listen", ":7543"], "--metrics-listen: host:port such as 127.0.0.1:7412, not ':7543'"),
         (["--metrics-listen", "unix:/x"], "--metrics-listen: host:port such as 127.0.0.1:7412, not 'unix:/x'"),
+        (
+            ["--health-address", "node:7420"],
+            "--health-address: an IP address and a port such as 0.0.0.0:7413, not 'node:7420'",
+        ),
+        (
+            ["--health-address", "0.0.0.0:70000"],
+            "--health-address: an IP address and a port such as 0.0.0.0:7413, not '0.0.0.0:70000'",
+        ),
         (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
         (["--keep"], "--keep needs a folder to keep the memory in, see --memory-dir"),
         (["--take-over"], "--take-over needs the folder of the service that runs, see --memory-dir"),

@@ -16,12 +16,12 @@ from kvkeeper.cli.console.addresses import set_credentials
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.usage import Parser, did_you_mean
 from kvkeeper.cli.start import services
-from kvkeeper.service import VERSION
 
 COMMANDS = {
     "up": "run both services",
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "doctor": "say what on this host would keep the services from starting",
+    "drain": "ask the service at an address to stop, and wait until it has ended",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "chat": "talk with the model",
@@ -37,7 +37,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "serve", "doctor", "demo"),
+    "start": ("up", "serve", "doctor", "drain", "demo"),
     "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "top", "requests", "sequences", "config"),
     "benchmark": ("bench",),
@@ -74,6 +74,16 @@ def run(argv: Sequence[str]) -> int:
     return exit_code
 
 
+class _Version(argparse.Action):
+    """Asks git for the commit only where the version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from kvkeeper.cli.console.version import version_text
+
+        print(parser.prog, version_text())
+        parser.exit()
+
+
 def whole_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser with the flags of all commands except the services', which know their own; each command's parser by name."""
     return _parser(COMMANDS)
@@ -103,7 +113,7 @@ def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
         epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 a service is down, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and in a checkout the commit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in (services.NAMES | COMMANDS).items():
         if name in wanted:

@@ -30,12 +30,14 @@ def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser("status", help=text, allow_abbrev=False)
     add_cache_flag(parser)
     add_engine_flag(parser)
+    parser.add_argument("--only", choices=("cache", "engine"), help="ask one of them, as a container's health check does")
     add_json_flag(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [_state("cache", args.cache, _cache), _state("engine", args.engine, _engine)]
+    asked = (("cache", args.cache, _cache), ("engine", args.engine, _engine))
+    rows = [_state(*each) for each in asked if args.only in (None, each[0])]
     if args.json:
         print(json.dumps({row.service: asdict(row) for row in rows}))
     else:
