@@ -44,6 +44,7 @@ class PoolInfo:
     prefix_caching: bool
     num_host_blocks: int
     host_arena_bytes: int
+    num_disk_blocks: int  # slots
     arena_kind: str  # as the attach socket's line names it
 
 
@@ -81,6 +82,7 @@ class Pool:
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_host_blocks,
             host_arena_bytes=num_host_blocks * block_bytes,
+            num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
             arena_kind=str(arena.fields()["kind"]),
         )
         self.sessions: set[SessionId] = set()
