@@ -12,6 +12,7 @@ from .convert.checks import check_range
 from .convert.reports import explanation
 
 _SLICE_BLOCKS = 128  # forgotten in less than a millisecond
+_DISK_SECONDS = 5.0  # that a clearing waits for the disk to have it written down
 
 
 class PrefixCalls:
@@ -67,6 +68,8 @@ class PrefixCalls:
             live.pool.finish_step()
             result = clearing.end()
             live.pool.publish_soon()
+        if live.pool.disk is not None:
+            await live.pool.disk.cleared(_DISK_SECONDS)
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )

@@ -21,6 +21,10 @@ class Breaker:
         """Whether nothing is to be asked of it now."""
         return now < self._until
 
+    def seconds_left(self, now: float) -> float:
+        """Until the disk is asked again."""
+        return max(self._until - now, 0.0)
+
     @property
     def is_on_trial(self) -> bool:
         """Whether it has rested and not succeeded since: one order at a time is enough."""

@@ -2,8 +2,8 @@
 
 The name of a block is a keyed hash of its parent's name and its tokens; a tenant's root has one of the tenant. The key is made
 of the secret of a slab and the whole KV spec. So two models, revisions or layouts never have a name in common, names of two
-slabs cannot be compared, and without the key a name tells nothing of a prompt, nor are two prompts of one name found. Numbers of
-nodes are used again; an entry here counts while the index has the very key object that it was made of.
+slabs cannot be compared, and without the key a name tells nothing of a prompt, nor are two prompts of one name found. Numbers
+of nodes are used again; an entry here counts while the index has the very key object that it was made of.
 """
 
 import hashlib
