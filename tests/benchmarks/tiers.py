@@ -46,9 +46,9 @@ def figures() -> Iterator[dict[str, object]]:
 def _rates(block_bytes: int) -> dict[str, object]:
     spec = KvSpec(b"bench", "bench", 0, 0, 0, 0, 16, page_bytes=block_bytes)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        path = Path(folder, "slab")
-        os.close(make_file(path, _SLAB_BYTES))
-        make_slab(path, spec, _SLAB_BYTES)
+        path, spare = Path(folder, "slab.kv"), Path(folder, "spare.kv")
+        os.close(make_file(spare, _SLAB_BYTES))
+        make_slab(spare, path, spec, _SLAB_BYTES)
         slab, arena = Slab(path, spec, _SLAB_BYTES), SharedMemoryArena(_HOST_BYTES)
         arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)
         hosts = arena.blocks(_HOST_BYTES // block_bytes, block_bytes)

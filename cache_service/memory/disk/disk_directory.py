@@ -1,9 +1,10 @@
 """DiskDirectory: the folder of the slabs, of one service at a time, with its whole size taken from the first moment.
 
-Owns which files are in it: `slab-NAME.kv` for each pool, where NAME is a digest of the KV spec, `spare-NAME.kv` for space that
-no pool has used, and `lock`. Rules: there are as many files as pools, each of the configured size, so that a disk that is too
-full refuses at start and not later; a file that is not what a run of this service has left is never believed: it is removed, or
-set aside under `aside-NAME` where it is not this user's file at all; files that are named otherwise are let be.
+Owns which files are in it: `slab-NAME.kv` and `slab-NAME.rows` for each pool, where NAME is a digest of the KV spec,
+`spare-NAME.kv` for space that no pool has used, and `lock`. Rules: there are as many slabs and spares as pools, each of the
+configured size, so that a disk that is too full refuses at start and not later; a file that is not what a run of this service
+has left is never believed: it is removed, or set aside under `aside-NAME` where it is not this user's file at all; files that
+are named otherwise are let be.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from .. import file_locks
 from ..file_locks import FolderInUse
 from ..kept_file import FileRefused, make_file
 from ..private_directory import private_directory
-from .slab import Slab, make_slab
+from .slab import Slab, make_slab, rows_path
 from .slab_form import form_of
 
 log = structlog.get_logger()
@@ -62,11 +63,14 @@ class DiskDirectory:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
                 self._set_aside(path, "it is not a file of this user alone")
-            elif status.st_size != self._slab_bytes or path.name.startswith("spare-"):
-                path.unlink()
+            elif path.name.startswith("spare-") or status.st_size + _size(rows_path(path)) != self._slab_bytes:
+                self._remove(path)
         for path in self._files()[self._num_pools :]:
             log.info("disk_slab_dropped", why="there are more than --num-pools")
-            path.unlink()
+            self._remove(path)
+        for path in self._path.glob("slab-*.rows"):
+            if _OURS.fullmatch(path.with_suffix(".kv").name) and not path.with_suffix(".kv").exists():
+                self._set_aside(path.with_suffix(".kv"), "its data are gone")
         try:
             for _ in range(self._num_pools - len(self._files())):
                 self._make_spare()
@@ -92,8 +96,7 @@ class DiskDirectory:
                 self._set_aside(path, str(refusal))
         spare = self._spare()
         try:
-            make_slab(spare, spec, self._slab_bytes)
-            spare.rename(path)
+            make_slab(spare, path, spec, self._slab_bytes)
             return self._opened(Slab(path, spec, self._slab_bytes))
         except (OSError, FileRefused) as error:
             raise OutOfMemory(f"no slab can be made: {error}") from None
@@ -126,7 +129,7 @@ class DiskDirectory:
         idle = [path for path in files if path not in self._in_use]
         if len(files) >= self._num_pools and idle:
             log.info("disk_slab_dropped", why="another KV spec needs its space")
-            idle[-1].unlink()
+            self._remove(idle[-1])
         return self._make_spare()
 
     def _make_spare(self) -> Path:
@@ -143,8 +146,26 @@ class DiskDirectory:
     def _set_aside(self, path: Path, why: str) -> None:
         """A file that is not believed. What is this user's own goes; anything else is kept under another name."""
         log.warning("disk_slab_refused", why=why)
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
-            path.unlink()
-        else:
-            path.rename(path.with_name(f"aside-{secrets.token_hex(8)}"))
+        for each in (path, rows_path(path)):
+            try:
+                status = each.lstat()
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
+                each.unlink()
+            else:
+                each.rename(each.with_name(f"aside-{secrets.token_hex(8)}"))
+
+    def _remove(self, path: Path) -> None:
+        """A slab or a spare."""
+        for each in (path, rows_path(path)):
+            with contextlib.suppress(FileNotFoundError):
+                each.unlink()
+
+
+def _size(path: Path) -> int:
+    """Of a file; 0 where there is none."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0

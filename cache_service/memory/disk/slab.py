@@ -1,4 +1,4 @@
-"""Slab: one preallocated file with the blocks that a pool has on disk.
+"""Slab: the preallocated files with the blocks that a pool has on disk.
 
 Owns reading and writing them, straight between the file and the host tier's memory where the file system takes O_DIRECT and
 blocks are whole pages; else through a buffer. Rules: the row of a slot is emptied before its bytes change and written after
@@ -7,6 +7,7 @@ the check or the digest finds when they are read. A block counts only after its 
 used from. Every method may be called in any thread, for different slots.
 """
 
+import contextlib
 import errno
 import mmap
 import os
@@ -20,8 +21,8 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from ...core.values.copies import DiskOrder, DiskResult, StoredBlock
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
-from ..kept_file import FileRefused, open_file
-from .slab_form import DIGEST_BYTES, KEY_BYTES, PAGE, Form, Header, Rows, decode_header, form_of, name_key
+from ..kept_file import FileRefused, make_file, open_file
+from .slab_form import DIGEST_BYTES, KEY_BYTES, PAGE, Header, Rows, decode_header, form_of, name_key
 
 _MOST_TOGETHER = 8 << 20  # bytes in one call of the system
 _MOST_BUFFERS = 256
@@ -36,18 +37,16 @@ class Slab:
     def __init__(self, path: Path, spec: KvSpec, num_bytes: int) -> None:
         self.path = path
         self._spec = spec
-        self.form = form_of(num_bytes, spec)
-        self._file = open_file(path)
-        self._data = -1
+        self.form = form = form_of(num_bytes, spec)
+        self._file, self._data = open_file(rows_path(path)), -1
         try:
-            page = os.pread(self._file, PAGE, 0)
-            header = decode_header(page, self.form, spec)
-            if header is None or os.fstat(self._file).st_size != num_bytes:
+            header = decode_header(os.pread(self._file, PAGE, 0), form, spec)
+            if header is None or os.fstat(self._file).st_size != form.rows_bytes:
                 raise FileRefused("it is of another version, KV spec or size")
             self._header = header
             self._data, self.is_direct = _open_data(path)
-            if not os.path.samestat(os.fstat(self._data), os.fstat(self._file)):
-                raise FileRefused("it was replaced while it was opened")
+            if os.fstat(self._data).st_size != num_bytes - form.rows_bytes:
+                raise FileRefused("it is of another size")
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -172,31 +171,51 @@ class Slab:
         return [view[at * size : (at + 1) * size] for at in range(count)]
 
 
-def make_slab(path: Path, spec: KvSpec, num_bytes: int) -> None:
-    """Turns a preallocated file, all zero, into an empty slab. Raises FileRefused, OSError."""
-    descriptor = open_file(path)
+def rows_path(path: Path) -> Path:
+    """The file of rows beside the file of slots."""
+    return path.with_suffix(".rows")
+
+
+def make_slab(spare: Path, path: Path, spec: KvSpec, num_bytes: int) -> None:
+    """Turns a preallocated file of num_bytes into an empty slab at path, of the same size in all.
+
+    Raises OutOfMemory, FileRefused, OSError.
+    """
+    form = form_of(num_bytes, spec)
+    descriptor = open_file(spare)
     try:
-        header = Header(secrets.token_bytes(KEY_BYTES), form_of(num_bytes, spec), era=1)
-        _put(descriptor, header.encode(spec), 0)
+        os.ftruncate(descriptor, num_bytes - form.rows_bytes)
     finally:
         os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        rows_path(path).unlink()
+    descriptor = make_file(rows_path(path), form.rows_bytes)
+    try:
+        _put(descriptor, Header(secrets.token_bytes(KEY_BYTES), form, era=1).encode(spec), 0)
+    finally:
+        os.close(descriptor)
+    spare.rename(path)
 
 
 def _open_data(path: Path) -> tuple[int, bool]:
-    """A descriptor for the slots, and whether it goes past the system's cache. Raises OSError."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    """A descriptor for the slots, and whether it goes past the system's cache. Raises FileRefused, OSError."""
+    plain = open_file(path)
     try:
-        descriptor = os.open(path, flags | os.O_DIRECT)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags), False
+        if error.errno == errno.EINVAL:
+            return plain, False
+        os.close(plain)
+        raise
     try:  # some file systems refuse it only when it is used
         os.preadv(descriptor, [mmap.mmap(-1, PAGE)], 0)
+        if os.path.samestat(os.fstat(descriptor), os.fstat(plain)):
+            os.close(plain)
+            return descriptor, True
     except OSError:
-        os.close(descriptor)
-        return os.open(path, flags), False
-    return descriptor, True
+        pass
+    os.close(descriptor)
+    return plain, False
 
 
 def _digest_under(seed: int) -> Callable[[memoryview], bytes]:
@@ -232,6 +251,3 @@ def _put(descriptor: int, data: bytes, at: int) -> None:
     """Writes all of it. Raises OSError."""
     if os.pwrite(descriptor, data, at) != len(data):
         raise OSError(errno.EIO, "the disk took less than it was given")
-
-
-__all__ = ["Form", "Slab", "make_slab"]

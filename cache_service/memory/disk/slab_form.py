@@ -1,10 +1,12 @@
-"""The form of a slab file: a header, a table of rows, and the slots, each at its fixed place.
+"""The form of a slab: two files, with everything at its fixed place.
 
-    header, one page | one row for each slot, in order | slots, from the next page on, each in whole pages
+    slab-NAME.rows   a header of one page | one row for each slot, in order
+    slab-NAME.kv     the slots, each in whole pages
 
-A row says what its slot holds: era, number of the store, length, name, name of the parent, digest of the bytes, tokens. A check
-under the slab's key covers the row and the number of its slot. So a row that was torn, moved or forged says nothing, and a slot
-whose bytes are not those of its row is found by the digest. All zero is an empty row. Numbers are little-endian.
+Two files, because a file system lets nothing else happen to a file while it takes a row into its cache. A row says what its
+slot holds: era, number of the store, length, name, name of the parent, digest of the bytes, tokens. A check under the slab's
+key covers the row and the number of its slot. So a row that was torn, moved or forged says nothing, and a slot whose bytes are
+not those of its row is found by the digest. All zero is an empty row. Numbers are little-endian.
 """
 
 import hashlib
@@ -43,15 +45,20 @@ class Form(NamedTuple):
     def slot_bytes(self) -> int:
         return whole_pages(self.block_bytes)
 
+    @property
+    def rows_bytes(self) -> int:
+        """Of the file of rows."""
+        return whole_pages(self.row_at(self.num_slots + 1))
+
     def row_at(self, slot: int) -> int:
         return PAGE + (slot - 1) * self.row_bytes
 
     def slot_at(self, slot: int) -> int:
-        return whole_pages(PAGE + self.num_slots * self.row_bytes) + (slot - 1) * self.slot_bytes
+        return (slot - 1) * self.slot_bytes
 
 
 def form_of(num_bytes: int, spec: KvSpec) -> Form:
-    """The largest slab of this spec in so many bytes; perhaps of no slot."""
+    """The largest slab of this spec in so many bytes, both files together; perhaps of no slot."""
     one = Form(1, spec.block_bytes, spec.block_size)
     num_slots = max((num_bytes - 2 * PAGE) // (one.row_bytes + one.slot_bytes), 0)
     return Form(num_slots, spec.block_bytes, spec.block_size)

@@ -16,8 +16,9 @@ SIZE = 1 << 20
 
 
 def sizes(folder: Path) -> list[int]:
-    """Bytes that the files take on the disk."""
-    return [path.stat().st_blocks * 512 for path in folder.glob("*.kv")]
+    """Bytes that the slabs and spares take on the disk."""
+    found = [(path, path.with_suffix(".rows")) for path in folder.glob("*.kv")]
+    return [sum(each.stat().st_blocks * 512 for each in pair if each.exists()) for pair in found]
 
 
 def test_all_space_is_taken_at_start_and_never_more(tmp_path: Path) -> None:
@@ -32,7 +33,8 @@ def test_all_space_is_taken_at_start_and_never_more(tmp_path: Path) -> None:
     assert len(sizes(folder)) == 2
     assert not slabs[0].path.exists()
     assert slabs[1].path.exists()
-    for path in folder.glob("*.kv"):
+    assert not slabs[0].path.with_suffix(".rows").exists()
+    for path in folder.glob("slab-*"):
         assert path.stat().st_mode & 0o777 == 0o600
     for slab in (*slabs, third):
         slab.close()
@@ -84,7 +86,7 @@ def test_what_is_not_ours_is_set_aside_and_not_written(tmp_path: Path, harm: str
     elif harm == "two names":
         os.link(path, other)
     else:
-        with path.open("r+b") as file:
+        with path.with_suffix(".rows").open("r+b") as file:
             file.write(b"something else")
     before = other.read_bytes() if other.exists() else b""
     assert _key_of(folder, SIZE) != key

@@ -12,7 +12,7 @@ import pytest
 from kvkeeper.cache_service.core.values.copies import NAME_BYTES, DiskOrder, DiskResult
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.arena import ByteArray
-from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
+from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab, rows_path
 from kvkeeper.cache_service.memory.disk.slab_form import PAGE, form_of
 from kvkeeper.cache_service.memory.kept_file import FileRefused, make_file
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
@@ -30,9 +30,9 @@ def spec(request: pytest.FixtureRequest) -> KvSpec:
 
 @pytest.fixture
 def slab(spec: KvSpec, tmp_path: Path) -> Iterator[Slab]:
-    path = tmp_path / "slab"
-    os.close(make_file(path, NUM_BYTES))
-    make_slab(path, spec, NUM_BYTES)
+    path = tmp_path / "slab.kv"
+    os.close(make_file(tmp_path / "spare", NUM_BYTES))
+    make_slab(tmp_path / "spare", path, spec, NUM_BYTES)
     made = Slab(path, spec, NUM_BYTES)
     yield made
     made.close()
@@ -99,7 +99,7 @@ def test_a_slot_is_read_only_as_what_was_stored_there(slab: Slab, hosts: ByteArr
 def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(slab: Slab, hosts: ByteArray) -> None:
     rng, form = random.Random(5), slab.form
     count, damages = 20, {"flip": 0, "tear": 0, "swap": 0, "row": 0, "row swap": 0, "zeros": 0}
-    descriptor = os.open(slab.path, os.O_RDWR)
+    descriptor, rows = os.open(slab.path, os.O_RDWR), os.open(rows_path(slab.path), os.O_RDWR)
     orders = stored(slab, hosts, count)
     back = elsewhere(orders)
     for _ in range(10_000):
@@ -117,9 +117,9 @@ def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(
         elif kind == "swap":
             os.pwrite(descriptor, os.pread(descriptor, form.block_bytes, form.slot_at(other)), form.slot_at(slot))
         elif kind == "row":
-            _flip(descriptor, form.row_at(slot) + rng.randrange(form.row_bytes), rng)
+            _flip(rows, form.row_at(slot) + rng.randrange(form.row_bytes), rng)
         else:
-            os.pwrite(descriptor, os.pread(descriptor, form.row_bytes, form.row_at(other)), form.row_at(slot))
+            os.pwrite(rows, os.pread(rows, form.row_bytes, form.row_at(other)), form.row_at(slot))
         assert slab.read([back[at]], hosts) == [DiskResult.DAMAGED], kind
         if not rng.randrange(100):
             assert slot not in {block.slot for block in slab.scan()}, kind
@@ -127,6 +127,7 @@ def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(
     assert slab.read(back, hosts) == [DiskResult.DONE] * count
     assert min(damages.values()) > 1_000
     os.close(descriptor)
+    os.close(rows)
 
 
 def _flip(descriptor: int, at: int, rng: random.Random) -> None:
@@ -185,7 +186,7 @@ def test_a_file_that_was_cut_short_or_deleted_gives_no_wrong_block(slab: Slab, s
     orders = stored(slab, hosts, 6)
     slab.path.unlink()
     assert slab.read(elsewhere(orders), hosts) == [DiskResult.DONE] * 6  # it is there as long as it is open
-    os.truncate(f"/proc/self/fd/{slab._file}", slab.form.slot_at(3))
+    os.truncate(f"/proc/self/fd/{slab._data}", slab.form.slot_at(3))
     results = slab.read([orders[number] for number in (0, 2, 4)], hosts)
     assert results == [DiskResult.DONE, DiskResult.FAILED, DiskResult.FAILED]
     with pytest.raises(FileRefused):
@@ -201,31 +202,34 @@ def test_an_era_ends_what_was_stored_before(slab: Slab, spec: KvSpec, hosts: Byt
     again.close()
 
 
-@pytest.mark.parametrize("harm", ["version", "spec", "size", "link", "two names", "mode", "header", "hole"])
+@pytest.mark.parametrize(
+    "harm", ["version", "spec", "size", "rows size", "link", "rows link", "two names", "mode", "header", "hole"]
+)
 def test_a_file_that_is_not_this_slab_is_refused(slab: Slab, spec: KvSpec, hosts: ByteArray, tmp_path: Path, harm: str) -> None:
     stored(slab, hosts, 2)
-    path = slab.path
+    path, rows = slab.path, rows_path(slab.path)
     Slab(path, spec, NUM_BYTES).close()  # it is one, until then
     if harm == "version":
-        with path.open("r+b") as file:
+        with rows.open("r+b") as file:
             file.write(b"kvkeeper disk 2\n")
     elif harm == "spec":
         spec = replace(spec, key=b"another revision")
-    elif harm == "size":
-        os.truncate(path, NUM_BYTES + PAGE)
-    elif harm == "link":
-        path = tmp_path / "link"
-        path.symlink_to(slab.path)
+    elif harm in ("size", "rows size"):
+        os.truncate(path if harm == "size" else rows, NUM_BYTES + PAGE)
+    elif harm in ("link", "rows link"):
+        linked = path if harm == "link" else rows
+        linked.rename(tmp_path / "other")
+        linked.symlink_to(tmp_path / "other")
     elif harm == "two names":
         os.link(path, tmp_path / "other")
     elif harm == "mode":
         path.chmod(0o644)
     elif harm == "header":
-        with path.open("r+b") as file:
+        with rows.open("r+b") as file:
             file.seek(20)
             file.write(b"forged")
     else:
-        path.write_bytes(bytes(NUM_BYTES))
+        rows.write_bytes(bytes(rows.stat().st_size))
     with pytest.raises(FileRefused):
         Slab(path, spec, NUM_BYTES)
 
@@ -234,5 +238,4 @@ def test_a_slab_fits_its_size() -> None:
     for block_bytes in (1, 4095, 4096, 4097, 2 << 20):
         for num_bytes in (PAGE, 1 << 20, 5 << 20):
             form = form_of(num_bytes, replace(WHOLE, page_bytes=block_bytes))
-            assert form.num_slots == 0 or form.slot_at(form.num_slots + 1) <= num_bytes
-            assert form.num_slots == 0 or form.row_at(form.num_slots + 1) <= form.slot_at(1)
+            assert form.num_slots == 0 or form.slot_at(form.num_slots + 1) + form.rows_bytes <= num_bytes
