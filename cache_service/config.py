@@ -287,6 +287,39 @@ class CacheConfig:
         check=Check(f"0, or 2 to {MAX_POOL_BLOCKS}", lambda number: between(2, MAX_POOL_BLOCKS).refusal(number or 2)),
         details="The null block is one of them.",
     )
+    disk_path: Path | None = setting(
+        None,
+        group="Disk tier",
+        help="folder for blocks that left the host tier, found again by later runs, too",
+        default_text="no disk tier",
+        details="It is made with mode 0700, and is of one service at a time. It needs --disk-memory and a host tier.",
+    )
+    disk_memory: int = setting(
+        0,
+        group="Disk tier",
+        help="disk of each pool, taken whole at start",
+        example="64GiB",
+        parse=parse_size,
+        check=size_between(0, 1 << 50),
+    )
+    disk_admit: str = setting(
+        "all",
+        group="Disk tier",
+        help="what is stored: all that comes to the host tier, or what was loaded back from there",
+        choices=("all", "second-use"),
+        details="second-use spares the disk what is never seen again.",
+    )
+    disk_eviction_policy: str = setting(
+        "lru", group="Disk tier", help="which block on the disk is forgotten first", choices=("clock", "fifo", "lru")
+    )
+    disk_deadline: float = setting(
+        2.0,
+        group="Disk tier",
+        help="seconds that a sequence waits for its blocks from the disk, before it computes them",
+        check=between(0.01, 60),
+        unit="seconds",
+        details="An order that takes longer makes the disk rest.",
+    )
     tls_cert: Path | None = tls_cert_setting()
     tls_key: Path | None = tls_key_setting()
     tls_client_ca: Path | None = tls_client_ca_setting()
@@ -317,6 +350,12 @@ class CacheConfig:
             raise ConfigError("--block-digests reads memory of the machine, so it needs --device cpu")
         if self.block_digests and self.memory_dir is None:
             raise ConfigError("--block-digests are of memory that is kept, see --memory-dir")
+        if (self.disk_path is None) != (self.disk_memory == 0):
+            raise ConfigError("a disk tier has a folder and a size, see --disk-path and --disk-memory")
+        if self.disk_path is not None and not (self.host_memory or self.num_host_blocks):
+            raise ConfigError("--disk-path takes what leaves the host tier, so it needs one, see --host-memory")
+        if self.disk_path is not None and self.prefix_ttl is not None:
+            raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
         if self.memory_dir is not None and self.device != "cpu" and not self.hold:
             raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu, or a holder, see --hold")
         if self.hold and (self.memory_dir is None or self.device == "cpu"):

@@ -26,6 +26,7 @@ from kvkeeper.trust.guard import Guard
 
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
+from .memory.disk.disk_directory import DiskDirectory, DiskRefused
 from .memory.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
@@ -64,6 +65,7 @@ class RunningServer:
     metrics: MetricsServer | None = None
     _clock: StallFreeClock | None = None  # the server's own, where none was handed in
     _directory: MemoryDirectory | None = None
+    _disks: DiskDirectory | None = None
     _is_stopped: bool = False
 
     @property
@@ -94,6 +96,8 @@ class RunningServer:
         self.session_manager.registry.close()
         if self._directory is not None:
             self._directory.close()
+        if self._disks is not None:
+            self._disks.close()
         self._endpoint.release()
         if self._clock is not None:
             self._clock.close()
@@ -115,6 +119,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
     directory: MemoryDirectory | None = None
+    disks: DiskDirectory | None = None
     loop = asyncio.get_running_loop()
     own_clock = StallFreeClock(loop) if clock is None else None
     timing: Clock = clock or own_clock or loop
@@ -123,7 +128,10 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         if config.memory_dir is not None:
             kept_memory = kept_memory_of(config.device, config.hold, config.memory_dir)
             directory = MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
-        registry = PoolRegistry(config, memory or memory_of(config.device), watch_streams.note_replaced, directory)
+        if config.disk_path is not None:
+            disks = DiskDirectory(config.disk_path, config.disk_memory, config.num_pools)
+        kinds = memory or memory_of(config.device)
+        registry = PoolRegistry(config, kinds, watch_streams.note_replaced, directory, disks, timing.time)
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
         endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)
@@ -153,10 +161,14 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             endpoint.release()
         if directory is not None:
             directory.close()
+        if disks is not None:
+            disks.close()
         if own_clock is not None:
             own_clock.close()
         if isinstance(error, MemoryRefused):
             raise StartError(f"--memory-dir {config.memory_dir}: {error}") from None
+        if isinstance(error, DiskRefused):
+            raise StartError(f"--disk-path {config.disk_path}: {error}") from None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         if isinstance(error, OutOfMemory):
@@ -165,9 +177,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--device {config.device}: {error}") from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
-    return RunningServer(
-        attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, directory
-    )
+    kept = directory, disks
+    return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
 
 
 def _groups_of_calls(

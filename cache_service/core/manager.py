@@ -4,7 +4,7 @@ Owns how the parts of a pool are put together; each method forwards to the part 
 before it asks or calls where the answer is to show it. Knows no grpc, asyncio, torch or clock: `tick` tells the time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from .calls.admission import AdmissionCalls
@@ -36,9 +36,10 @@ from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
+from .tiers.disk_tier import DiskRules, DiskTier
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
-from .values.copies import Copies
+from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
@@ -73,6 +74,7 @@ class PoolManager:
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
         self._queries = Queries(state, lookup, swapper)
+        self.disk: DiskTier | None = None
 
     @property
     def config(self) -> PoolConfig:
@@ -99,6 +101,17 @@ class PoolManager:
 
     def reclaim_some(self, max_blocks: int) -> bool:
         return self._sessions.reclaim_blocks(max_blocks)
+
+    # A disk tier
+
+    def add_disk(
+        self, key: bytes, num_slots: int, era: int, stored: Sequence[StoredBlock] = (), rules: DiskRules | None = None
+    ) -> DiskTier:
+        """Before any other call, to a pool with a host tier. See DiskTier."""
+        assert self.swapper is not None, "a disk tier lies behind a host tier"
+        tier = DiskTier(self.state, self.swapper.offloader, key, num_slots, era, stored, rules)
+        self.disk = self.state.disk = tier
+        return tier
 
     # A kept index
 

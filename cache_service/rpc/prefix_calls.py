@@ -13,6 +13,7 @@ from .convert.reports import explanation
 from .ownership import check_sequence, own_session, readable_session, require_all_tenants
 
 _SLICE_BLOCKS = 128  # forgotten in less than a millisecond
+_DISK_SECONDS = 5.0  # that a clearing waits for the disk to have it written down
 
 
 class PrefixCalls:
@@ -70,6 +71,8 @@ class PrefixCalls:
             live.pool.finish_step()
             result = clearing.end()
             live.pool.publish_soon()
+        if live.pool.disk is not None:
+            await live.pool.disk.cleared(_DISK_SECONDS)
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )

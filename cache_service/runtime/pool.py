@@ -18,6 +18,7 @@ from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.shared_memory import SharedMemoryArena
+from .pool_disk import PoolDisk
 from .pool_keeper import PoolKeeper
 from .turns import PAUSE, Turns
 
@@ -44,7 +45,11 @@ class PoolInfo:
     prefix_caching: bool
     num_host_blocks: int
     host_arena_bytes: int
+    num_disk_blocks: int  # slots
     arena_kind: str  # as the attach socket's line names it
+
+
+PoolDiskMaker = Callable[[Callable[[], PoolManager], ByteArray], PoolDisk]
 
 
 class Pool:
@@ -58,8 +63,12 @@ class Pool:
         arena: Arena,
         host_arena: SharedMemoryArena | None = None,
         keeper: PoolKeeper | None = None,
+        disk: PoolDiskMaker | None = None,
     ) -> None:
-        """keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over."""
+        """keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over.
+
+        disk: makes what runs the orders of the core's disk tier, where it has one.
+        """
         self.key = spec.key
         self._manager = manager
         self.arena = arena
@@ -81,6 +90,7 @@ class Pool:
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_host_blocks,
             host_arena_bytes=num_host_blocks * block_bytes,
+            num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
             arena_kind=str(arena.fields()["kind"]),
         )
         self.sessions: set[SessionId] = set()
@@ -94,6 +104,10 @@ class Pool:
         self.keeper = keeper
         self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
+        self.disk: PoolDisk | None = None
+        if disk is not None:
+            assert self.hosts is not None, "a disk tier lies behind a host tier"
+            self.disk = disk(lambda: self.manager, self.hosts)
         if keeper is not None:
             keeper.copying = lambda: self.copying
         if keeper is not None and keeper.is_quarantining:
@@ -205,6 +219,8 @@ class Pool:
 
     def close(self, *, keep: bool = False) -> None:
         """Gives the memory back; keep: where it outlives the service, it stays for the next one."""
+        if self.disk is not None:
+            self.disk.close()
         if self.keeper is not None:
             if keep:
                 self.manager.publish_pending()

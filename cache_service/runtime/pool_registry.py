@@ -8,7 +8,9 @@ cached blocks of the old pool are lost, so its replacement is logged and reporte
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -19,16 +21,20 @@ from kvkeeper.service.sizes import size
 from ..config import CacheConfig, most_blocks
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
+from ..core.tiers.disk_tier import DiskRules, DiskTier
 from ..core.values.errors import OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
-from ..memory.arena import Arena, KeptArena
+from ..memory.arena import Arena, ByteArray, KeptArena
 from ..memory.block_digests import BlockDigests
+from ..memory.disk.disk_directory import DiskDirectory
+from ..memory.disk.slab import Slab
 from ..memory.kept_file import KeptPool
 from ..memory.memory_directory import MemoryDirectory
 from ..memory.shared_memory import SharedMemoryArena
 from ..preflight import pools_text
-from .pool import Pool, PoolInfo
+from .pool import Pool, PoolDiskMaker, PoolInfo
+from .pool_disk import PoolDisk
 from .pool_keeper import PoolKeeper
 
 log = structlog.get_logger()
@@ -54,11 +60,16 @@ class PoolRegistry:
         memory: Memory,
         on_replaced: Callable[[PoolInfo], None],
         directory: MemoryDirectory | None = None,
+        disks: DiskDirectory | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """on_replaced is called with each pool that made room for another spec.
 
-        directory: where pools outlive the service; the arenas are allocated there then.
+        directory: where pools outlive the service; the arenas are allocated there then. disks: where pools have their disk
+        tier. now: the clock that pools are told the time of.
         """
+        self._disks = disks
+        self._now = now
         self.num_replaced = 0
         self._config = config
         self._memory: Memory = directory or memory
@@ -87,6 +98,8 @@ class PoolRegistry:
         Raises OutOfMemory; its text names the flag.
         """
         is_sized = self._config.num_blocks is None
+        if self._disks is not None:
+            await asyncio.to_thread(self._disks.reserve)
         try:
             if self._directory is not None:
                 for kept in self._directory.open_pools():
@@ -156,14 +169,34 @@ class PoolRegistry:
         host_arena: SharedMemoryArena | None = None
         try:
             host_arena = await self._host_arena(self._host_bytes(config, spec))
+            disk = await self._disk_of(spec, manager)
             keeper = None if self._directory is None else await self._keep(self._directory, arena, host_arena, spec, manager)
-            return Pool(spec, config, manager, arena, host_arena, keeper)
+            return Pool(spec, config, manager, arena, host_arena, keeper, disk)
         except BaseException:
             for each in (arena, host_arena):
                 if each is not None:
                     self._forget_file(each)
                     each.close()
             raise
+
+    async def _disk_of(self, spec: KvSpec, manager: PoolManager) -> PoolDiskMaker | None:
+        """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
+        if self._disks is None:
+            return None
+        try:
+            slab: Slab = await asyncio.to_thread(self._disks.obtain, spec)
+            stored = await asyncio.to_thread(slab.scan)
+        except (OutOfMemory, OSError) as error:
+            log.warning("disk_refused", model_id=spec.model_id, why=str(error))
+            return None
+        config = self._config
+        rules = DiskRules(
+            on_second_use=config.disk_admit == "second-use",
+            deadline=config.disk_deadline,
+            eviction_policy=config.disk_eviction_policy,
+        )
+        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, rules)
+        return partial(_disk_of_pool, tier, slab, self._now, self._disks.give_back)
 
     async def _keep(
         self,
@@ -226,7 +259,8 @@ class PoolRegistry:
         host_arena = await self._restore_hosts(kept, manager)
         keeper = self._keeper(manager, kept)
         await keeper.restore(self._config.verify_blocks)
-        self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper)
+        disk = await self._disk_of(spec, manager)
+        self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper, disk)
 
     async def _restore_hosts(self, kept: KeptPool, manager: PoolManager) -> SharedMemoryArena | None:
         """The host tier of a pool of an earlier run: what that has left, where the configuration has a place for it, or anew.
@@ -338,3 +372,14 @@ class PoolRegistry:
         del pool, idle
         gc.unfreeze()
         gc.collect()  # a pool refers to itself
+
+
+def _disk_of_pool(
+    tier: DiskTier,
+    slab: Slab,
+    now: Callable[[], float],
+    give_back: Callable[[Slab], None],
+    manager: Callable[[], PoolManager],
+    hosts: ByteArray,
+) -> PoolDisk:
+    return PoolDisk(manager, tier, slab, hosts, now, give_back)

@@ -8,6 +8,7 @@ import sys
 NAMES = (
     "step_core",
     "keep",
+    "tiers",
     "evict",
     "step",
     "step_lane",

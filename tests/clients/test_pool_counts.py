@@ -10,7 +10,7 @@ SHARES = {"slot_utilization": 0.111, "hit_rate": 0.222, "block_utilization": 0.3
 
 
 def test_every_count_has_its_place() -> None:
-    pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=pb.PoolInfo(num_host_blocks=9), **SHARES)
+    pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=pb.PoolInfo(num_host_blocks=9, num_disk_blocks=9), **SHARES)
     shown_as = {name: f"{share:.1%}" for name, share in SHARES.items()} | {"pressure": "high", "pool": "pool: "}
     for field in pool.DESCRIPTOR.fields:
         if field.name not in shown_as:
@@ -21,5 +21,6 @@ def test_every_count_has_its_place() -> None:
     assert {name for name, shown in shown_as.items() if shown not in text} == set()
 
 
-def test_a_pool_without_a_host_tier_says_nothing_of_one() -> None:
-    assert "host" not in show_pool(pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW))
+def test_a_pool_without_lower_tiers_says_nothing_of_them() -> None:
+    text = show_pool(pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW))
+    assert "host" not in text and "disk" not in text

@@ -88,6 +88,11 @@ class PrefixIndex:
                 self.record.note_tenant(tenant)
         return self._roots[tenant]
 
+    @property
+    def tenants(self) -> list[str]:
+        """By root: that of the first is -1, of the second -2."""
+        return list(self._roots)
+
     def has_room_for(self, tenant: str) -> bool:
         """Whether the tenant has a root or may get one. Roots are kept for good, so their number is bounded."""
         return tenant in self._roots or len(self._roots) < MAX_TENANTS
@@ -214,6 +219,30 @@ class PrefixIndex:
         """Gives host copies to nodes that had none."""
         self.host_of_node[nodes] = hosts
         self.node_of_host[hosts] = nodes
+
+    def insert_on_host(self, parent: int, tokens: bytes, host: int) -> tuple[int, bool]:
+        """Publishes a block behind a node or root, with a host copy that has been written. tokens: LE32.
+
+        Answers its node, and whether that took the copy: a node that was known and has one keeps its own.
+        """
+        key = _PACK_PARENT(parent) + tokens
+        node = self._nodes.get(key)
+        if node is not None and self.host_of_node[node]:
+            return node, False
+        is_new = node is None
+        if node is None:
+            node = self._add(key)
+        nodes, parents = np.array([node], np.int32), np.array([parent], np.int32)
+        self.add_hosts(nodes, np.array([host], np.int32))
+        if is_new:
+            self.eviction_log.add_each(nodes, parents, np.frombuffer(tokens, "<i4").reshape(1, -1))
+            if self.root_of_node is not None:
+                self.root_of_node[node] = parent if parent < 0 else self.root_of_node[parent]
+            self._link_below(nodes, parents)
+            if self.change_log is not None:
+                self.change_log.stored(nodes)
+                self.change_log.tier_changed(nodes, Tier.HOST)
+        return node, True
 
     def note_filled(self, hosts: Int32Array) -> None:
         """These host copies have been written; those without a node are of no interest."""

@@ -81,6 +81,8 @@ _WORDS = {
     MatchEnd.COMPUTING: "a running sequence is computing the next block",
     MatchEnd.BELOW_MINIMUM: "so short a prefix does not count on this pool",
     MatchEnd.CACHING_OFF: "this pool does not cache prefixes",
+    MatchEnd.ON_DISK: "the next block is on the disk, which a sequence that is created has loaded",
+    MatchEnd.DISK_RESTS: "the next block is on the disk, which is left alone for a while because it failed or hung",
 }
 
 
@@ -99,9 +101,13 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
     if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
     index = state.index
-    gone = index.eviction_log.last_end(last, needed[num_matched:])
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
+    if state.disk is not None:
+        below = state.disk.end_behind(last, needed[num_matched:].astype("<i4").tobytes())
+        if below is not None:
+            return below, None
+    gone = index.eviction_log.last_end(last, needed[num_matched:])
     if gone is not None:
         return gone[0], max(state.now - gone[1], 0.0)
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):

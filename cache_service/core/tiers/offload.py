@@ -8,6 +8,8 @@ issue, before the copies and writes of the step that they were told with: so a v
 sequences only by the moves that wait.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..pool_state import PoolState
@@ -29,6 +31,8 @@ class Offloader:
         self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
+        self.on_filled: Callable[[Int32Array], None] | None = None  # told the host blocks that were written
+        self.on_used: Callable[[Int32Array], None] | None = None  # told the host blocks that were loaded from
         self._index = state.index
         self._pool = state.pool
         self._allocator = state.allocator
@@ -88,6 +92,8 @@ class Offloader:
             self._forget_hosts(lost, MatchEnd.EVICTED)
         else:
             self._index.note_filled(destinations)
+            if self.on_filled is not None:
+                self.on_filled(destinations)
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
@@ -104,6 +110,8 @@ class Offloader:
             index.add_blocks(nodes[first], destinations[first])
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
+            if self.on_used is not None:
+                self.on_used(sources)
         self.host.pool.end_transfers(sources)
         self._pool.end_transfers(destinations)
 

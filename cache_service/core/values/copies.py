@@ -1,8 +1,12 @@
-"""Block copies and transfers that the core asks an executor to run."""
+"""Block copies, transfers and orders of the disk tier: what the core asks others to run."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 from .types import NO_INT32, Int32Array
+
+NAME_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +22,37 @@ class Copies:
     def __len__(self) -> int:
         """Blocks to be copied."""
         return len(self.sources) + len(self.transfer_kinds)
+
+
+class DiskResult(IntEnum):
+    """How one order ended."""
+
+    DONE = 1
+    DAMAGED = 2  # the slot does not hold what the order names: nothing was read that counts
+    FAILED = 3  # the disk refused, or gave or took less than a block
+    CANCELLED = 4  # it was not begun
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOrder:
+    """Moves one whole block between a slot of the slab and a block of the host tier.
+
+    name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the block, LE32. number: grows with each
+    store. era: counts how often the tier was cleared.
+    """
+
+    slot: int
+    host: int
+    name: bytes
+    parent: bytes
+    tokens: bytes
+    number: int
+    era: int
+
+
+class StoredBlock(NamedTuple):
+    """What an earlier run has left in a slot."""
+
+    slot: int
+    name: bytes
+    number: int

@@ -90,6 +90,8 @@ class MatchEnd(IntEnum):
     COMPUTING = 7
     BELOW_MINIMUM = 8
     CACHING_OFF = 9
+    ON_DISK = 10
+    DISK_RESTS = 11
 
 
 class Tier(IntEnum):

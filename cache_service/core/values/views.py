@@ -128,3 +128,15 @@ class PoolStats:
     num_hand_offs: int = 0
     num_no_reuse_blocks: int = 0
     num_soon_blocks: int = 0
+    num_free_disk_blocks: int = 0
+    num_cached_disk_blocks: int = 0
+    num_busy_disk_blocks: int = 0
+    num_queued_disk_blocks: int = 0
+    num_disk_loads: int = 0
+    num_late_disk_loads: int = 0
+    num_disk_hit_blocks: int = 0
+    num_disk_stored_blocks: int = 0
+    num_evicted_disk_blocks: int = 0
+    num_damaged_disk_blocks: int = 0
+    num_failed_disk_blocks: int = 0
+    num_disk_rests: int = 0

@@ -77,6 +77,8 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
         peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
         num_watches=pool.num_watches,
         num_lagged_watches=pool.num_lagged_watches,
+        disk_read_rate_bytes=pool.disk.reads.bytes_per_second if pool.disk is not None else 0,
+        disk_write_rate_bytes=pool.disk.writes.bytes_per_second if pool.disk is not None else 0,
         **values,
     )
 

@@ -20,6 +20,8 @@ HIT, HIT_LATER, AROUND = "_failpoint_hit", "_failpoint_hit_later", "_failpoint_a
 _WRITERS = frozenset({
     "cache_service/core/index/index_record.py",
     "cache_service/core/index/slot_table.py",
+    "cache_service/memory/disk/disk_directory.py",
+    "cache_service/memory/disk/slab.py",
     "cache_service/memory/kept_file.py",
     "cache_service/memory/memory_directory.py",
     "cache_service/runtime/pool_keeper.py",

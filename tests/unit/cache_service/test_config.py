@@ -68,6 +68,16 @@ def test_flags_win_over_the_environment() -> None:
             ["--hold", "unix:/h", "--device", "cuda"],
             "--hold keeps pools on a CUDA device, so it needs --device cuda and --memory-dir",
         ),
+        (["--disk-path", "/x"], "a disk tier has a folder and a size, see --disk-path and --disk-memory"),
+        (["--disk-memory", "1GiB"], "a disk tier has a folder and a size, see --disk-path and --disk-memory"),
+        (
+            ["--disk-path", "/x", "--disk-memory", "1GiB"],
+            "--disk-path takes what leaves the host tier, so it needs one, see --host-memory",
+        ),
+        (
+            ["--disk-path", "/x", "--disk-memory", "1GiB", "--host-memory", "1GiB", "--prefix-ttl", "5"],
+            "--disk-path keeps blocks without an end, so it does not go with --prefix-ttl",
+        ),
         (["--hold", "127.0.0.1:1"], "--hold: unix:/path, not '127.0.0.1:1'"),
     ],
 )

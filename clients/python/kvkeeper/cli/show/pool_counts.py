@@ -52,6 +52,8 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
         yield "host tier", _host_tier(pool)
+    if pool.pool.num_disk_blocks:
+        yield "disk tier", _disk_tier(pool)
     yield (
         "room",
         [
@@ -102,6 +104,20 @@ def _host_tier(pool: Any) -> Rows:
         ("blocks demoted, promoted", _counts(pool.num_demoted_blocks, pool.num_promoted_blocks)),
         ("host blocks evicted", pool.num_evicted_host_blocks),
         ("transfers, failed", _counts(pool.num_transfers, pool.num_failed_transfers)),
+    ]
+
+
+def _disk_tier(pool: Any) -> Rows:
+    in_slots = pool.num_free_disk_blocks, pool.num_cached_disk_blocks, pool.num_busy_disk_blocks
+    return [
+        ("blocks free, cached, busy", _counts(*in_slots)),
+        ("blocks on their way or waiting", pool.num_queued_disk_blocks),
+        ("loads, of them too late", _counts(pool.num_disk_loads, pool.num_late_disk_loads)),
+        ("blocks loaded, stored", _counts(pool.num_disk_hit_blocks, pool.num_disk_stored_blocks)),
+        ("read, written a second", f"{size(pool.disk_read_rate_bytes)}, {size(pool.disk_write_rate_bytes)}"),
+        ("disk blocks evicted", pool.num_evicted_disk_blocks),
+        ("blocks damaged, failed", _counts(pool.num_damaged_disk_blocks, pool.num_failed_disk_blocks)),
+        ("rests after failures", pool.num_disk_rests),
     ]
 
 

@@ -1,0 +1,57 @@
+"""Names of content that hold beyond one run: what a block holds, behind what it holds it, for which tenant and KV spec.
+
+The name of a block is a keyed hash of its parent's name and its tokens; a tenant's root has one of the tenant. The key is made
+of the secret of a slab and the whole KV spec. So two models, revisions or layouts never have a name in common, names of two
+slabs cannot be compared, and without the key a name tells nothing of a prompt, nor are two prompts of one name found. Numbers
+of nodes are used again; an entry here counts while the index has the very key object that it was made of.
+"""
+
+import hashlib
+import struct
+
+from ..index.prefix_index import PrefixIndex
+from ..values.copies import NAME_BYTES
+
+_PARENT = struct.Struct("<i")
+
+
+class ContentNames:
+    """The names of one pool's nodes."""
+
+    def __init__(self, index: PrefixIndex, key: bytes) -> None:
+        """key: 1 to 64 bytes, of this slab and KV spec alone."""
+        self._index = index
+        self._key = key
+        self._roots: list[bytes] = []  # in the order of the tenants
+        self._known: dict[int, tuple[bytes, bytes]] = {}  # by node: its key in the index, and its name
+
+    def child(self, parent: bytes, tokens: bytes) -> bytes:
+        """The name of a block with these tokens, LE32, behind a parent of that name."""
+        return hashlib.blake2b(parent + tokens, digest_size=NAME_BYTES, key=self._key).digest()
+
+    def of(self, node: int) -> bytes:
+        """The name of a node in use, or of a root."""
+        path: list[tuple[int, bytes]] = []
+        name = None
+        while node > 0:
+            key = self._index.key(node)
+            assert key is not None, "a node in use has a key, and so have its ancestors"
+            known = self._known.get(node)
+            if known is not None and known[0] is key:
+                name = known[1]
+                break
+            path.append((node, key))
+            (node,) = _PARENT.unpack_from(key)
+        if name is None:
+            name = self._root(node)
+        for below, key in reversed(path):
+            name = self.child(name, key[_PARENT.size :])
+            self._known[below] = key, name
+        return name
+
+    def _root(self, root: int) -> bytes:
+        tenants = self._index.tenants
+        while len(self._roots) < len(tenants):
+            tenant = tenants[len(self._roots)].encode()
+            self._roots.append(hashlib.blake2b(tenant, digest_size=NAME_BYTES, key=self._key, person=b"tenant").digest())
+        return self._roots[-root - 1]

@@ -1,0 +1,40 @@
+"""DiskThreads: the few threads that wait for a disk, so that nothing else does.
+
+Rules: work begins in the order in which it is given; a thread that a disk never lets go ends with the process and holds up
+neither its end nor other pools, each of which has threads of its own.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+NUM_THREADS = 4  # keep a disk busy while one of them makes a digest
+
+
+class DiskThreads:
+    """The threads of one pool. They start with the first work."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def do(self, work: Callable[[], None]) -> None:
+        """work() is called in one of the threads. It raises nothing."""
+        if not self._threads:
+            self._threads = [threading.Thread(target=self._run, name="kvkeeper-disk", daemon=True) for _ in range(NUM_THREADS)]
+            for thread in self._threads:
+                thread.start()
+        self._work.put(work)
+
+    def close(self, seconds: float) -> bool:
+        """Ends the threads after the work given so far. Whether all have ended within so many seconds, in all."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(seconds)
+            seconds = 0.0 if thread.is_alive() else seconds
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()

@@ -1,0 +1,222 @@
+"""PoolDisk: the disk tier of one running pool: what the core has ordered is run by threads, and reported back to it.
+
+Owns when the core is asked for orders, how they are divided among the threads, and what is measured of them. Nothing here waits
+for the disk: the loop hands work over and is told of its end. What a load's deadline has overtaken before a thread began with
+it is not begun. At its end the pool waits for the threads only for a moment, because a disk may never let go of one; the memory
+that such a thread writes into stays mapped as long as it does.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+
+import structlog
+
+from ..core.manager import PoolManager
+from ..core.tiers.disk_tier import DiskTier, Load, Store
+from ..core.values.copies import DiskOrder, DiskResult
+from ..memory.arena import ByteArray
+from ..memory.disk.disk_threads import NUM_THREADS, DiskThreads
+from ..memory.disk.slab import Slab
+
+log = structlog.get_logger()
+
+_PUMP_AFTER = 0.002  # seconds; what one report of an engine frees is stored together
+_TEND_EVERY = 0.1  # seconds, while something is in flight
+_PART_BYTES = 4 << 20  # of a thread's turn
+_STORES_AT_ONCE = NUM_THREADS  # turns that are given before one of them has ended
+_CLOSE_SECONDS = 5.0
+_MEASURED_SECONDS = 4.0  # of work, after which what was measured counts half
+
+Io = Callable[[Sequence[DiskOrder], ByteArray], list[DiskResult]]
+
+
+@dataclass(slots=True)
+class Rate:
+    """Bytes a second while at least one order was at work."""
+
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+    num_at_work: int = 0
+    since: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> int:
+        return int(self.num_bytes / self.seconds) if self.seconds else 0
+
+    def begin(self, now: float) -> None:
+        if not self.num_at_work:
+            self.since = now
+        self.num_at_work += 1
+
+    def end(self, now: float, num_bytes: int) -> None:
+        self.num_at_work -= 1
+        self.num_bytes += num_bytes
+        self.seconds += now - self.since
+        self.since = now
+        if self.seconds > _MEASURED_SECONDS:
+            self.num_bytes, self.seconds = self.num_bytes / 2, self.seconds / 2
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A load or a store, in parts; results by part."""
+
+    what: Load | Store
+    parts: list[list[DiskOrder]]
+    results: list[list[DiskResult]] = field(default_factory=list)
+    num_left: int = 0
+    is_cancelled: bool = False
+
+
+class PoolDisk:
+    """Runs the orders of one pool's disk tier."""
+
+    def __init__(
+        self,
+        manager: Callable[[], PoolManager],
+        tier: DiskTier,
+        slab: Slab,
+        hosts: ByteArray,
+        now: Callable[[], float],
+        give_back: Callable[[Slab], None],
+    ) -> None:
+        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: the slab, at the end."""
+        self.reads, self.writes = Rate(), Rate()
+        self.slab = slab
+        self._manager, self._tier, self._hosts, self._now, self._give_back = manager, tier, hosts, now, give_back
+        self._loop = asyncio.get_running_loop()
+        self._threads = DiskThreads()
+        self._jobs: dict[int, _Job] = {}
+        self._era = slab.era
+        self._pumping: asyncio.TimerHandle | None = None
+        self._tending: asyncio.TimerHandle | None = None
+        self._num_rests = 0
+        self._is_closed = False
+        self._settled = asyncio.Event()  # the slab knows the present era
+        self._settled.set()
+        tier.wake = self._wake
+        log.info(
+            "disk_opened", num_slots=tier.num_slots, num_blocks=tier.stats()["num_cached_disk_blocks"], direct=slab.is_direct
+        )
+
+    async def cleared(self, seconds: float) -> None:
+        """Returns once a later run will know, too, that the pool was cleared; or after so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._settled.wait()
+        except TimeoutError:
+            log.warning("disk_clear_unsure", seconds=seconds)
+
+    def close(self) -> None:
+        """What is queued is dropped, what a thread is at is waited for, but not for long."""
+        self._is_closed = True
+        self._tier.wake = lambda: None
+        for timer in (self._pumping, self._tending):
+            if timer is not None:
+                timer.cancel()
+        for job in self._jobs.values():
+            job.is_cancelled = True
+        if self._threads.close(_CLOSE_SECONDS):
+            self.slab.close()
+            self._give_back(self.slab)
+        else:
+            log.warning("disk_hangs", num_orders=len(self._jobs))
+
+    def _wake(self) -> None:
+        if self._era != self._tier.era:
+            self._settled.clear()
+        if self._pumping is None and not self._is_closed:
+            self._pumping = self._loop.call_later(_PUMP_AFTER, self._pump)
+
+    def _pump(self) -> None:
+        """Takes what the core has to order, as much as the threads should have at once."""
+        self._pumping = None
+        if self._is_closed:
+            return
+        manager = self._manager()
+        manager.tick(self._now())
+        tier, part = self._tier, max(_PART_BYTES // self.slab.form.slot_bytes, 1)
+        if tier.era != self._era:
+            self._era = tier.era
+            self._threads.do(partial(self._write_era, self._era))
+        for load in tier.take_loads():
+            size = min(part, max(-(-len(load.orders) // NUM_THREADS), 1))
+            self._begin(load, size, self.slab.read, self.reads)
+        while len(tier.stores) < _STORES_AT_ONCE and (store := tier.prepare_store(part)) is not None:
+            self._begin(store, part, self.slab.write, self.writes)
+        if (tier.loads or tier.stores) and self._tending is None:
+            self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
+
+    def _begin(self, what: Load | Store, part: int, io: Io, rate: Rate) -> None:
+        parts = [what.orders[first : first + part] for first in range(0, len(what.orders), part)]
+        job = self._jobs[id(what)] = _Job(what, parts, [[] for _ in parts], len(parts))
+        for at, orders in enumerate(parts):
+            rate.begin(perf_counter())
+            self._threads.do(partial(self._run, job, at, orders, io, rate))
+
+    def _run(self, job: _Job, at: int, orders: list[DiskOrder], io: Io, rate: Rate) -> None:
+        """In a thread."""
+        if job.is_cancelled:
+            results = [DiskResult.CANCELLED] * len(orders)
+        else:
+            try:
+                results = io(orders, self._hosts)
+            except Exception:  # a thread that ends would leave its work to nobody
+                log.exception("disk_order_failed")
+                results = [DiskResult.FAILED] * len(orders)
+        self._tell(partial(self._end_part, job, at, results, rate))
+
+    def _end_part(self, job: _Job, at: int, results: list[DiskResult], rate: Rate) -> None:
+        rate.end(perf_counter(), results.count(DiskResult.DONE) * self.slab.form.block_bytes)
+        job.results[at] = results
+        job.num_left -= 1
+        if job.num_left or self._is_closed:
+            return
+        del self._jobs[id(job.what)]
+        manager = self._manager()
+        manager.tick(self._now())
+        all_results = [result for part in job.results for result in part]
+        if isinstance(job.what, Load):
+            self._tier.complete_load(job.what, all_results)
+        else:
+            self._tier.complete_store(job.what, all_results)
+        num_damaged, num_failed = (all_results.count(result) for result in (DiskResult.DAMAGED, DiskResult.FAILED))
+        if num_damaged or num_failed:
+            kind = "load" if isinstance(job.what, Load) else "store"
+            log.warning("disk_blocks_lost", kind=kind, num_damaged=num_damaged, num_failed=num_failed)
+        self._tell_rests()
+        self._wake()
+
+    def _tend(self) -> None:
+        self._tending = None
+        manager = self._manager()
+        now = self._now()
+        manager.tick(now)
+        for job in self._jobs.values():
+            job.is_cancelled |= job.what.deadline <= now
+        if self._tier.tend():
+            self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
+        self._tell_rests()
+
+    def _tell_rests(self) -> None:
+        num_rests = self._tier.breaker.num_rests
+        if num_rests > self._num_rests:
+            self._num_rests = num_rests
+            log.warning("disk_rests", seconds=round(self._tier.breaker.seconds_left(self._now()), 1))
+
+    def _write_era(self, era: int) -> None:
+        """In a thread."""
+        try:
+            self.slab.write_era(era)
+        except OSError as error:
+            log.warning("disk_clear_failed", why=str(error.strerror))
+            return
+        self._tell(self._settled.set)
+
+    def _tell(self, done: Callable[[], None]) -> None:
+        """From a thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(done)

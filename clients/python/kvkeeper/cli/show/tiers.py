@@ -1,0 +1,61 @@
+"""`kvkeeper tiers`: what lies in which tier of each pool, and what moves between them."""
+
+import argparse
+import json
+from typing import Any
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
+from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_OK
+from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.show.status import pool_line
+from kvkeeper.client import CacheClient
+
+_HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("tiers", help=text, allow_abbrev=False)
+    add_cache_flag(parser)
+    add_json_flag(parser)
+    parser.set_defaults(run=run, asks="cache")
+
+
+def run(args: argparse.Namespace) -> int:
+    """A table for each pool. Raises KvkeeperError."""
+    with CacheClient(args.cache, OPTIONS) as client:
+        pools = client.stats().pools
+    if args.json:
+        print(json.dumps([as_json(pool) for pool in pools]))
+    else:
+        print("\n\n".join(show_tiers(pool) for pool in pools) or "no pool yet: an engine's session makes one")
+    return EXIT_OK
+
+
+def show_tiers(pool: Any) -> str:
+    """One row for each tier that the pool has. `came`: blocks stored on the disk, demoted to the host, loaded to the device."""
+    info: pb.PoolInfo = pool.pool
+    num_blocks = max(info.num_blocks - 1, 0)
+    held = pool.num_referenced_blocks + pool.num_fenced_blocks + pool.num_quarantined_blocks
+    device = (pool.num_free_blocks, pool.num_cached_blocks, held, pool.num_transfer_blocks)
+    rows = [("device", num_blocks, _bytes(info, num_blocks), *device, pool.num_promoted_blocks, pool.num_evicted_blocks)]
+    if info.num_host_blocks:
+        num_blocks = info.num_host_blocks - 1
+        host = (pool.num_free_host_blocks, pool.num_cached_host_blocks, pool.num_held_host_blocks, pool.num_busy_host_blocks)
+        came, left = pool.num_demoted_blocks + pool.num_disk_hit_blocks, pool.num_evicted_host_blocks
+        rows.append(("host", num_blocks, _bytes(info, num_blocks), *host, came, left))
+    if info.num_disk_blocks:
+        disk = (pool.num_free_disk_blocks, pool.num_cached_disk_blocks, 0, pool.num_busy_disk_blocks)
+        came, left = pool.num_disk_stored_blocks, pool.num_evicted_disk_blocks
+        rows.append(("disk", info.num_disk_blocks, _bytes(info, info.num_disk_blocks), *disk, came, left))
+    lines = [pool_line(info), table(_HEADERS, rows)]
+    if info.num_disk_blocks:
+        rates = f"read {size(pool.disk_read_rate_bytes)}/s, written {size(pool.disk_write_rate_bytes)}/s"
+        lines.append(f"disk: {rates}, {pool.num_queued_disk_blocks:,} blocks queued, {pool.num_disk_rests:,} rests")
+    return "\n".join(lines)
+
+
+def _bytes(info: pb.PoolInfo, num_blocks: int) -> str:
+    return size(num_blocks * info.block_bytes)

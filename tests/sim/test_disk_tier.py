@@ -1,0 +1,33 @@
+"""The disk tier: late, failed, torn, flipped and hanging orders, clearings, kills and restarts on one slab."""
+
+from tests.support.tiers.disk_simulation import DiskSimulation, simulate_disks
+from tests.support.tiers.disk_storm import storm
+from tests.support.tiers.disk_world import DiskCounts
+
+NUM_STORMS, NUM_ORDERS = 20, 5_000
+
+
+def test_engines_read_no_wrong_byte_from_a_disk_that_fails_lies_hangs_and_outlives_the_service() -> None:
+    counts = simulate_disks(lambda sums: sums.orders >= 1_000)
+    # The run counts only if its faults fired and its guarded paths were on.
+    for name in DiskCounts.__dataclass_fields__:
+        assert getattr(counts, name) >= 5, (name, counts)
+
+
+def test_a_hundred_thousand_orders_leave_what_the_naive_model_has_and_bring_no_wrong_block() -> None:
+    storms = [storm(lambda world: world.num_orders >= NUM_ORDERS, seed) for seed in range(1, NUM_STORMS + 1)]
+    assert sum(world.num_orders for world in storms) >= 100_000
+    assert sum(world.num_loaded for world in storms) >= 10_000
+    assert sum(world.num_rests for world in storms) >= 20
+    for name in ("num_damaged", "num_restarts", "num_clears", "num_joined"):
+        assert sum(getattr(world, name) for world in storms) >= 100, name
+
+
+def test_a_seed_replays_itself() -> None:
+    def run() -> DiskCounts:
+        simulation = DiskSimulation(11)
+        for _ in range(200):
+            simulation.tick()
+        return simulation.finish()
+
+    assert run() == run()

@@ -1,0 +1,116 @@
+"""Seeded simulation of engines on a pool with a disk tier: the disk fails, tears, lies and hangs, and the service is killed.
+
+One seed replays everything. The pool is audited again and again, and each read and hit is compared with what the blocks hold.
+"""
+
+import random
+from collections.abc import Callable
+
+from kvkeeper.cache_service.core.tiers.disk_tier import DiskRules
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import Executor
+from tests.support.tiers.disk_world import DiskCounts, DiskWorld
+
+NUM_EVENTS = 400  # of one seed
+AUDIT_EVERY = 20  # events; an audit takes as long as several
+
+
+class DiskSimulation:
+    """One seed: a slab, and pools on it one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.config = PoolConfig(
+            num_blocks=rng.choice([4, 6, 9]),
+            block_size=rng.choice([1, 2, 3]),
+            max_sequences=rng.choice([3, 6]),
+            max_tokens_per_sequence=rng.choice([6, 12, 20]),
+            watermark=0.0,
+            eviction_policy=rng.choice(["lru", "adaptive"]),
+            num_host_blocks=rng.choice([3, 5, 9]),
+        )
+        self.rules = DiskRules(
+            on_second_use=rng.choice([False, False, False, True]),
+            deadline=rng.choice([0.5, 2.0]),
+            most_loading=rng.choice([1, 2, 64]),
+            eviction_policy=rng.choice(["lru", "fifo", "clock"]),
+        )
+        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]), rng.choice([3, 8, 40])
+        self.sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
+        self.counts = DiskCounts()
+        self.world = DiskWorld(self.config, self.num_slots, self.rules, **self.sizes)
+
+    def choose(self, count: int) -> int:
+        return int(self.rng.random() * count)
+
+    def tick(self) -> None:
+        """One event."""
+        world, event = self.world, self.choose(400)
+        if not world.engines or (len(world.engines) < 2 and event < 6):
+            world.open(self.rng.choice([Executor.ENGINE, Executor.CACHE]))
+        session = list(world.engines)[self.choose(len(world.engines))]
+        if event < 60:
+            world.create(session, self.choose)
+        elif event < 66:
+            world.report(session, self.choose)
+        elif event < 70:
+            world.close(session, may_still_write=bool(self.choose(2)))
+        elif event < 76:
+            if world.ended:
+                world.end_quarantine(world.ended[self.choose(len(world.ended))])
+        elif event < 79:
+            world.flip(self.choose)
+        elif event == 79:
+            world.clear()
+        elif event == 80:
+            self.restart()
+        elif event < 100:
+            world.evict(session, self.choose(world.config.num_blocks))
+        elif event < 130:
+            world.store_some(1 + self.choose(4))
+        elif event < 230:
+            world.work(self.choose, self.faults)
+        elif event < 260:
+            world.pass_time(self.rng.choice([0.01, 0.1, 1.0, 70.0]))
+        else:
+            world.step(session, self.choose)
+        if not self.choose(AUDIT_EVERY):
+            self.world.audit()
+
+    def restart(self) -> None:
+        """The service is killed and started again on the same slab."""
+        old = self.world
+        old.kill(self.choose)
+        self._add_up(old)
+        self.world = DiskWorld(
+            *(self.config, self.num_slots, self.rules), slab=old.slab, contents=old.contents, era=old.disk.era, **self.sizes
+        )
+
+    def finish(self) -> DiskCounts:
+        """The last audit: no block of any tier is left behind. Answers the sums."""
+        self.world.drain()
+        self._add_up(self.world)
+        return self.counts
+
+    def _add_up(self, world: DiskWorld) -> None:
+        stats, counts = world.manager.stats(), world.disk_counts
+        counts.late, counts.evicted = stats.num_late_disk_loads, stats.num_evicted_disk_blocks
+        counts.rests, counts.damaged = stats.num_disk_rests, stats.num_damaged_disk_blocks
+        counts.waits = stats.num_computing_answers
+        self.counts.add(counts)
+
+
+def simulate_disks(until: Callable[[DiskCounts], bool], seed: int = 1) -> DiskCounts:
+    """Runs seed after seed until the sums are enough."""
+    sums = DiskCounts()
+    while not until(sums):
+        simulation = DiskSimulation(seed)
+        try:
+            for _ in range(NUM_EVENTS):
+                simulation.tick()
+            sums.add(simulation.finish())
+        except BaseException as error:
+            error.add_note(f"disk simulation, seed {seed}")
+            raise
+        seed += 1
+    return sums
