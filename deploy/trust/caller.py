@@ -47,6 +47,7 @@ class Caller:
 LOCAL = Caller("local", ANY_TENANT, Role.OPERATOR)
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 _on_foreign: ContextVar[Callable[[], None] | None] = ContextVar("on_foreign", default=None)
+_is_known: ContextVar[Callable[[], bool] | None] = ContextVar("is_known", default=None)
 
 
 def calling() -> Caller:
@@ -54,10 +55,22 @@ def calling() -> Caller:
     return _caller.get()
 
 
-def note_caller(caller: Caller, on_foreign: Callable[[], None] | None = None) -> None:
-    """The call that runs in this context comes from this caller. on_foreign: called where it names a tenant that is not its."""
+def note_caller(
+    caller: Caller, on_foreign: Callable[[], None] | None = None, is_known: Callable[[], bool] | None = None
+) -> None:
+    """The call that runs in this context comes from this caller.
+
+    on_foreign: called where it names a tenant that is not its. is_known: whether its credential still stands for this caller.
+    """
     _caller.set(caller)
     _on_foreign.set(on_foreign)
+    _is_known.set(is_known)
+
+
+def is_still_known() -> bool:
+    """Whether the credential of the running call would be let in now: for calls that bring one request after the other."""
+    is_known = _is_known.get()
+    return is_known is None or is_known()
 
 
 def calling_tenant(named: str) -> str:

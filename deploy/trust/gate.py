@@ -50,11 +50,12 @@ class Gate(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         if path in OPEN:
             return await continuation(handler_call_details)
-        found = self._by_metadata(handler_call_details.invocation_metadata)
+        find = partial(self._by_metadata, handler_call_details.invocation_metadata)
+        found = find()
         if found is None:
             handler = await continuation(handler_call_details)
             return None if handler is None else self._with_certificate(path, handler)
-        found = self._admit(path, found)
+        found = self._admit(path, found, find)
         return _refusing(found) if isinstance(found, Refusal) else await continuation(handler_call_details)
 
     def _by_metadata(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> Caller | Refusal | None:
@@ -81,12 +82,14 @@ class Gate(grpc.aio.ServerInterceptor):
         texts = names_of(next(iter(told["x509_pem_cert"])), tuple(names))
         return self._known.now().by_certificate(texts) or WRONG_CERTIFICATE
 
-    def _admit(self, path: str, found: Caller | Refusal) -> Caller | Refusal:
-        """The caller, noted for the handler; or why the call is not let in, counted."""
+    def _admit(self, path: str, found: Caller | Refusal, find: Callable[[], Caller | Refusal | None]) -> Caller | Refusal:
+        """The caller, noted for the handler; or why the call is not let in, counted. find: finds it again."""
         name = ""
         if isinstance(found, Caller):
             if found.role in roles_of(path):
-                note_caller(found, partial(self._refused.note, "TENANT_NOT_ALLOWED", path, found.name))
+                note_foreign = partial(self._refused.note, "TENANT_NOT_ALLOWED", path, found.name)
+                caller = found
+                note_caller(caller, note_foreign, lambda: find() == caller)
                 return found
             name, found = found.name, role_refusal(found.role.value)
         self._refused.note(found.reason, path if is_known(path) else "", name)
@@ -96,7 +99,8 @@ class Gate(grpc.aio.ServerInterceptor):
         """The handler behind the gate: a certificate is known only once there is a context, so the message waits."""
 
         async def let_in(context: grpc.aio.ServicerContext) -> None:
-            found = self._admit(path, self._by_certificate(context))
+            find = partial(self._by_certificate, context)
+            found = self._admit(path, find(), find)
             if isinstance(found, Refusal):
                 await _abort(context, found)
 

@@ -140,6 +140,12 @@ class BrokenInvariant(EngineError):
     reason = "BROKEN_INVARIANT"
 
 
+class WrongCredential(EngineError):
+    """The credential of a call that brings many requests is no longer that of its caller."""
+
+    reason = "WRONG_CREDENTIAL"
+
+
 class TenantNotAllowed(EngineError):
     """The caller acts for one tenant, and names another or all of them. Metadata: field, where one names it."""
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError
@@ -15,7 +16,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.trust.caller import Role
-from tests.support.processes.service_pair import GREEDY, generate, toy_output
+from tests.support.processes.service_pair import GREEDY, generate, toy_output, until
 from tests.support.trust.trusting_services import Trusting, trusting
 
 PROMPT = list(range(1, 14))
@@ -148,3 +149,25 @@ async def test_an_engine_for_one_tenant_takes_over_nothing_and_gets_no_memory(wo
     with pytest.raises(Exception, match="TENANT_NOT_ALLOWED"):
         await second.wait_ready()
     assert (await generate(world.clients["a"], PROMPT)).token_ids == [toy_output(PROMPT, 8)]
+
+
+async def test_a_call_of_many_requests_begins_none_once_its_token_was_taken_out(world: World) -> None:
+    client = world.clients["a"]
+    assert (await generate(client, PROMPT, 4)).token_ids == [toy_output(PROMPT, 4)]
+    path = world.services.tokens.path
+    entries = path.read_text().split("[[")[1:]
+    path.write_text("".join(f"[[{entry}" for entry in entries if 'role = "engine"' in entry))
+    texts: dict[str, object] = {}
+
+    async def is_refused() -> bool:
+        try:
+            await generate(client, PROMPT, 1)
+        except KvkeeperError as error:
+            texts[error.message] = error.code, error.reason
+            return True
+        return False
+
+    await until(is_refused)
+    assert list(texts) == ["the credential of this call has changed or is no longer known"], "by the call that was open"
+    assert await is_refused()
+    assert list(texts.values()) == [(grpc.StatusCode.UNAUTHENTICATED, "WRONG_CREDENTIAL")] * 2, "and by the gate"

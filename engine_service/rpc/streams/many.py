@@ -14,9 +14,10 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, peer
 from kvkeeper.service.turns import Turns
+from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.generation import Generation
-from ...values.errors import EngineError, InvalidField, QueueFull
+from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from ..admission import Send
 from ..encode_response import response_of
 from ..ownership import shown_id
@@ -81,7 +82,7 @@ class ManyRequests:
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
 
     async def serve(self, read: Read, write: Write) -> None:
-        """Returns when the client has ended its side and its requests have ended. Raises InvalidField."""
+        """Returns when the client has ended its side and its requests have ended. Raises InvalidField, WrongCredential."""
         reading = asyncio.create_task(self._read(read))
         reading.add_done_callback(lambda _: self._has_unread.tell(at_once=True))
         try:
@@ -100,6 +101,8 @@ class ManyRequests:
 
     async def _read(self, read: Read) -> None:
         async for message in read:
+            if message.begin and not is_still_known():
+                raise WrongCredential("the credential of this call has changed or is no longer known")
             for one in message.begin:
                 await self._begin(one.number, one.request)
             for number in message.cancel:

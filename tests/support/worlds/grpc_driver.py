@@ -169,6 +169,7 @@ class GrpcDriver:
                 tenant_quota=config.tenant_quota,
                 logits_memory=config.logits_memory,
                 watermark=config.watermark,
+                soon_share=config.soon_share,
                 pressure_levels=config.pressure_levels,
             )
         )
