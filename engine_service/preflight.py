@@ -104,8 +104,9 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     raw = read_json_object(folder / CONFIG_FILE)
     model_type = raw.get("model_type")
     has_library = importlib.util.find_spec("transformers") is not None
+    scheme = None
     if not why_library(raw, has_library=has_library):
-        parse_model_config(raw)
+        scheme = parse_model_config(raw).scheme
     elif not has_library:
         supported = f"the native families; more with: {install_command('transformers')}"
         raise UnsupportedModelError("model type", model_type, supported)
@@ -113,8 +114,11 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     dtype = dtype_name(raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0], config.dtype)
     sizes = list(tensor_sizes(list_weight_files(folder)))
-    num_elements = sum(each.num_elements for each in sizes)
+    counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
+    num_elements = sum(counts)
     largest = max((each.num_bytes for each in sizes), default=0)
+    if scheme is not None:  # what is restored from it is float32, and its scales are spread
+        largest = max(largest, 8 * max(counts, default=0))
     return ModelMemory(num_elements * DTYPE_BYTES[dtype], largest, dtype)
 
 

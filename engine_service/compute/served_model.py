@@ -165,8 +165,9 @@ def _hash_toy() -> ServedModel:
 
 def _num_parameters(folder: Path, config: ModelConfig) -> int:
     """Elements of the weight files; tied tensors count once, also where old files hold them twice."""
+    scheme = config.scheme
     return sum(
-        num_elements
+        num_elements if scheme is None else scheme.num_weights(name, num_elements)
         for name, num_elements, _ in tensor_sizes(list_weight_files(folder))
         if not (name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings))
     )

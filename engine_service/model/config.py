@@ -15,6 +15,7 @@ from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
 from .families.family import Family
 from .families.table import FAMILIES
+from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
 
 
@@ -46,6 +47,7 @@ class ModelConfig:
         residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
         experts: None: every MLP is one.
+        scheme: how projections are stored; None: as plain numbers.
     """
 
     family: str
@@ -78,6 +80,7 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
+    scheme: Scheme | None = None
 
     @property
     def scale(self) -> float:
@@ -98,11 +101,11 @@ def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
     if raw.get("model_type") is None:
         return ""
     if not is_native(raw["model_type"]):
-        return "the family is not native"
+        return "the family is not native" if raw.get(FIELD) is None else ""
     try:
         parse_model_config(raw)
     except UnsupportedModelError as error:
-        return str(error) if has_library and error.feature != "quantization_config" else ""
+        return str(error) if has_library and raw.get(FIELD) is None else ""
     except ModelError:
         return ""
     return ""
@@ -123,12 +126,12 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; errors as read_model_config."""
     family_name = raw.get("model_type")
     if not isinstance(family_name, str) or family_name not in FAMILIES:
+        if raw.get(FIELD) is not None:
+            raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
         found = family_name if isinstance(family_name, str) else raw.get("architectures")
         raise UnsupportedModelError("model type", found, ", ".join(FAMILIES))
     family = FAMILIES[family_name]
     _check_activation(raw, family)
-    if raw.get("quantization_config") is not None:
-        raise UnsupportedModelError("quantization_config", "present", "plain float32, bfloat16 or float16 weights")
     hidden_size = count(raw, "hidden_size")
     num_heads = count(raw, "num_attention_heads")
     num_layers = count(raw, "num_hidden_layers")
@@ -180,6 +183,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family, 0),
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family, 1),
         experts=_parse_experts(raw, family, num_layers),
+        scheme=parse_scheme(raw),
     )
 
 

@@ -6,7 +6,7 @@ the dtype that is computed in.
 
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import structlog
 import torch
@@ -21,6 +21,7 @@ from .checkpoint.safetensors_files import iterate_tensors, list_weight_files
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .quantised.restored import Tensors, restored
 from .weight_map import allocate_weights, norms_of, pair_rotated
 
 log = structlog.get_logger()
@@ -53,8 +54,10 @@ def load_model(
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
-        for file_name, name, tensor in iterate_tensors(files):
-            bar.update(tensor.nbytes)
+        tensors = _counted(files, bar)
+        if config.scheme is not None:
+            tensors = restored(tensors, config.scheme)
+        for file_name, name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
                 continue  # written by old versions of transformers; follows from config.json
             destination = destinations.pop(name, None)
@@ -74,6 +77,9 @@ def load_model(
         for norm in norms_of(weights):
             norm.add_(1)
     pair_rotated(config, weights)
+    if config.scheme is not None:
+        dtype_text = str(weights.embed.dtype).removeprefix("torch.")
+        log.info("weights_dequantised", stored=config.scheme.name, dtype=dtype_text)
     said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
     if config.max_position < said:
         reason = "longrope turns all keys anew when a sequence grows beyond it"
@@ -82,6 +88,12 @@ def load_model(
         return Decoder(config, weights, is_int8=dtype == INT8), config
     except UnsupportedDeviceError:
         raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
+
+
+def _counted(files: tuple[Path, ...], bar: "tqdm[NoReturn]") -> Tensors:
+    for file_name, name, tensor in iterate_tensors(files):
+        bar.update(tensor.nbytes)
+        yield file_name, name, tensor
 
 
 def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:

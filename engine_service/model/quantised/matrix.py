@@ -1,0 +1,146 @@
+"""QuantisedMatrix: a weight as numbers of few bits with scales, and the weight that is meant.
+
+Each format's tensors become the same four parts here. A weight is (code - zero) * scale, in float32.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from .scheme import Scheme
+
+# AWQ's eight numbers of a 32-bit integer stand for outputs in this order.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class QuantisedMatrix(NamedTuple):
+    """A weight [out, in].
+
+    Attributes:
+        codes: uint8, int8 or an 8-bit float, [out, in].
+        scales: float32 [rows, groups]: of equally many outputs and inputs each, the last ones perhaps of fewer.
+        zeros: integers of the shape of scales, or None for 0.
+        group_of: int64 [in], where the inputs of a group lie apart.
+        sides: outputs and inputs of a scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_of: torch.Tensor | None
+    sides: tuple[int, int]
+
+    def dense(self) -> torch.Tensor:
+        """float32 [out, in]."""
+        weight = self.codes.float()
+        if self.zeros is not None:
+            weight -= self._spread(self.zeros)
+        return weight.mul_(self._spread(self.scales))
+
+    def _spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[out or 1, in or 1], a value for each code."""
+        values = values.float()
+        num_out, num_in = self.codes.shape
+        if values.shape[0] > 1 and self.sides[0] > 1:
+            values = values.repeat_interleave(self.sides[0], 0)[:num_out]
+        if values.shape[1] > 1:
+            groups = torch.arange(num_in) // self.sides[1] if self.group_of is None else self.group_of
+            values = values[:, groups]
+        return values
+
+
+def parts_of(scheme: Scheme) -> frozenset[str]:
+    """The tensors that together stand for a weight, by the last part of their names."""
+    if scheme.form == "gptq":
+        return frozenset(("qweight", "qzeros", "scales", "g_idx"))
+    if scheme.form == "awq":
+        return frozenset(("qweight", "qzeros", "scales"))
+    codes = "weight_packed" if scheme.form == "packed" else "weight"
+    parts = {codes, scheme.scales}
+    if scheme.form == "packed":
+        parts.add("weight_shape")
+    if scheme.has_zeros:
+        parts.add("weight_zero_point")
+    if scheme.has_order:
+        parts.add("weight_g_idx")
+    return frozenset(parts)
+
+
+def matrix_of(scheme: Scheme, parts: Mapping[str, torch.Tensor]) -> QuantisedMatrix:
+    """From the tensors of parts_of. Raises ValueError, which says what does not fit."""
+    order = parts.get("g_idx", parts.get("weight_g_idx"))
+    zeros = None
+    if scheme.form in ("gptq", "awq"):
+        words, zero_words = _words(parts["qweight"], "qweight"), _words(parts["qzeros"], "qzeros")
+        if scheme.form == "gptq":
+            codes, zeros = _unpacked(words, scheme.bits, 0).T, _unpacked(zero_words, scheme.bits, 1).T
+            # The zero points were stored less 1, within the bits that there are.
+            zeros = (zeros.short() + scheme.zero_offset) % (1 << scheme.bits)
+        else:
+            codes, zeros = (_in_order(_unpacked(each, scheme.bits, 1)).T for each in (words, zero_words))
+        scales = parts["scales"].T
+    elif scheme.form == "packed":
+        num_out, num_in = _shape(parts["weight_shape"])
+        codes = _unpacked(_words(parts["weight_packed"], "weight_packed"), scheme.bits, 1)[:num_out, :num_in]
+        scales, middle = parts[scheme.scales], 1 << (scheme.bits - 1)  # signed numbers are stored from 0 on
+        if scheme.has_zeros:
+            zeros = _unpacked(_words(parts["weight_zero_point"], "weight_zero_point"), scheme.bits, 0)[:num_out]
+        else:
+            zeros = torch.full(tuple(scales.shape), middle, dtype=torch.uint8)
+        if tuple(codes.shape) != (num_out, num_in):
+            raise ValueError(f"weight_packed holds {tuple(codes.shape)} numbers, weight_shape says {(num_out, num_in)}")
+    else:
+        codes, scales, zeros = parts["weight"], parts[scheme.scales], parts.get("weight_zero_point")
+        if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ValueError(f"weight is of {codes.dtype}, int8 and float8_e4m3fn are read")
+    return _checked(scheme, codes, scales, zeros, order)
+
+
+def _checked(
+    scheme: Scheme, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None
+) -> QuantisedMatrix:
+    if codes.ndim != 2:
+        raise ValueError(f"the weight has the shape {tuple(codes.shape)}")
+    num_out, num_in = codes.shape
+    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(-1, 1) if scales.ndim == 1 else scales
+    side_out, side_in = scheme.block or (1, scheme.group_size or num_in)
+    expected = -(-num_out // side_out), -(-num_in // side_in)
+    if tuple(scales.shape) not in (expected, (1, 1)):
+        raise ValueError(f"{scheme.scales} has the shape {tuple(scales.shape)}, must have {expected}")
+    if zeros is not None:
+        zeros = zeros.reshape(scales.shape) if zeros.numel() == scales.numel() else zeros
+        if zeros.shape != scales.shape:
+            raise ValueError(f"zero points have the shape {tuple(zeros.shape)}, scales {tuple(scales.shape)}")
+    if order is not None:
+        order = order.long()
+        if tuple(order.shape) != (num_in,) or not bool(((order >= 0) & (order < scales.shape[1])).all()):
+            raise ValueError(f"g_idx must name one of {scales.shape[1]} groups for each of {num_in} inputs")
+        if torch.equal(order, torch.arange(num_in) // side_in):
+            order = None  # they lie in order
+    return QuantisedMatrix(codes, scales.float(), zeros, order, (side_out, side_in))
+
+
+def _words(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.dtype is not torch.int32 or tensor.ndim != 2:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, must be a matrix of int32")
+    return tensor
+
+
+def _unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """uint8, along dim 32 / bits times as many, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    found = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.ndim - dim - 1))) & ((1 << bits) - 1)
+    return found.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """AWQ's numbers [n, out] in the order of the outputs."""
+    return codes.unflatten(1, (-1, len(_AWQ_PLACES)))[:, :, list(_AWQ_PLACES)].flatten(1)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.numel() != 2:
+        raise ValueError(f"weight_shape has {tensor.numel()} numbers, must have 2")
+    num_out, num_in = tensor.flatten().tolist()
+    return int(num_out), int(num_in)

@@ -1,0 +1,52 @@
+"""restored: the tensors of a quantised checkpoint with each weight as one tensor again.
+
+Tensors of one weight may come in any order and from several files; those that are there wait for the others.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from ..checkpoint.errors import WeightsError
+from .matrix import matrix_of, parts_of
+from .scheme import Scheme
+
+# Of how a server may round activations, keys and values; here they are not rounded.
+_NOT_READ: Final = frozenset(
+    ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
+)
+
+Tensors = Iterator[tuple[str, str, torch.Tensor]]
+
+
+def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
+    """(file, name, tensor), where quantised weights are float32 under their plain names, and all else is as it came.
+
+    Raises:
+        WeightsError: a tensor of a weight is missing, stored twice, or does not fit the others.
+    """
+    wanted = parts_of(scheme)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        if part in _NOT_READ:
+            continue
+        if part not in wanted or (part == "weight" and tensor.itemsize > 1):  # most weights are, some are not
+            yield file, name, tensor
+            continue
+        held = waiting.setdefault(module, {})
+        if part in held:
+            raise WeightsError(file, f"tensor {name} is stored twice")
+        held[part] = tensor
+        if held.keys() == wanted:
+            del waiting[module]
+            try:
+                weight = matrix_of(scheme, held).dense()
+            except ValueError as error:
+                raise WeightsError(file, f"{module}: {error}") from None
+            yield file, f"{module}.weight", weight
+    if waiting:
+        module = min(waiting)
+        missing = ", ".join(sorted(wanted - waiting[module].keys()))
+        raise WeightsError(module, f"is stored without {missing}")
