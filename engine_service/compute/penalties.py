@@ -36,7 +36,7 @@ def _on_host(
     logits: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow], penalties: npt.NDArray[np.float32]
 ) -> torch.Tensor:
     """By numpy, which starts no threads for so little work."""
-    logits = logits.clone()
+    logits = torch.from_numpy(logits.numpy().copy())
     flat, vocab_size = logits.view(-1).numpy(), logits.shape[1]
     repetition, frequency, presence = penalties.T
     counted = np.flatnonzero((frequency != 0) | (presence != 0))

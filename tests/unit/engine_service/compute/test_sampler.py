@@ -180,6 +180,14 @@ def test_frequency_and_presence_count_the_output_alone():
     assert sample(logits, [row(presence, token_ids=[0, 0, 0, 1])]).token_ids.tolist() == [0]
 
 
+def test_a_penalised_greedy_row_is_drawn_after_the_penalty_also_beside_sampled_rows():
+    logits = torch.tensor([[1.0, 0.9, 0.5]]).expand(3, -1)  # shared memory: it must not be written to
+    presence = params(temperature=0, presence_penalty=0.45)
+    found = sample(logits, [row(presence, token_ids=[0]), row(top_k_1 := params(top_k=1)), row(GREEDY)])
+    assert found.token_ids.tolist() == [1, 0, 0]
+    assert sample(logits[:2], [row(top_k_1), row(presence, token_ids=[0])]).token_ids.tolist() == [0, 1]
+
+
 def test_bad_rows_are_reported_and_the_others_sampled():
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[0.0, nan, 1.0], [0.0, 5.0, -inf], [inf, 0.0, 0.0], [-inf, -inf, -inf], [-inf, 0.0, -inf]])
