@@ -173,10 +173,7 @@ class OpenRequests:
             if (generation := self._by_request.get(score.sequence.request)) is not None:
                 generation.take_prompt_logprobs(score.first_position, found)
         self._stats.count_step(work, taken)
-        row = 0
-        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
-            self._take_tokens(sequence, token_ids.tolist(), row, computed)
-            row += len(guesses) + 1
+        self._take_drawn(work, taken, computed)
         for sequence, candidates in zip(work.searched, computed.candidates, strict=True):
             self._take_candidates(sequence, candidates)
         for index in computed.broken:
@@ -184,11 +181,26 @@ class OpenRequests:
         self._stats.record_token_times()
         return taken
 
-    def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
+    def _take_drawn(self, work: Work, taken: list[Int32Array], computed: Computed) -> None:
+        """The next tokens of each sequence. Most are plain, and one apiece: objects would cost more than the step."""
+        row, now, sampled = 0, time.monotonic(), computed.sampled
+        may_be_plain = not (sampled.bad_rows or sampled.stuck_rows)
+        by_request, undelivered, time_next_token = self._by_request, self._undelivered, self._stats.time_next_token
+        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
+            generation = by_request.get(sequence.request)  # None: it ended while this was computed
+            if generation is not None:
+                if may_be_plain and len(token_ids) == 1 and generation.take_plain(int(token_ids[0])):
+                    if not generation.was_told:
+                        undelivered[generation] = None
+                    time_next_token(generation, now)
+                else:
+                    self._take_tokens(generation, sequence, token_ids.tolist(), row, computed)
+            row += len(guesses) + 1
+
+    def _take_tokens(
+        self, generation: Generation, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed
+    ) -> None:
         """One sequence's next tokens, drawn in the rows from first_row on."""
-        generation = self._by_request.get(sequence.request)
-        if generation is None:
-            return  # it ended while this was computed
         for row, token_id in enumerate(token_ids, first_row):
             if row in computed.sampled.bad_rows:
                 generation.fail(RequestFailed("the logits are not finite"))

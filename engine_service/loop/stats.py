@@ -58,6 +58,12 @@ class EngineStats:
             generation.first_token_at = now
         times[index] = now
 
+    def time_next_token(self, generation: Generation, now: float) -> None:
+        """The only continuation of a request, which has tokens already, got one more."""
+        times = generation.last_token_at
+        self._between.append(now - times[0])
+        times[0] = now
+
     def time_first_tokens(self, generation: Generation) -> None:
         """The tokens that the continuations of a request have came now, from another engine."""
         generation.last_token_at.clear()

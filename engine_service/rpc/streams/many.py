@@ -129,7 +129,7 @@ class ManyRequests:
         try:
             async with self._turns.turn(peer.get()):
                 request.generation = await self._admit(message, request.buffer.put)
-            request.buffer.on_full = request.generation.fail
+            request.buffer.read(request.generation)
         except EngineError as error:
             request.buffer.put(error)
         except TooManyWaiting as error:

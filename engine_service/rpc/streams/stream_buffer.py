@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from ...outputs.generation import Generation
 from ...values.errors import EngineError, NotRead
 from ...values.output_chunk import OutputChunk, coalesce
 from .stream_pace import HasUnread, StreamPace
@@ -31,11 +32,20 @@ class StreamBuffer:
     def __init__(self, tell: Tell) -> None:
         self.on_full: Callable[[EngineError], None] = lambda error: None
         self._tell = tell
+        self._take_more: Callable[[], OutputChunk | None] = lambda: None
         self._chunks: list[OutputChunk] = []
         self._num_unread = 0
         self._error: EngineError | None = None
         self._is_checked = False
         self._is_full = False
+
+    def read(self, generation: Generation) -> None:
+        """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
+        self.on_full, self._take_more = generation.fail, generation.take_more
+        generation.let_take_more(self._tell_more)
+
+    def _tell_more(self) -> None:
+        self._tell(at_once=False)
 
     def put(self, output: OutputChunk | EngineError) -> None:
         if isinstance(output, EngineError):
@@ -51,7 +61,10 @@ class StreamBuffer:
 
     def take(self) -> tuple[list[OutputChunk], EngineError | None]:
         """Everything that has come, neighbouring chunks joined, and the error after which nothing more comes."""
+        more = self._take_more()
         chunks, self._chunks, self._num_unread = self._chunks, [], 0
+        if more is not None:
+            chunks.append(more)
         return coalesce(chunks), self._error
 
     def _check(self) -> None:
