@@ -16,7 +16,7 @@ import torch
 from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
-from ..values.sampling_params import SamplingRow
+from ..values.sampling_params import SamplingRow, are_likeliest
 from .penalties import apply_penalties
 from .upload import at_device
 
@@ -71,6 +71,8 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
     """
     assert logits.shape[0] == len(rows), "one row per row of logits"
     likeliest, is_finite = _likeliest_and_finite(logits)
+    if are_likeliest(rows):
+        return Drawn(_likeliest(logits) if likeliest is None else likeliest, is_finite, torch.ones_like(is_finite))
     raw, logits = logits, apply_penalties(logits, rows)
     constrained = _apply_constraints(logits, rows)
     can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf

@@ -44,7 +44,7 @@ class EngineStats:
     def count_step(self, work: Work, taken: Sequence[Int32Array]) -> None:
         """A step that was computed, and the tokens that each of work.sampled got."""
         self.num_steps += 1
-        self.num_new_tokens += sum(len(token_ids) for token_ids in taken)
+        self.num_new_tokens += sum(map(len, taken))
         self.num_copied_blocks += len(work.copies)
         self.num_prefill_tokens += work.num_prompt_tokens
 

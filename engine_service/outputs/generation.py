@@ -21,7 +21,7 @@ from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
-from ..values.sampling_params import SamplingParams, SamplingRow
+from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
@@ -84,11 +84,16 @@ class Generation:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
+    draws_likeliest: bool = field(init=False)  # its rows are LIKELIEST
     _on_more: Callable[[], None] | None = None  # tells a reader that asks by take_more
     was_told: bool = False  # that reader, since it asked last
     _plain: list[int] = field(default_factory=list)  # tokens of the only continuation, behind the chunks
     _plain_room: int = 0  # tokens that may follow them as plain ones
     _ending_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
+        self.draws_likeliest = self.params.is_likeliest and not tells_or_ranks and not self.constraints and self.search is None
 
     @property
     def is_open(self) -> bool:
@@ -142,6 +147,8 @@ class Generation:
 
     def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
         """How the next token of a continuation that holds token_ids is drawn."""
+        if self.draws_likeliest:
+            return LIKELIEST
         constraint = self.constraints[index] if self.constraints else None
         num_prompt = len(self.request.prompt)
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs

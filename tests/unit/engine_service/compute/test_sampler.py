@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.compute.sampler import sample
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import (
+    GREEDY,
+    LIKELIEST,
+    SamplingParams,
+    SamplingParamsError,
+    SamplingRow,
+    are_likeliest,
+)
 from kvkeeper.kernels.philox import philox4x32, uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
@@ -186,6 +193,15 @@ def test_a_penalised_greedy_row_is_drawn_after_the_penalty_also_beside_sampled_r
     found = sample(logits, [row(presence, token_ids=[0]), row(top_k_1 := params(top_k=1)), row(GREEDY)])
     assert found.token_ids.tolist() == [1, 0, 0]
     assert sample(logits[:2], [row(top_k_1), row(presence, token_ids=[0])]).token_ids.tolist() == [0, 1]
+
+
+def test_rows_without_a_history_draw_what_greedy_rows_draw():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [math.nan, 0.0, 0.0], [5.0, 0.0, 1.0], [-math.inf] * 3])
+    found, expected = sample(logits, [LIKELIEST] * 4), sample(logits, [row(GREEDY)] * 4)
+    mixed = sample(logits, [LIKELIEST, row(GREEDY), LIKELIEST, row()])
+    assert [one.bad_rows for one in (found, expected, mixed)] == [(1, 3)] * 3
+    assert [one.token_ids[[0, 2]].tolist() for one in (found, expected, mixed)] == [[1, 0]] * 3
+    assert not are_likeliest([LIKELIEST, row(GREEDY)])
 
 
 def test_bad_rows_are_reported_and_the_others_sampled():

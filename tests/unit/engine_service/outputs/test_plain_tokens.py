@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeeper.engine_service.outputs.best_of import BestOf
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
 from kvkeeper.engine_service.values.errors import EngineError, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, joined
 from kvkeeper.engine_service.values.request import FinishReason, Request
-from kvkeeper.engine_service.values.sampling_params import GREEDY
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, SamplingParams
 
 EOS, BROKEN = 9, 8
 MAX_TOKENS = 12
@@ -153,3 +154,24 @@ def test_tokens_that_bring_more_than_text_are_not_plain(changes: dict[str, Any])
     one = Reader(asks=True, **changes)
     one.take(2)
     assert not one.generation.take_plain(2)
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "is_likeliest"),
+    [
+        (GREEDY, {}, True),
+        (SamplingParams(temperature=0, repetition_penalty=1.1), {}, False),
+        (SamplingParams(temperature=0, presence_penalty=0.1), {}, False),
+        (SamplingParams(temperature=0, frequency_penalty=-0.1), {}, False),
+        (SamplingParams(temperature=0.1), {}, False),
+        (GREEDY, {"num_logprobs": 0}, False),
+        (GREEDY, {"best_of": BestOf(1)}, False),
+        (GREEDY, {"constraints": [object()]}, False),
+    ],
+)
+def test_a_row_without_a_history_stands_for_those_that_need_none(
+    params: SamplingParams, changes: dict[str, Any], is_likeliest: bool
+) -> None:
+    request = Request("r", np.arange(3, dtype=np.int32), MAX_TOKENS)
+    generation = Generation(request, params, 0, StopRules(), [Letters()], lambda output: None, **changes)
+    assert generation.draws_likeliest == (generation.sampling_row(0, request.prompt) is LIKELIEST) == is_likeliest
