@@ -19,7 +19,7 @@ import structlog
 
 from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
-from ..values.output_chunk import OutputChunk, Usage
+from ..values.output_chunk import OutputChunk, PlainTokens, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
 from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
@@ -214,7 +214,7 @@ class Generation:
         """A reader asks by take_more for what is new. on_more: tells it that there is something; called by deliver."""
         self._on_more = on_more
 
-    def take_more(self) -> OutputChunk | None:
+    def take_more(self) -> PlainTokens | None:
         """The plain tokens since the last call. Behind all that was sent, and all that this call sends."""
         self.was_told = False
         if self._undelivered:
@@ -229,8 +229,8 @@ class Generation:
         self._plain.append(token_id)
         return True
 
-    def _take_plain(self) -> OutputChunk | None:
-        """The plain tokens as a chunk. If one cannot be made text, those before it are sent, and the request ends."""
+    def _take_plain(self) -> PlainTokens | None:
+        """The plain tokens with their text. If one cannot be made text, those before it are sent, and the request ends."""
         if not self._plain:
             return None
         token_ids, self._plain = self._plain, []
@@ -243,15 +243,15 @@ class Generation:
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)
             if texts:
-                self._put(OutputChunk(0, "".join(texts), tuple(token_ids[: len(texts)])))
+                self._put(PlainTokens(token_ids[: len(texts)], "".join(texts)).chunk())
             self.fail(RequestFailed("the tokens could not be turned into text"))
             return None
-        return OutputChunk(0, "".join(texts), tuple(token_ids))
+        return PlainTokens(token_ids, "".join(texts))
 
     def _settle(self) -> None:
         """Make the plain tokens a chunk to deliver, because something else follows."""
-        if (chunk := self._take_plain()) is not None:
-            self._put(chunk)
+        if (taken := self._take_plain()) is not None:
+            self._put(taken.chunk())
 
     def _note_plain_room(self) -> None:
         """A token was taken that did not end the request: what may follow as plain tokens."""

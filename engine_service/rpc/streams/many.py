@@ -18,6 +18,7 @@ from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.generation import Generation
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
+from ...values.output_chunk import PlainTokens
 from ..admission import Send
 from ..encode_response import response_of
 from ..ownership import shown_id
@@ -78,6 +79,7 @@ class ManyRequests:
         self._requests: dict[int, _Numbered] = {}
         self._unread: dict[int, None] = {}  # numbers, in order
         self._has_unread = HasUnread(pace)
+        self._reads_parts = False  # whether its client does
         self._starting_bytes = 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
 
@@ -103,6 +105,7 @@ class ManyRequests:
         async for message in read:
             if message.begin and not is_still_known():
                 raise WrongCredential("the credential of this call has changed or is no longer known")
+            self._reads_parts |= message.reads_parts
             for one in message.begin:
                 await self._begin(one.number, one.request)
             for number in message.cancel:
@@ -147,31 +150,66 @@ class ManyRequests:
     def _take(self) -> Iterator[pb.GenerateManyResponse]:
         """What is new, in messages of a bounded size."""
         unread, self._unread = self._unread, {}
-        message, num_units, ended = pb.GenerateManyResponse(), 0, []
+        ended: list[int] = []
+        parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
         for number in unread:
             if (request := self._requests.get(number)) is None:
                 continue
-            chunks, error = request.buffer.take()
-            for chunk in chunks:
-                request_id = ""
-                if not request.has_told_id:
-                    assert request.generation is not None
-                    request_id = request.asked_id or shown_id(request.generation.request.request_id)
-                    request.has_told_id = True
-                message.responses.add(number=number, response=response_of(request_id, chunk))
-                num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
-            if error is not None:
-                message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())
-            if error is not None or (chunks and chunks[-1].usage is not None):
-                ended.append(number)
+            if self._reads_parts and request.has_told_id and (plain := request.buffer.take_plain()) is not None:
+                num_units += parts.add(number, plain)
+            else:
+                num_units += self._add_responses(message, number, request, ended)
             if num_units >= _MOST_UNITS:
-                yield message
-                message, num_units = pb.GenerateManyResponse(), 0
-        if message.responses:
-            yield message
+                yield parts.added_to(message)
+                parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
+        if num_units or message.responses:
+            yield parts.added_to(message)
         for number in ended:
             if (request := self._requests.pop(number, None)) is not None:
                 request.end()
+
+    def _add_responses(self, message: pb.GenerateManyResponse, number: int, request: _Numbered, ended: list[int]) -> int:
+        """Add what is new of one request, and its number to those that ended if it did. How much it is."""
+        num_units = 0
+        chunks, error = request.buffer.take()
+        for chunk in chunks:
+            request_id = ""
+            if not request.has_told_id:
+                assert request.generation is not None
+                request_id = request.asked_id or shown_id(request.generation.request.request_id)
+                request.has_told_id = True
+            message.responses.add(number=number, response=response_of(request_id, chunk))
+            num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
+        if error is not None:
+            message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())
+        if error is not None or (chunks and chunks[-1].usage is not None):
+            ended.append(number)
+        return num_units
+
+
+class _Parts:
+    """Plain parts of one message, by column."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._num_tokens: list[int] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    def add(self, number: int, plain: PlainTokens) -> int:
+        """One part. How much it is."""
+        self._numbers.append(number)
+        self._num_tokens.append(len(plain.token_ids))
+        self._token_ids += plain.token_ids
+        self._texts.append(plain.text)
+        return len(plain.token_ids)
+
+    def added_to(self, message: pb.GenerateManyResponse) -> pb.GenerateManyResponse:
+        if self._numbers:
+            texts = self._texts if any(self._texts) else ()
+            parts = pb.PlainParts(numbers=self._numbers, num_tokens=self._num_tokens, token_ids=self._token_ids, texts=texts)
+            message.parts.CopyFrom(parts)
+        return message
 
 
 class ManyCalls:

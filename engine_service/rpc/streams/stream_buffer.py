@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ...outputs.generation import Generation
 from ...values.errors import EngineError, NotRead
-from ...values.output_chunk import OutputChunk, coalesce
+from ...values.output_chunk import OutputChunk, PlainTokens, coalesce
 from .stream_pace import HasUnread, StreamPace
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
@@ -32,7 +32,7 @@ class StreamBuffer:
     def __init__(self, tell: Tell) -> None:
         self.on_full: Callable[[EngineError], None] = lambda error: None
         self._tell = tell
-        self._take_more: Callable[[], OutputChunk | None] = lambda: None
+        self._take_more: Callable[[], PlainTokens | None] = lambda: None
         self._chunks: list[OutputChunk] = []
         self._num_unread = 0
         self._error: EngineError | None = None
@@ -64,8 +64,18 @@ class StreamBuffer:
         more = self._take_more()
         chunks, self._chunks, self._num_unread = self._chunks, [], 0
         if more is not None:
-            chunks.append(more)
+            chunks.append(more.chunk())
         return coalesce(chunks), self._error
+
+    def take_plain(self) -> PlainTokens | None:
+        """Everything that has come, where that is plain tokens alone; None: take is to tell."""
+        if self._chunks or self._error is not None:
+            return None
+        more = self._take_more()
+        if more is None or not (self._chunks or self._error is not None):
+            return more
+        self._chunks.append(more.chunk())  # behind what came by asking
+        return None
 
     def _check(self) -> None:
         self._is_checked = False

@@ -63,8 +63,8 @@ class Reader:
                 self.generation.take_token(0, token_id)
 
     def ask(self) -> None:
-        if (chunk := self.generation.take_more()) is not None:
-            self.got.append(chunk)
+        if (taken := self.generation.take_more()) is not None:
+            self.got.append(taken.chunk())
 
     def all(self) -> tuple[OutputChunk | None, str]:
         """All chunks as one, and the reason of the error behind them."""
