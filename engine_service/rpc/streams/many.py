@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
@@ -36,20 +37,15 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(
-        self, number: int, asked_id: str, tell: Callable[[int, bool], None], counted: AbstractContextManager[None]
-    ) -> None:
-        """asked_id: that its client gave it, or empty."""
-        self.buffer = StreamBuffer(self._tell)
+    def __init__(self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None]) -> None:
+        """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
+        self.number = number
+        self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
         self.generation: Generation | None = None
         self.asked_id, self.has_told_id = asked_id, False
-        self._number, self._tell_call = number, tell
         self._counted = ExitStack()
         self._counted.enter_context(counted)
-
-    def _tell(self, *, at_once: bool) -> None:
-        self._tell_call(self._number, at_once or not self.has_told_id)
 
     def end(self) -> None:
         """Nothing more is written of it. One that goes on is cancelled."""
@@ -143,9 +139,9 @@ class ManyRequests:
         finally:
             request.starting = None
 
-    def _tell(self, number: int, at_once: bool) -> None:
-        self._unread[number] = None
-        self._has_unread.tell(at_once=at_once)
+    def _tell(self, request: _Numbered, *, at_once: bool) -> None:
+        self._unread[request.number] = None
+        self._has_unread.tell(at_once=at_once or not request.has_told_id)
 
     def _take(self) -> Iterator[pb.GenerateManyResponse]:
         """What is new, in messages of a bounded size."""

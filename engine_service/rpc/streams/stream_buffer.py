@@ -7,6 +7,7 @@ unread chunks are dropped and the request is to end. Much that comes at once is 
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from ...outputs.generation import Generation
@@ -42,10 +43,7 @@ class StreamBuffer:
     def read(self, generation: Generation) -> None:
         """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
         self.on_full, self._take_more = generation.fail, generation.take_more
-        generation.let_take_more(self._tell_more)
-
-    def _tell_more(self) -> None:
-        self._tell(at_once=False)
+        generation.let_take_more(partial(self._tell, at_once=False))
 
     def put(self, output: OutputChunk | EngineError) -> None:
         if isinstance(output, EngineError):
