@@ -16,16 +16,12 @@ from .upload import at_device
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Penalised logits, float32 [S, V]: a copy if any row has a penalty. Every token of a history is in the vocabulary."""
-    penalised = [index for index, row in enumerate(rows) if _is_penalised(row.params)]
+    penalised = [index for index, row in enumerate(rows) if row.params.is_penalised]
     if not penalised:
         return logits
     penalties = np.array([_penalties(rows[index].params) for index in penalised], np.float32)
     apply = _on_host if logits.is_cpu else _on_device
     return apply(logits, penalised, [rows[index] for index in penalised], penalties)
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
@@ -36,7 +32,7 @@ def _on_host(
     logits: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow], penalties: npt.NDArray[np.float32]
 ) -> torch.Tensor:
     """By numpy, which starts no threads for so little work."""
-    logits = logits.clone()
+    logits = torch.from_numpy(logits.numpy().copy())
     flat, vocab_size = logits.view(-1).numpy(), logits.shape[1]
     repetition, frequency, presence = penalties.T
     counted = np.flatnonzero((frequency != 0) | (presence != 0))

@@ -14,7 +14,7 @@ import torch
 
 from ..scheduler.work import PromptScore, Work
 from ..values.beam_values import Candidates, SearchRow
-from ..values.sampling_params import SamplingRow
+from ..values.sampling_params import SamplingRow, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
 from .logprobs import token_logprobs
@@ -95,6 +95,8 @@ def _broken(is_finite: npt.NDArray[Any]) -> list[int]:
 
 
 def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:
+    if are_likeliest(rows):
+        return {}
     bad = {*sampled.bad_rows, *sampled.stuck_rows}
     asked = [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None and index not in bad]
     if not asked:

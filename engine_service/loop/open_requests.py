@@ -19,6 +19,7 @@ from ..scheduler.work import Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
 from ..values.request import Int32Array, Request, Sequence, SequenceState, TakenBlocks
+from ..values.sampling_params import LIKELIEST
 from .stats import EngineStats
 from .tracing import EngineTracing
 
@@ -137,6 +138,9 @@ class OpenRequests:
 
     def rows(self, work: Work) -> StepRows:
         """How each of the step's tokens is drawn, and the tokens of each list that a search extends."""
+        by_request = self._by_request
+        if not work.searched and all(by_request[sequence.request].draws_likeliest for sequence in work.sampled):
+            return StepRows([LIKELIEST] * len(work.logit_idx), [])
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
         sampled = [
             self._by_request[sequence.request].sampling_row(sequence.index, tokens)
@@ -173,16 +177,32 @@ class OpenRequests:
             if (generation := self._by_request.get(score.sequence.request)) is not None:
                 generation.take_prompt_logprobs(score.first_position, found)
         self._stats.count_step(work, taken)
-        row = 0
-        for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
-            self._take_tokens(sequence, token_ids.tolist(), row, computed)
-            row += len(guesses) + 1
+        self._take_drawn(work, taken, computed)
         for sequence, candidates in zip(work.searched, computed.candidates, strict=True):
             self._take_candidates(sequence, candidates)
         for index in computed.broken:
             self.fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
         self._stats.record_token_times()
         return taken
+
+    def _take_drawn(self, work: Work, taken: list[Int32Array], computed: Computed) -> None:
+        """The next tokens of each sequence. Most are plain, and one apiece: objects would cost more than the step."""
+        sampled, by_request, undelivered = computed.sampled, self._by_request, self._undelivered
+        token_ids, now, time_next_token = sampled.token_ids.tolist(), time.monotonic(), self._stats.time_next_token
+        if sampled.bad_rows or sampled.stuck_rows or len(token_ids) > len(work.sampled):
+            row = 0
+            for sequence, guesses, own in zip(work.sampled, work.guesses, taken, strict=True):
+                self._take_tokens(sequence, own.tolist(), row, computed)
+                row += len(guesses) + 1
+            return
+        for row, (sequence, token_id) in enumerate(zip(work.sampled, token_ids, strict=True)):
+            generation = by_request.get(sequence.request)
+            if generation is None or not generation.take_plain(token_id):
+                self._take_tokens(sequence, [token_id], row, computed)
+                continue
+            if not generation.was_told:
+                undelivered[generation] = None
+            time_next_token(generation, now)
 
     def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
         """One sequence's next tokens, drawn in the rows from first_row on."""
@@ -198,6 +218,8 @@ class OpenRequests:
                 continue
             self._undelivered[generation] = None
             self._stats.time_token(generation, sequence.index)
+            if generation.take_plain(token_id):
+                continue
             if generation.take_token(sequence.index, token_id, computed.logprobs.get(row)):
                 self._scheduler.end_sequence(sequence)
                 break

@@ -1,7 +1,8 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
-One task per session, in order of the queue, as far as the cache service has slots. A refusal for want of a slot is
-tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
+One task per session, in order of the queue, as far as the cache service has slots. A few calls are under way at once, because
+each has to wait for turns of a loop that is busy with steps. A refusal for want of a slot is tried again; any other refusal
+ends that request alone; a lost session ends the task, and wakes the loop.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from ..values.request import Request, Sequence
 from .tracing import EngineTracing
 from .wake import Wake, wait_for
 
+_MOST_AT_ONCE = 4  # calls; a prompt has up to 4 MiB
 _RETRY_S = 0.05  # another engine that frees a slot does not tell this one
 
 
@@ -37,6 +39,7 @@ class SequenceCreator:
         self._wake = wake
         self._fail = fail
         self._tracing = tracing
+        self._calls: list[asyncio.Task[bool]] = []  # under way, or ended since the task looked last
         self._task = asyncio.create_task(self._run())
 
     def proceed(self) -> None:
@@ -54,12 +57,22 @@ class SequenceCreator:
         try:
             while True:
                 self._wake.creator.clear()
-                had_slot = True
-                while had_slot and (sequence := self._scheduler.next_to_create()) is not None:
+                ended = [call for call in self._calls if call.done()]
+                self._calls = [call for call in self._calls if not call.done()]
+                results = [call.result() for call in ended]  # each of them raises its own error
+                has_slot = all(results)
+                while has_slot and len(self._calls) < _MOST_AT_ONCE:
+                    if (sequence := self._scheduler.next_to_create()) is None:
+                        break
                     with self._tracing.within_request(sequence.request):
-                        had_slot = await self._create(sequence)
-                await wait_for(self._wake.creator, None if had_slot else _RETRY_S)
+                        call = asyncio.create_task(self._create(sequence))
+                    call.add_done_callback(lambda _: self._wake.creator.set())
+                    self._calls.append(call)
+                await wait_for(self._wake.creator, None if has_slot else _RETRY_S)
         finally:
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
             self._wake.loop.set()
 
     async def _create(self, sequence: Sequence) -> bool:

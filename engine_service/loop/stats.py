@@ -44,7 +44,7 @@ class EngineStats:
     def count_step(self, work: Work, taken: Sequence[Int32Array]) -> None:
         """A step that was computed, and the tokens that each of work.sampled got."""
         self.num_steps += 1
-        self.num_new_tokens += sum(len(token_ids) for token_ids in taken)
+        self.num_new_tokens += sum(map(len, taken))
         self.num_copied_blocks += len(work.copies)
         self.num_prefill_tokens += work.num_prompt_tokens
 
@@ -57,6 +57,12 @@ class EngineStats:
             self._first.append(now - generation.started_at)
             generation.first_token_at = now
         times[index] = now
+
+    def time_next_token(self, generation: Generation, now: float) -> None:
+        """The only continuation of a request, which has tokens already, got one more."""
+        times = generation.last_token_at
+        self._between.append(now - times[0])
+        times[0] = now
 
     def time_first_tokens(self, generation: Generation) -> None:
         """The tokens that the continuations of a request have came now, from another engine."""

@@ -2,6 +2,9 @@
 
 Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), the request's counts, and that the stream gets
 its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
+
+Most tokens are plain: they neither end their continuation nor bring more than their text. Where a reader asks for what is new,
+they are kept as numbers until it does, so that a step costs an addition for each, and text is made once for all that are read.
 """
 
 import time
@@ -16,15 +19,17 @@ import structlog
 
 from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
-from ..values.output_chunk import OutputChunk, Usage
+from ..values.output_chunk import OutputChunk, PlainTokens, Usage
 from ..values.request import FinishReason, Int32Array, Request, RequestState
-from ..values.sampling_params import SamplingParams, SamplingRow
+from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .stopping import StopRules, TextOutput
 
 log = structlog.get_logger()
+
+_MOST_PLAIN = 4096  # tokens without a chunk; then they are sent as one, so that what a client does not read is counted
 
 
 class Timer(Protocol):
@@ -79,6 +84,16 @@ class Generation:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
+    draws_likeliest: bool = field(init=False)  # its rows are LIKELIEST
+    _on_more: Callable[[], None] | None = None  # tells a reader that asks by take_more
+    was_told: bool = False  # that reader, since it asked last
+    _plain: list[int] = field(default_factory=list)  # tokens of the only continuation, behind the chunks
+    _plain_room: int = 0  # tokens that may follow them as plain ones
+    _ending_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
+        self.draws_likeliest = self.params.is_likeliest and not tells_or_ranks and not self.constraints and self.search is None
 
     @property
     def is_open(self) -> bool:
@@ -87,7 +102,7 @@ class Generation:
     @property
     def num_taken(self) -> int:
         """New tokens of all continuations, or of all lists of a search."""
-        return self._num_taken.total() if self.search is None else self.search.num_tokens
+        return self._num_taken.total() + len(self._plain) if self.search is None else self.search.num_tokens
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -132,6 +147,8 @@ class Generation:
 
     def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
         """How the next token of a continuation that holds token_ids is drawn."""
+        if self.draws_likeliest:
+            return LIKELIEST
         constraint = self.constraints[index] if self.constraints else None
         num_prompt = len(self.request.prompt)
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
@@ -191,7 +208,59 @@ class Generation:
 
     def num_taken_of(self, index: int) -> int:
         """The tokens of a continuation so far, also one that ended it."""
-        return self._num_taken[index]
+        return self._num_taken[index] + len(self._plain)  # these are of the only one
+
+    def let_take_more(self, on_more: Callable[[], None]) -> None:
+        """A reader asks by take_more for what is new. on_more: tells it that there is something; called by deliver."""
+        self._on_more = on_more
+
+    def take_more(self) -> PlainTokens | None:
+        """The plain tokens since the last call. Behind all that was sent, and all that this call sends."""
+        self.was_told = False
+        if self._undelivered:
+            self.deliver()
+        return self._take_plain()
+
+    def take_plain(self, token_id: int) -> bool:
+        """Add the only continuation's next token, if it is a plain one. False: take_token is to add it."""
+        if not self._plain_room or token_id in self._ending_ids:
+            return False
+        self._plain_room -= 1
+        self._plain.append(token_id)
+        return True
+
+    def _take_plain(self) -> PlainTokens | None:
+        """The plain tokens with their text. If one cannot be made text, those before it are sent, and the request ends."""
+        if not self._plain:
+            return None
+        token_ids, self._plain = self._plain, []
+        self._num_taken[0] += len(token_ids)
+        self._num_sent += len(token_ids)
+        output, texts = self.outputs[0], list[str]()
+        try:
+            for token_id in token_ids if output.has_text else ():
+                texts.append(output.push(token_id)[0])
+        except Exception:
+            log.exception("text_failed", request_id=self.request.request_id)
+            if texts:
+                self._put(PlainTokens(token_ids[: len(texts)], "".join(texts)).chunk())
+            self.fail(RequestFailed("the tokens could not be turned into text"))
+            return None
+        return PlainTokens(token_ids, "".join(texts))
+
+    def _settle(self) -> None:
+        """Make the plain tokens a chunk to deliver, because something else follows."""
+        if (taken := self._take_plain()) is not None:
+            self._put(taken.chunk())
+
+    def _note_plain_room(self) -> None:
+        """A token was taken that did not end the request: what may follow as plain tokens."""
+        asks_more = self.num_logprobs is not None or self.request.num_prompt_logprobs is not None or self.constraints
+        if self._on_more is None or self.request.n > 1 or asks_more or self.best_of is not None:
+            return
+        if not self.outputs[0].may_stop:
+            self._plain_room = min(self.request.max_new_tokens - self._num_taken[0] - 1, _MOST_PLAIN)
+            self._ending_ids = self.stop.ids
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
@@ -203,6 +272,9 @@ class Generation:
             return False  # its sequences end with the request
 
     def _take_token(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
+        self._settle()
+        if not self.is_open:
+            return False
         output = self.outputs[index]
         self._num_taken[index] += 1
         if self.num_logprobs is not None and self.best_of is None:
@@ -229,6 +301,7 @@ class Generation:
             self.best_of.hold(chunk)
         else:
             self._put(chunk)
+        self._note_plain_room()
         return False
 
     def _put(self, chunk: OutputChunk) -> None:
@@ -239,10 +312,14 @@ class Generation:
         self._undelivered.append(chunk)
 
     def deliver(self) -> None:
-        """Send the chunks that were added since the last call."""
-        for chunk in self._undelivered:
-            self.send(chunk)
-        self._undelivered.clear()
+        """Send the chunks that were added since the last call, and tell of plain tokens."""
+        if self._undelivered:
+            for chunk in self._undelivered:
+                self.send(chunk)
+            self._undelivered.clear()
+        if self._plain and not self.was_told and self._on_more is not None:
+            self.was_told = True
+            self._on_more()
 
     def cancel(self) -> None:
         """End the continuations that are still under way. A request that has ended is left alone."""
@@ -264,6 +341,7 @@ class Generation:
         return None
 
     def _end_rest(self, reason: FinishReason) -> None:
+        self._settle()
         for index in range(self.request.n):
             if self.is_open and index not in self._ended:
                 self._finish(OutputChunk(index, self._rest(index), (), reason))
@@ -279,6 +357,7 @@ class Generation:
 
     def fail(self, refusal: EngineError) -> None:
         """End the request with an error. A request that has ended is left alone."""
+        self._settle()
         if self.is_open:
             self.refusal = refusal
             self._undelivered.append(refusal)
@@ -301,6 +380,7 @@ class Generation:
         return True
 
     def _close(self) -> None:
+        self._plain_room = 0
         self._logprobs.clear()
         self.on_close(self)
 
@@ -324,7 +404,7 @@ class Generation:
         return Usage(
             prompt_tokens=len(request.prompt),
             cached_tokens=request.num_hit_tokens or 0,
-            new_tokens=self._num_sent,
+            new_tokens=self._num_sent + len(self._plain),
             copied_blocks=request.num_copied_blocks,
             num_preemptions=request.num_preemptions,
         )

@@ -7,7 +7,7 @@ response stays empty.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -66,6 +66,11 @@ class ModelText:
 class _Text:
     detokenizer: Detokenizer
     stops: StopStrings | None
+    has_text: ClassVar = True
+
+    @property
+    def may_stop(self) -> bool:
+        return self.stops is not None
 
     def push(self, token_id: int) -> tuple[str, bool]:
         text = self.detokenizer.add_token(token_id)
@@ -86,6 +91,8 @@ class _Text:
 
 
 class _NoText:
+    has_text = may_stop = False
+
     def copy(self) -> "_NoText":
         return self
 

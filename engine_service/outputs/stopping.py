@@ -9,6 +9,14 @@ from ..values.request import FinishReason
 class TextOutput(Protocol):
     """Turns one continuation's tokens into text, and finds stop strings in it."""
 
+    @property
+    def has_text(self) -> bool:
+        """Whether tokens have text at all."""
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings."""
+
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text that is complete now, and whether a stop string was found; the text holds no part of it."""
 
@@ -33,5 +41,9 @@ class StopRules:
         return FinishReason.STOP if token_id in self.stop_token_ids else None
 
     @property
+    def ids(self) -> frozenset[int]:
+        return self.eos_token_ids | self.stop_token_ids
+
+    @property
     def num_ids(self) -> int:
-        return len(self.eos_token_ids | self.stop_token_ids)
+        return len(self.ids)

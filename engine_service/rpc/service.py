@@ -117,7 +117,7 @@ class EngineService:
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         unread = PacedBuffer(self._pace)
         generation = await self._admission.admit(request, unread.buffer.put)
-        unread.buffer.on_full = generation.fail
+        unread.buffer.read(generation)
         with self._streaming():
             try:
                 request_id = request.request_id or shown_id(generation.request.request_id)

@@ -3,6 +3,8 @@
 A running sequence's tokens grow in its row; an unforked sequence can be forked once it has its first token. Pure.
 """
 
+from collections import Counter
+
 import numpy as np
 
 from ..values.request import Int32Array, SequenceState
@@ -36,16 +38,20 @@ class DrawnTokens:
         num_rows = len(work.sample_rows)
         if len(drawn) == len(work.sampled):
             running.append_tokens(work.sample_rows, drawn[:num_rows])
+            running.num_left[work.sample_rows] -= 1
             taken = list(drawn[:, None])
+            for sequence in work.sampled:
+                sequence.num_output += 1
         else:
             taken = self._append_runs(work, drawn)
-        num_left = running.num_left
-        for sequence, token_ids in zip(work.sampled, taken, strict=True):
-            sequence.num_output += len(token_ids)
-            if sequence.row is not None:
-                num_left[sequence.row] -= len(token_ids)
-            if shares is not None:
-                shares.charge(shares.tenant_of(sequence.request), len(token_ids))
+            for sequence, token_ids in zip(work.sampled, taken, strict=True):
+                sequence.num_output += len(token_ids)
+        if shares is not None:
+            num_new = Counter[str]()
+            for sequence, token_ids in zip(work.sampled, taken, strict=True):
+                num_new[shares.tenant_of(sequence.request)] += len(token_ids)
+            for tenant, num_tokens in num_new.items():
+                shares.charge(tenant, num_tokens)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             if child.state is not SequenceState.ENDED:  # it may have ended while this was computed
@@ -62,6 +68,7 @@ class DrawnTokens:
         for row, guesses, token_ids in zip(work.sample_rows.tolist(), work.guesses, taken, strict=False):
             running.num_computed[row] -= len(guesses) + 1 - len(token_ids)
             running.append_run(row, token_ids)
+            running.num_left[row] -= len(token_ids)
         return taken
 
     def give_up(self, work: Work) -> None:

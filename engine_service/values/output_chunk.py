@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from .request import FinishReason
 from .token_logprobs import TokenLogprobs
@@ -31,6 +32,17 @@ class OutputChunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with its first chunk
     cumulative_logprob: float | None = None  # with the last, of continuations that were ranked
+
+
+class PlainTokens(NamedTuple):
+    """A part of continuation 0's output that is nothing but tokens and text."""
+
+    token_ids: list[int]
+    text: str
+
+    def chunk(self) -> OutputChunk:
+        """The same as a chunk."""
+        return OutputChunk(0, self.text, tuple(self.token_ids))
 
 
 def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:

@@ -1,5 +1,6 @@
 """Sampling parameters: how a request's next token is drawn, and one row of a step with all that its draw depends on. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,16 @@ class SamplingParams:
         self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
         self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
 
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether they ask for the likeliest token, whatever came before."""
+        return self.temperature == 0 and not self.is_penalised
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether tokens that came before count."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
     def _check(self, field: str, allowed: bool, text: str) -> None:  # comparisons with NaN are false, so it is refused
         if not allowed:
             raise SamplingParamsError(field, getattr(self, field), text)
@@ -87,3 +98,13 @@ class SamplingRow:
     num_prompt_tokens: int
     num_logprobs: int | None = None
     constraint: Allowing | None = None
+
+
+# In the place of every row whose token is the likeliest, whatever came before, and of which nothing else is told. It
+# needs no history, and is found again by identity.
+LIKELIEST = SamplingRow(GREEDY, 0, 0, np.empty(0, np.int32), 0)
+
+
+def are_likeliest(rows: Sequence[SamplingRow]) -> bool:
+    """Whether all rows are LIKELIEST."""
+    return rows.count(LIKELIEST) == len(rows)

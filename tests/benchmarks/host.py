@@ -70,9 +70,10 @@ async def _measure(python: str, num_streams: int, num_tokens: int) -> _Turn:
         num_blocks = num_streams * (_PROMPT_TOKENS + num_tokens + 16) // 16 + num_streams + 64
         cache_flags = ("--num-blocks", str(num_blocks), "--runtime-dir", folder, "--max-sequences", "2048")
         engine_flags = ("--listen", address, "--cache", cache, "--block-size", "16", "--token-budget", "4096")
+        waiting_flags = ("--max-waiting", "4096")  # all of them come from one connection
         async with (
             process("-m", "kvkeeper.cache_service", "--listen", cache, *cache_flags, python=python) as cache_process,
-            process("-P", _ENGINE, *engine_flags, python=python) as engine_process,
+            process("-P", _ENGINE, *engine_flags, *waiting_flags, python=python) as engine_process,
             AsyncEngineClient(address) as client,
         ):
             await _stream(client, 0, 8)  # warms both up

@@ -80,6 +80,39 @@ async def test_requests_of_one_call_end_each_for_itself(world: Services) -> None
     assert engine.service.num_streams == 0
 
 
+@pytest.mark.parametrize("reads_parts", [True, False])
+async def test_what_is_tokens_alone_comes_as_columns_to_a_client_that_reads_them(world: Services, reads_parts: bool) -> None:
+    await world.start_cache(num_blocks=256)
+    engine = await world.start_engine(stream_interval_ms=0.0)
+    prompts = {number: [1, 2, 3 + number] for number in range(1, 9)}
+    tokens: dict[int, list[int]] = defaultdict(list)
+    has_ended, num_parts = set(), 0
+    async with many_call(engine) as call:
+        requests = [numbered(number, prompt) for number, prompt in prompts.items()]
+        await call.write(pb.GenerateManyRequest(begin=requests, reads_parts=reads_parts))
+        more = numbered(9, [1, 2, 12]), numbered(10, [1, 2, 13])
+        more[0].request.sampling.num_logprobs, more[1].request.n = 0, 2
+        await begin(call, *more)
+        await call.done_writing()
+        async for message in call:
+            token_ids = list(message.parts.token_ids)
+            for number, count in zip(message.parts.numbers, message.parts.num_tokens, strict=True):
+                assert number in tokens, "the first tells the id"
+                assert number in prompts, "it brings more than tokens"
+                tokens[number] += token_ids[:count]
+                num_parts, token_ids = num_parts + 1, token_ids[count:]
+            assert not token_ids
+            for one in message.responses:
+                assert one.number not in has_ended
+                assert one.number not in message.parts.numbers
+                tokens[one.number] += one.response.token_ids if one.response.index == 0 else []
+                has_ended |= {one.number} if one.response.HasField("usage") else set()
+    expected = {**prompts, 9: [1, 2, 12], 10: [1, 2, 13]}
+    assert tokens == {number: toy_output(prompt, NUM_TOKENS) for number, prompt in expected.items()}
+    assert has_ended == expected.keys()
+    assert (num_parts > 0) == reads_parts
+
+
 async def test_a_request_that_is_cancelled_tells_nothing_more(world: Services) -> None:
     await world.start_cache()
     engine, gate = await world.start_gated_engine()

@@ -99,13 +99,18 @@ def test_percentiles_are_exact_over_what_was_lately(sizes: list[int]) -> None:
 async def test_times_told_are_those_of_the_tokens(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed again from the time of each token, and compared with both ways to ask."""
     tokens: dict[tuple[Generation, int], list[float]] = {}
-    time_token = EngineStats.time_token
+    time_token, time_next_token = EngineStats.time_token, EngineStats.time_next_token
 
     def noted(stats: EngineStats, generation: Generation, index: int) -> None:
         time_token(stats, generation, index)
         tokens.setdefault((generation, index), []).append(generation.last_token_at[index])
 
+    def next_noted(stats: EngineStats, generation: Generation, now: float) -> None:
+        time_next_token(stats, generation, now)
+        tokens[generation, 0].append(generation.last_token_at[0])
+
     monkeypatch.setattr(EngineStats, "time_token", noted)
+    monkeypatch.setattr(EngineStats, "time_next_token", next_noted)
     await world.start_cache()
     engine = await world.start_engine(metrics_listen=ANY_PORT)
     client = await world.client(engine)

@@ -8,6 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvkeeper.client import AsyncEngineClient, KvkeeperError
+from kvkeeper.engine_service.server import RunningServer
+from kvkeeper.engine_service.values.request import SequenceState
 from tests.e2e.test_metrics import ANY_PORT, scrape
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
@@ -23,7 +25,7 @@ JOBS: dict[str, tuple[list[int], int, str]] = {
 NUM_BLOCKS = 512
 
 
-async def order_of(client: AsyncEngineClient, gate: threading.Event) -> list[str]:
+async def order_of(engine: RunningServer, client: AsyncEngineClient, gate: threading.Event) -> list[str]:
     """Names of the jobs as they end."""
     ended: list[str] = []
 
@@ -34,7 +36,8 @@ async def order_of(client: AsyncEngineClient, gate: threading.Event) -> list[str
     def is_waiting(count: int) -> Any:
         async def check() -> bool:
             stats = await client.stats()
-            return stats.num_waiting_requests == count and (count > 0 or stats.num_running_requests > 0)
+            may_start = all(one.state is SequenceState.WAITING for one in engine.engine.scheduler.waiting.sequences)
+            return stats.num_waiting_requests == count and may_start and (count > 0 or stats.num_running_requests > 0)
 
         return check
 
@@ -64,7 +67,7 @@ async def test_requests_end_in_the_order_of_the_policy(
     await world.start_cache(num_blocks=NUM_BLOCKS)
     engine, gate = await world.start_gated_engine(policy=policy, fair_share=fair_share, max_sequences=1)
     client = await world.client(engine)
-    assert await order_of(client, gate) == expected
+    assert await order_of(engine, client, gate) == expected
     stats = await client.stats()
     assert (stats.scheduling_policy, stats.num_policy_switches) == (policy, 0)
 
@@ -86,7 +89,7 @@ async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Ser
             num_switches = (await client.stats()).num_policy_switches
             return switched if num_told == num_switches == len(switched) else None
 
-        assert await order_of(client, gate) == ["short", "next", "high", "long"]
+        assert await order_of(engine, client, gate) == ["short", "next", "high", "long"]
         assert (await until(agreed))[0] == "sjf"
 
 

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
@@ -18,6 +19,7 @@ from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.generation import Generation
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
+from ...values.output_chunk import PlainTokens
 from ..admission import Send
 from ..encode_response import response_of
 from ..ownership import shown_id
@@ -35,20 +37,15 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(
-        self, number: int, asked_id: str, tell: Callable[[int, bool], None], counted: AbstractContextManager[None]
-    ) -> None:
-        """asked_id: that its client gave it, or empty."""
-        self.buffer = StreamBuffer(self._tell)
+    def __init__(self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None]) -> None:
+        """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
+        self.number = number
+        self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
         self.generation: Generation | None = None
         self.asked_id, self.has_told_id = asked_id, False
-        self._number, self._tell_call = number, tell
         self._counted = ExitStack()
         self._counted.enter_context(counted)
-
-    def _tell(self, *, at_once: bool) -> None:
-        self._tell_call(self._number, at_once or not self.has_told_id)
 
     def end(self) -> None:
         """Nothing more is written of it. One that goes on is cancelled."""
@@ -78,6 +75,7 @@ class ManyRequests:
         self._requests: dict[int, _Numbered] = {}
         self._unread: dict[int, None] = {}  # numbers, in order
         self._has_unread = HasUnread(pace)
+        self._reads_parts = False  # whether its client does
         self._starting_bytes = 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
 
@@ -103,6 +101,7 @@ class ManyRequests:
         async for message in read:
             if message.begin and not is_still_known():
                 raise WrongCredential("the credential of this call has changed or is no longer known")
+            self._reads_parts |= message.reads_parts
             for one in message.begin:
                 await self._begin(one.number, one.request)
             for number in message.cancel:
@@ -129,7 +128,7 @@ class ManyRequests:
         try:
             async with self._turns.turn(peer.get()):
                 request.generation = await self._admit(message, request.buffer.put)
-            request.buffer.on_full = request.generation.fail
+            request.buffer.read(request.generation)
         except EngineError as error:
             request.buffer.put(error)
         except TooManyWaiting as error:
@@ -140,38 +139,73 @@ class ManyRequests:
         finally:
             request.starting = None
 
-    def _tell(self, number: int, at_once: bool) -> None:
-        self._unread[number] = None
-        self._has_unread.tell(at_once=at_once)
+    def _tell(self, request: _Numbered, *, at_once: bool) -> None:
+        self._unread[request.number] = None
+        self._has_unread.tell(at_once=at_once or not request.has_told_id)
 
     def _take(self) -> Iterator[pb.GenerateManyResponse]:
         """What is new, in messages of a bounded size."""
         unread, self._unread = self._unread, {}
-        message, num_units, ended = pb.GenerateManyResponse(), 0, []
+        ended: list[int] = []
+        parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
         for number in unread:
             if (request := self._requests.get(number)) is None:
                 continue
-            chunks, error = request.buffer.take()
-            for chunk in chunks:
-                request_id = ""
-                if not request.has_told_id:
-                    assert request.generation is not None
-                    request_id = request.asked_id or shown_id(request.generation.request.request_id)
-                    request.has_told_id = True
-                message.responses.add(number=number, response=response_of(request_id, chunk))
-                num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
-            if error is not None:
-                message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())
-            if error is not None or (chunks and chunks[-1].usage is not None):
-                ended.append(number)
+            if self._reads_parts and request.has_told_id and (plain := request.buffer.take_plain()) is not None:
+                num_units += parts.add(number, plain)
+            else:
+                num_units += self._add_responses(message, number, request, ended)
             if num_units >= _MOST_UNITS:
-                yield message
-                message, num_units = pb.GenerateManyResponse(), 0
-        if message.responses:
-            yield message
+                yield parts.added_to(message)
+                parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
+        if num_units or message.responses:
+            yield parts.added_to(message)
         for number in ended:
             if (request := self._requests.pop(number, None)) is not None:
                 request.end()
+
+    def _add_responses(self, message: pb.GenerateManyResponse, number: int, request: _Numbered, ended: list[int]) -> int:
+        """Add what is new of one request, and its number to those that ended if it did. How much it is."""
+        num_units = 0
+        chunks, error = request.buffer.take()
+        for chunk in chunks:
+            request_id = ""
+            if not request.has_told_id:
+                assert request.generation is not None
+                request_id = request.asked_id or shown_id(request.generation.request.request_id)
+                request.has_told_id = True
+            message.responses.add(number=number, response=response_of(request_id, chunk))
+            num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
+        if error is not None:
+            message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())
+        if error is not None or (chunks and chunks[-1].usage is not None):
+            ended.append(number)
+        return num_units
+
+
+class _Parts:
+    """Plain parts of one message, by column."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._num_tokens: list[int] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    def add(self, number: int, plain: PlainTokens) -> int:
+        """One part. How much it is."""
+        self._numbers.append(number)
+        self._num_tokens.append(len(plain.token_ids))
+        self._token_ids += plain.token_ids
+        self._texts.append(plain.text)
+        return len(plain.token_ids)
+
+    def added_to(self, message: pb.GenerateManyResponse) -> pb.GenerateManyResponse:
+        if self._numbers:
+            texts = self._texts if any(self._texts) else ()
+            parts = pb.PlainParts(numbers=self._numbers, num_tokens=self._num_tokens, token_ids=self._token_ids, texts=texts)
+            message.parts.CopyFrom(parts)
+        return message
 
 
 class ManyCalls:

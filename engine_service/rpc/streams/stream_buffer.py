@@ -7,10 +7,12 @@ unread chunks are dropped and the request is to end. Much that comes at once is 
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+from ...outputs.generation import Generation
 from ...values.errors import EngineError, NotRead
-from ...values.output_chunk import OutputChunk, coalesce
+from ...values.output_chunk import OutputChunk, PlainTokens, coalesce
 from .stream_pace import HasUnread, StreamPace
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
@@ -31,11 +33,17 @@ class StreamBuffer:
     def __init__(self, tell: Tell) -> None:
         self.on_full: Callable[[EngineError], None] = lambda error: None
         self._tell = tell
+        self._take_more: Callable[[], PlainTokens | None] = lambda: None
         self._chunks: list[OutputChunk] = []
         self._num_unread = 0
         self._error: EngineError | None = None
         self._is_checked = False
         self._is_full = False
+
+    def read(self, generation: Generation) -> None:
+        """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
+        self.on_full, self._take_more = generation.fail, generation.take_more
+        generation.let_take_more(partial(self._tell, at_once=False))
 
     def put(self, output: OutputChunk | EngineError) -> None:
         if isinstance(output, EngineError):
@@ -51,8 +59,21 @@ class StreamBuffer:
 
     def take(self) -> tuple[list[OutputChunk], EngineError | None]:
         """Everything that has come, neighbouring chunks joined, and the error after which nothing more comes."""
+        more = self._take_more()
         chunks, self._chunks, self._num_unread = self._chunks, [], 0
+        if more is not None:
+            chunks.append(more.chunk())
         return coalesce(chunks), self._error
+
+    def take_plain(self) -> PlainTokens | None:
+        """Everything that has come, where that is plain tokens alone; None: take is to tell."""
+        if self._chunks or self._error is not None:
+            return None
+        more = self._take_more()
+        if more is None or not (self._chunks or self._error is not None):
+            return more
+        self._chunks.append(more.chunk())  # behind what came by asking
+        return None
 
     def _check(self) -> None:
         self._is_checked = False

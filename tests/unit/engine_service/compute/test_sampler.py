@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.compute.sampler import sample
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import (
+    GREEDY,
+    LIKELIEST,
+    SamplingParams,
+    SamplingParamsError,
+    SamplingRow,
+    are_likeliest,
+)
 from kvkeeper.kernels.philox import philox4x32, uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
@@ -178,6 +185,23 @@ def test_frequency_and_presence_count_the_output_alone():
     assert sample(logits, [row(frequency, token_ids=[0], num_prompt_tokens=0)]).token_ids.tolist() == [1]
     assert sample(logits, [row(frequency, token_ids=[0, 0, 1, 1])]).token_ids.tolist() == [2]
     assert sample(logits, [row(presence, token_ids=[0, 0, 0, 1])]).token_ids.tolist() == [0]
+
+
+def test_a_penalised_greedy_row_is_drawn_after_the_penalty_also_beside_sampled_rows():
+    logits = torch.tensor([[1.0, 0.9, 0.5]]).expand(3, -1)  # shared memory: it must not be written to
+    presence = params(temperature=0, presence_penalty=0.45)
+    found = sample(logits, [row(presence, token_ids=[0]), row(top_k_1 := params(top_k=1)), row(GREEDY)])
+    assert found.token_ids.tolist() == [1, 0, 0]
+    assert sample(logits[:2], [row(top_k_1), row(presence, token_ids=[0])]).token_ids.tolist() == [0, 1]
+
+
+def test_rows_without_a_history_draw_what_greedy_rows_draw():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [math.nan, 0.0, 0.0], [5.0, 0.0, 1.0], [-math.inf] * 3])
+    found, expected = sample(logits, [LIKELIEST] * 4), sample(logits, [row(GREEDY)] * 4)
+    mixed = sample(logits, [LIKELIEST, row(GREEDY), LIKELIEST, row()])
+    assert [one.bad_rows for one in (found, expected, mixed)] == [(1, 3)] * 3
+    assert [one.token_ids[[0, 2]].tolist() for one in (found, expected, mixed)] == [[1, 0]] * 3
+    assert not are_likeliest([LIKELIEST, row(GREEDY)])
 
 
 def test_bad_rows_are_reported_and_the_others_sampled():

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -13,10 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
+from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
 from tests.support.models.odd_models import odd_model
-from tests.support.processes.service_pair import Services, generate, services, toy_output
+from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 
 
 @pytest.mark.parametrize("module", ["scheduler.scheduler", "values.batch"])
@@ -63,6 +65,42 @@ async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.Mon
             await generate(client, [7, 8])
         assert failed.value.reason == "REQUEST_FAILED"
         assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
+
+
+async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_are_sent_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create, gate, num_held, most_held = AsyncCacheSession.create_sequence, asyncio.Event(), 0, 0
+
+    async def hold_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
+        nonlocal num_held, most_held
+        if token_ids[0] == 7:
+            num_held += 1
+            most_held = max(most_held, num_held)
+            await gate.wait()
+            num_held -= 1
+        return await create(session, sequence_id, token_ids, *args, **named)
+
+    monkeypatch.setattr(AsyncCacheSession, "create_sequence", hold_sevens)
+    async with services() as world:
+        await world.start_cache()
+        client = await world.client(await world.start_engine())
+        held = [asyncio.create_task(generate(client, [7, 8], 20))]
+        await until_true(lambda: num_held == 1)
+        assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
+        held += [asyncio.create_task(generate(client, [7, place], 20)) for place in range(9, 15)]
+        await until_true(lambda: num_held == sequence_creator._MOST_AT_ONCE)
+        gate.set()
+        assert [one.token_ids for one in await asyncio.gather(*held)] == [[toy_output([7, at], 20)] for at in range(8, 15)]
+        assert most_held == sequence_creator._MOST_AT_ONCE
+        assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def until_true(condition: Callable[[], bool]) -> None:
+    async def check() -> bool:
+        return condition()
+
+    await until(check)
 
 
 async def test_text_that_fails_ends_its_request_alone() -> None:

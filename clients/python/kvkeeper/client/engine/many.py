@@ -117,7 +117,7 @@ class _Call:
             return  # the reading task is told why
 
     def _next_message(self) -> pb.GenerateManyRequest:
-        message = pb.GenerateManyRequest(cancel=self._to_cancel)
+        message = pb.GenerateManyRequest(cancel=self._to_cancel, reads_parts=True)
         self._to_cancel = []
         num_bytes = 0
         while self._to_begin and num_bytes <= _MOST_BYTES:
@@ -134,6 +134,8 @@ class _Call:
                 for one in message.responses:
                     if (stream := self._streams.get(one.number)) is not None:
                         stream.take(one)
+                if message.HasField("parts"):
+                    self._take_parts(message.parts)
         except grpc.RpcError as failure:
             error = error_of(failure)
         finally:
@@ -141,6 +143,14 @@ class _Call:
             streams, self._streams = self._streams, {}
             for stream in streams.values():
                 stream.fail(error)
+
+    def _take_parts(self, parts: pb.PlainParts) -> None:
+        """Raises ValueError where the columns do not fit together."""
+        token_ids, first = list(parts.token_ids), 0
+        for number, count, text in zip(parts.numbers, parts.num_tokens, parts.texts or [""] * len(parts.numbers), strict=True):
+            if (stream := self._streams.get(number)) is not None:
+                stream.take_tokens(token_ids[first : first + count], text)
+            first += count
 
 
 class _Numbered:
@@ -165,13 +175,21 @@ class _Numbered:
             self.fail(error_of_status(one.error))
             return
         response = one.response
-        self._unread.append(response)
-        self._num_unread += len(response.token_ids) + sum(1 + len(each.top_token_ids) for each in response.logprobs)
-        self._has_unread.set()
+        num_logprobs = sum(1 + len(each.top_token_ids) for each in response.logprobs)
         if response.HasField("usage"):
             self._has_ended = True
             self._call.drop(self._number, is_over=True)
-        elif self._num_unread > _MOST_UNREAD:
+        self._put(response, len(response.token_ids) + num_logprobs)
+
+    def take_tokens(self, token_ids: list[int], text: str) -> None:
+        """Tokens that came for it, and text alone."""
+        self._put(pb.GenerateResponse(token_ids=token_ids, text=text), len(token_ids))
+
+    def _put(self, response: pb.GenerateResponse, num_units: int) -> None:
+        self._unread.append(response)
+        self._num_unread += num_units
+        self._has_unread.set()
+        if self._num_unread > _MOST_UNREAD and not self._has_ended:
             self._unread.clear()
             self._call.drop(self._number, is_over=False)
             text = f"the client left more than {_MOST_UNREAD} tokens unread"
