@@ -1,7 +1,8 @@
 """The pages of docs/ that are made from the sources, so that they cannot say anything else.
 
-Owns their texts and forms; `make docs` writes them, and a test holds them current. May import everything of kvkeeper, grimp and
-grpcio-tools; nothing imports it but its test.
+Owns their texts and forms; `make docs` writes them, and a test holds them current. Beside them, the picture of the dashboard is
+made by hand from a Prometheus server. May import everything of kvkeeper, grimp, grpcio-tools and matplotlib; nothing imports it
+but its test.
 """
 
 from collections.abc import Callable, Mapping

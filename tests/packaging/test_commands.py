@@ -24,7 +24,7 @@ ROWS = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 PAGES = pages()
 _OF_SERVICES = {"up": ("--cache-", "--engine-"), "serve": ("--cache-", "--engine-", "--gateway-")}
-_PLACEHOLDERS = {"FILE", "PATH", "NAME", "PROMPT", "conversation_trace.jsonl", "hit_rate.png"}
+_PLACEHOLDERS = {"FILE", "PATH", "NAME", "PROMPT", "conversation_trace.jsonl", "hit_rate.png", "tier_hits.png"}
 
 
 class Wrong(Exception):

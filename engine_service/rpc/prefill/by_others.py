@@ -87,7 +87,13 @@ class PromptsByOthers:
         self._engine.hold(generation)
         task = asyncio.create_task(self._compute(helper, generation, message_of(generation)))
         self._asked[generation] = _Asked(task)
-        task.add_done_callback(lambda _: self._end(generation, {}))  # one that is cancelled before it begins runs nothing
+        helper.num_asked += 1  # now: many requests may come before a task begins
+
+        def ended(_: asyncio.Task[None]) -> None:
+            helper.num_asked -= 1
+            self._end(generation, {})  # one that is cancelled before it begins runs nothing
+
+        task.add_done_callback(ended)
         return True
 
     def drop(self, generation: Generation) -> None:
@@ -118,7 +124,6 @@ class PromptsByOthers:
 
     async def _compute(self, helper: _Helper, generation: Generation, message: pb.GenerateRequest) -> None:
         taken: dict[int, TakenBlocks] = {}
-        helper.num_asked += 1
         request = pb.PrefillRequest(engine=identity(self._model), request=message)
         call = helper.transport.stream(helper.transport.stub.Prefill, request)
         try:
@@ -142,7 +147,6 @@ class PromptsByOthers:
                 self._note_failure(generation, error.reason)
                 generation.fail(RequestFailed("the engine that computed the prompt sent something else"))
         finally:
-            helper.num_asked -= 1
             self._end(generation, taken)
             call.cancel()
 

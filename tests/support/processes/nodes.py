@@ -99,6 +99,8 @@ class Nodes:
                 env=environment(folder), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         await until(self.num_healthy, len(self.nodes))
+        async with asyncio.timeout(DEADLINE_S):
+            await gateway.until_serving(self._address)
         self.model = gateway.served_model(self._address)
 
     async def stop_gateway(self) -> None:

@@ -1,5 +1,5 @@
-"""`bench`: what a trace of requests hits in the cache.
+"""`bench`: what a trace of requests hits in the cache, and in each tier below it.
 
-Owns reading and generating traces, the replay against a running service, and the plot. May import console, kvkeeper.client and,
-inside a function, the cache service's replay.
+Owns reading and generating traces, the replay against a running service, and the plots. May import console,
+kvkeeper.client and, inside a function, replays of the cache service.
 """

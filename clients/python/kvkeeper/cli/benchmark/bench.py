@@ -6,8 +6,7 @@ Imports the core only when it runs.
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from kvkeeper.cli.benchmark import live, plot, traces
+from kvkeeper.cli.benchmark import live, plot, tiers
+from kvkeeper.cli.benchmark.arguments import add_trace_flags, described, least, read_trace, reported
 from kvkeeper.cli.benchmark.traces import Requests
 from kvkeeper.cli.console.addresses import add_cache_flag
-from kvkeeper.cli.console.problems import EXIT_OK, EXIT_USAGE, UsageFailure
+from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
 
 _BLOCKS = 5000
 _BLOCK_SIZE = 16
@@ -28,33 +28,26 @@ _ALL = "all"
 
 def add_parser(commands: Any, text: str) -> None:
     bench = commands.add_parser("bench", help=text, allow_abbrev=False)
-    parser = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True).add_parser(
+    names = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True)
+    tiers.add_parser(names)
+    parser = names.add_parser(
         "trace",
         help="hit rate, evictions and time per step of a trace",
         description="Replays a trace in order, a request at a time, and prints one JSON object.",
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="Mooncake-format trace; without it: a generated one")
-    parser.add_argument("--seed", type=_least(0), default=0, help="of the generated trace (default: %(default)s)")
+    add_trace_flags(parser)
     parser.add_argument("--policy", action="append", metavar="P", help="eviction policy, may be repeated, or all (adaptive)")
     parser.add_argument(
-        "--blocks", action="append", type=_least(1), metavar="N", help=f"size in blocks, may be repeated ({_BLOCKS})"
+        "--blocks", action="append", type=least(1), metavar="N", help=f"size in blocks, may be repeated ({_BLOCKS})"
     )
     parser.add_argument(
-        "--block-size", type=_least(1), default=_BLOCK_SIZE, help="tokens that stand for a block (default: %(default)s)"
+        "--block-size", type=least(1), default=_BLOCK_SIZE, help="tokens that stand for a block (default: %(default)s)"
     )
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw hit rate by capacity beside lru and the optimum")
     parser.add_argument("--live", action="store_true", help="replay against the cache service at --cache, not the core alone")
     add_cache_flag(parser)
-    parser.set_defaults(run=run, asks="cache")
-
-
-def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except UsageFailure as failure:
-        print(f"kvkeeper: {failure}", file=sys.stderr)
-        return EXIT_USAGE
+    parser.set_defaults(run=reported(_run), asks="cache")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -63,22 +56,15 @@ def _run(args: argparse.Namespace) -> int:
     if args.live and (args.policy or args.blocks or args.plot):
         raise UsageFailure("a running service has its policy and size: --policy, --blocks and --plot are not for --live")
     policies = _policies(args.policy or ["adaptive"])
-    requests = traces.read(args.file) if args.file else traces.generate(args.seed)
-    trace = str(args.file) if args.file else f"generated, seed {args.seed}"
-    report: dict[str, object] = {
-        "trace": trace,
-        "requests": len(requests),
-        "blocks_asked": sum(map(len, requests)),
-        "distinct_blocks": len(set().union(*requests)),
-        "block_size": args.block_size,
-    }
+    name, requests = read_trace(args)
+    report = {**described(name, requests), "block_size": args.block_size}
     if args.live:
         report["results"] = [_live(args, requests)]
     else:
         report["results"] = _core(policies, args.blocks or [_BLOCKS], requests, args.block_size)
     if args.plot is not None:
         curves = _curves(policies, requests)
-        plot.draw(curves, f"Prefix hit rate by capacity ({Path(trace).name})", args.plot)
+        plot.draw(curves, f"Prefix hit rate by capacity ({Path(name).name})", args.plot)
         report["curves"] = curves
     print(json.dumps(report))
     return EXIT_OK
@@ -148,16 +134,3 @@ def _curves(policies: Sequence[str], requests: Requests) -> plot.Curves:
 def _bar(requests: Requests, name: str) -> "tqdm[list[int]]":
     """On a terminal only."""
     return tqdm(requests, name, unit=" requests", leave=False, disable=None)
-
-
-def _least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
-        if not least <= number <= 2**31 - 1:
-            raise argparse.ArgumentTypeError(f"{number} is not {least} to 2^31 - 1")
-        return number
-
-    return parse

@@ -1,11 +1,16 @@
-"""Draws hit rate by capacity. Needs matplotlib, which is the extra `plot`."""
+"""Draws hit rates by capacity and by tier. Needs matplotlib, which is the extra `plot`."""
 
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.service.extras import install_command
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OPTIMUM = "optimum"
 
@@ -20,13 +25,9 @@ def require() -> None:
 
 def draw(curves: Curves, title: str, path: Path) -> None:
     """Writes a PNG, whole or not at all. Raises UsageFailure when it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = _subplots((8, 4.5))
     for policy, points in curves.items():
         style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o", "markersize": 4}
         axes.plot([blocks for blocks, _ in points], [rate for _, rate in points], label=policy, **style)
@@ -38,6 +39,39 @@ def draw(curves: Curves, title: str, path: Path) -> None:
     axes.set(xlabel="capacity in blocks", ylabel="hit rate", title=title, ylim=(0, None))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)
+    _write(figure, path)
+
+
+def draw_tiers(shares: dict[str, dict[str, float]], infinite: float, title: str, path: Path) -> None:
+    """shares: hit rate by tier, of each set of tiers. Writes a PNG as `draw` does."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _subplots((8, 3.5))
+    left = dict.fromkeys(shares, 0.0)
+    for tier in dict.fromkeys(tier for rates in shares.values() for tier in rates):
+        widths = {name: rates.get(tier, 0.0) for name, rates in shares.items()}
+        axes.barh(list(shares), list(widths.values()), left=list(left.values()), label=f"hit in {tier}")
+        left = {name: left[name] + width for name, width in widths.items()}
+    axes.axvline(infinite, color="black", linestyle="--", label="an infinite cache")
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set(xlabel="share of the blocks asked for", title=title)
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    _write(figure, path)
+
+
+def _subplots(inches: tuple[float, float]) -> "tuple[Figure, Axes]":
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=inches, layout="constrained")
+
+
+def _write(figure: "Figure", path: Path) -> None:
+    from matplotlib import pyplot
+
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(unfinished, format="png", dpi=100)

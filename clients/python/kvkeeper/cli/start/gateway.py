@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from typing import Any
 
 from kvkeeper.cli.start.services import end_with_parent
 
@@ -35,13 +36,22 @@ async def until_serving(http: str) -> None:
 
 
 def served_model(http: str) -> str:
-    """The name of the model that it serves; empty for none yet."""
+    """The name of the model that it serves and has the tokenizer of; empty for none yet."""
     try:
-        with urllib.request.urlopen(f"http://{http}/v1/models", timeout=_ANSWER_S) as answer:
-            models = json.load(answer)["data"]
+        models = _answer(f"http://{http}/v1/models")["data"]
+        name = str(models[0]["id"]) if models else ""
+        if name:  # it is listed before its tokenizer has been fetched, and until then requests fail
+            _answer(f"http://{http}/v1/tokenize", {"model": name, "prompt": "a"})
     except (urllib.error.URLError, OSError, ValueError, KeyError):
         return ""
-    return str(models[0]["id"]) if models else ""
+    return name
+
+
+def _answer(url: str, message: dict[str, str] | None = None) -> Any:
+    body = None if message is None else json.dumps(message).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        return json.load(answer)
 
 
 def main(argv: Sequence[str]) -> None:
