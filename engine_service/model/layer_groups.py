@@ -7,8 +7,9 @@ smaller group leaves of its blocks is wasted. Pure.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_WASTE = 8  # at most one layer in so many is room that no layer uses
-_MOST_GROUPS = 64
+_MOST_GROUPS = 12  # each has a table of every sequence, which a step has to handle
+_FULL_WEIGHT = 16  # of a layer that keeps all tokens, against one that keeps a window
+_Kinds = Sequence[tuple[int | None, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,24 @@ def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     if None not in by_window or len(by_window) == 1:
         return ()
     kinds = sorted(by_window.items(), key=lambda kind: kind[0] or 0)  # the full one is first
-    for size in range(min(map(len, by_window.values())), 0, -1):
-        groups = tuple(
-            LayerGroup(tuple(layers[first : first + size]), window)
-            for window, layers in kinds
-            for first in range(0, len(layers), size)
-        )
-        num_wasted = len(groups) * size - len(windows)
-        if len(by_window[None]) % size == 0 and num_wasted * _MOST_WASTE <= len(windows):
-            return groups if len(groups) <= _MOST_GROUPS else ()
-    raise AssertionError("groups of one layer waste nothing")
+    sizes = range(1, max(map(len, by_window.values())) + 1)
+    size = min(
+        (each for each in sizes if _num_groups(kinds, each) <= _MOST_GROUPS), key=lambda each: (_cost(kinds, each), -each)
+    )
+    return tuple(
+        LayerGroup(tuple(layers[first : first + size]), window)
+        for window, layers in kinds
+        for first in range(0, len(layers), size)
+    )
+
+
+def _num_groups(kinds: _Kinds, size: int) -> int:
+    return sum(-(-len(layers) // size) for _, layers in kinds)
+
+
+def _cost(kinds: _Kinds, size: int) -> int:
+    """Room of a long sequence in layers, unused room included; where it keeps all tokens it counts more."""
+    return sum(-(-len(layers) // size) * size * (1 if window else _FULL_WEIGHT) for window, layers in kinds)
 
 
 def places_of(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:
