@@ -336,8 +336,8 @@ class EngineConfig:
         group="Model",
         help="keep only the window of layers that have one, in block tables of their own",
         details="For native families with sliding windows in some layers and none in others; others are served as without."
-        " On a CUDA device with --no-graphs only, and not with --role prefill or decode, nor where the cache service has a host"
-        " tier, a disk tier or --memory-dir: these keep all tokens of all layers.",
+        " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
+        " all layers keep all tokens.",
     )
     threads: int | None = setting(
         None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)

@@ -152,11 +152,11 @@ class ModelRunner:
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
             warm_up_sampling(self.forward(batch))
         self.synchronize()
-        if graphs is None or self._groups or not isinstance(self._model, Decoder):
+        if graphs is None or not isinstance(self._model, Decoder):
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
-        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions)
+        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions, max(len(self._groups), 1))
         try:
             self.graphed = capture_decode(self._plain_decode, shape, self._kv_view.device, graphs, progress=progress)
         except Exception:  # whatever a driver says of it, the engine can serve

@@ -96,11 +96,10 @@ def load_served_model(config: EngineConfig) -> ServedModel:
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
     """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it.
 
-    Graphs have the tables of one group, and hand-offs between roles those of one, too.
+    Sequences with several tables are not handed over, so engines of one role do without.
     """
     groups, dtype = group_layers(model.config.windows), model.dtype
-    has_graphs = served.device.type == "cuda" and config.graphs
-    if not groups or not config.groups or has_graphs or config.role != "both":
+    if not groups or not config.groups or config.role != "both":
         return served
     return dataclasses.replace(
         served,
